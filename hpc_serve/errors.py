@@ -1,0 +1,91 @@
+"""What can go wrong, as one tree. Each error says what happened, what decided it and what to do next.
+
+    HpcServeError                    1
+      InvalidRequestError            2   what was asked for cannot be (bad value, unknown model, bad site file)
+        UnknownModelError            2
+        SiteFileError                2
+      DoesNotFitError                3   the model does not fit the machines, or the layout is one vLLM refuses
+      SchedulerError                 4   Slurm is missing, does not answer, or said no
+        SchedulerUnavailableError    4
+        SubmissionRefusedError       4
+      RendezvousError                5   the shared records cannot be read or written
+        ServiceNotFoundError         5
+        AmbiguousServiceError        5
+        ServiceConflictError         5
+      ServiceFailedError             6   a job ended, or ended before its service was ready
+      WaitTimeoutError               7   nothing failed, but it was not ready in the time given
+
+The number is the exit code of every `hpc-serve` command that ends with the error.
+"""
+
+from __future__ import annotations
+
+
+class HpcServeError(Exception):
+    """Any error that hpc-serve raises on purpose; its text is complete for a person to act on."""
+
+    exit_code = 1
+
+
+class InvalidRequestError(HpcServeError, ValueError):
+    """A value asked for is not possible, whatever the cluster."""
+
+    exit_code = 2
+
+
+class UnknownModelError(InvalidRequestError):
+    """No catalogue entry, folder or repository of that name is known."""
+
+
+class SiteFileError(InvalidRequestError):
+    """The site file has an unknown setting or a value of the wrong kind."""
+
+
+class DoesNotFitError(HpcServeError):
+    """The model does not fit the machines asked for, or the layout is one that vLLM refuses."""
+
+    exit_code = 3
+
+
+class SchedulerError(HpcServeError):
+    """The scheduler could not do what was asked."""
+
+    exit_code = 4
+
+
+class SchedulerUnavailableError(SchedulerError):
+    """Slurm's commands are missing, or its controller does not answer. The job's state is unknown, not ended."""
+
+
+class SubmissionRefusedError(SchedulerError):
+    """sbatch refused the job; the text holds what it said."""
+
+
+class RendezvousError(HpcServeError):
+    """The shared folder of services cannot be used."""
+
+    exit_code = 5
+
+
+class ServiceNotFoundError(RendezvousError, LookupError):
+    """No live service of that name; the text lists those there are."""
+
+
+class AmbiguousServiceError(RendezvousError, LookupError):
+    """Several services are live and none was named."""
+
+
+class ServiceConflictError(RendezvousError):
+    """The name is taken by another model."""
+
+
+class ServiceFailedError(HpcServeError):
+    """The service's job ended; the text names the part that failed and its last words."""
+
+    exit_code = 6
+
+
+class WaitTimeoutError(HpcServeError, TimeoutError):
+    """The service did not become ready within the time given; it may still do so."""
+
+    exit_code = 7
