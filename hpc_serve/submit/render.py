@@ -1,0 +1,185 @@
+"""The text of a batch script: a request and its plan in, a script a person can read and edit out.
+
+All arithmetic was done by the planner and all order of processes is the launcher's; here values only find their place.
+Every value is quoted for the shell by default; what stands in an `#SBATCH` line, where nothing can be quoted, is checked.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup
+
+import hpc_serve
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.submit.request import Environment, ServeRequest, check_directive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hpc_serve.plan import ServePlan
+
+_CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
+_MEM_GIB_PER_GPU = 16
+_MEM_GIB_BASE = 16
+
+
+# Jinja marks the output of blocks and macros as Markup when autoescape is on; the same mark says "checked" here.
+_Checked = Markup
+
+
+def _shell_word(value: object) -> Markup:
+    return value if isinstance(value, Markup) else Markup(shlex.quote(str(value)))  # noqa: S704  -- shell, not HTML
+
+
+def render_script(request: ServeRequest, plan: ServePlan) -> str:
+    """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
+
+    Raises InvalidRequestError if a value cannot stand in the script, or the site's template asks for one it is not given.
+    """
+    environment = _template_environment(request.templates_dir)
+    try:
+        template = environment.get_template(f"{request.cluster}.sh.j2")
+        return template.render(_context(request, plan))
+    except jinja2.TemplateError as error:
+        raise InvalidRequestError(f"template {request.cluster}.sh.j2 cannot be rendered: {error}") from error
+
+
+def _template_environment(site_templates: str | None) -> jinja2.Environment:
+    ours = jinja2.PackageLoader("hpc_serve.templates", "")
+    folders = [jinja2.FileSystemLoader(site_templates)] if site_templates else []
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([*folders, ours]),
+        undefined=jinja2.StrictUndefined,
+        finalize=_shell_word,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=True,
+    )
+    environment.filters["words"] = lambda words: Markup(shlex.join(words))  # noqa: S704
+    return environment
+
+
+def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
+    return {
+        "title": _comment(_title(request, plan)),
+        "rendered_by": _comment(shlex.join(render_argv(request))),
+        "version": _Checked(hpc_serve.__version__),
+        "directives": [_Checked(line) for line in directives(request, plan)],
+        "environment": request.environment,
+        "modules": request.environment.modules,
+        "exports": {_Checked(name): value for name, value in _exports(request).items()},
+        "in_environment": _Checked(_container_prefix(request.environment)),
+        "service": request.service,
+        "backend": request.backend,
+        "gpus_per_node": plan.gpus_per_node,
+        "model": plan.model,
+        "served_model_names": served_model_names(request, plan),
+        "engine_options": list(_options((*plan.vllm_args, *request.engine_args))),
+    }
+
+
+def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
+    """The names the engine answers to: the repository id first, then the alias, then the service's own name."""
+    return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
+
+
+def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
+    """The words of the `#SBATCH` lines, in a fixed order; every value in them is checked."""
+    slurm = request.slurm
+    whole_nodes = slurm.exclusive if slurm.exclusive is not None else plan.num_nodes > 1
+    gpus = f"{slurm.gres_type}:{plan.gpus_per_node}" if slurm.gres_type else str(plan.gpus_per_node)
+    values: dict[str, str | None] = {
+        "job-name": slurm.job_name or f"hpc-serve-{request.service}",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "reservation": slurm.reservation,
+        "nodelist": slurm.nodelist,
+        "exclude": slurm.exclude,
+        "nodes": str(plan.num_nodes),
+        "ntasks-per-node": "1",
+    }
+    if plan.gpus_per_node:
+        values |= {"gres": f"gpu:{gpus}"} if slurm.gpu_directive == "gres" else {"gpus-per-node": gpus}
+    cpus = slurm.cpus_per_task or (None if whole_nodes else _CPUS_PER_GPU * max(1, plan.gpus_per_node))
+    values["cpus-per-task"] = str(cpus) if cpus else None
+    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan.gpus_per_node)}G")
+    values["time"] = slurm.time
+    values["output"] = f"{request.log_dir}/%j.log" if request.log_dir else "%x-%j.log"
+    lines = [f"--{name}={check_directive(name, value)}" for name, value in values.items() if value is not None]
+    if whole_nodes:
+        lines.append("--exclusive")
+    return [*lines, "--open-mode=append", *slurm.extra]
+
+
+def _exports(request: ServeRequest) -> dict[str, str]:
+    log_dir = {"HPC_SERVE_LOG_DIR": request.log_dir} if request.log_dir else {}
+    return request.settings.exports() | log_dir
+
+
+def render_argv(request: ServeRequest) -> tuple[str, ...]:
+    """The `hpc-serve render` command that gives this script again (site defaults apart)."""
+    words = ["hpc-serve", "render", "--model", request.model]
+    named = {
+        "--name": request.service if request.service != request.model else None,
+        "--nodes": request.num_nodes,
+        "--gpus-per-node": request.gpus_per_node,
+        "--gpu": request.gpu if request.gpu != "h100-80gb" else None,
+        "--tensor-parallel-size": request.tensor_parallel_size,
+        "--pipeline-parallel-size": request.pipeline_parallel_size,
+        "--max-model-len": request.max_model_len,
+        "--backend": request.backend if request.backend != "auto" else None,
+        "--cluster": request.cluster if request.cluster != "slurm" else None,
+    }
+    for option, value in named.items():
+        if value is not None:
+            words += [option, str(value)]
+    return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
+
+
+def _mem_gib(gpus_per_node: int) -> int:
+    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * gpus_per_node
+
+
+def _title(request: ServeRequest, plan: ServePlan) -> str:
+    nodes = f"{plan.num_nodes} node" + ("s" if plan.num_nodes > 1 else "")
+    where = f"{nodes} x {plan.gpus_per_node} GPUs ({request.gpu})" if plan.gpus_per_node else f"{nodes}, CPU"
+    layout = f"TP={plan.tensor_parallel_size} x PP={plan.pipeline_parallel_size}"
+    return f'{plan.model} as "{request.service}": {where}, {layout}'
+
+
+def _comment(text: str) -> Markup:
+    return _Checked("".join(character if character.isprintable() else "?" for character in text))
+
+
+def _container_prefix(environment: Environment) -> str:
+    if environment.kind != "apptainer":
+        return ""
+    assert environment.path is not None
+    binds = [word for bind in environment.binds for word in ("--bind", bind)]
+    return shlex.join(["apptainer", "exec", "--nv", *binds, environment.path]) + " "
+
+
+def _options(words: Iterable[str]) -> Iterable[list[str]]:
+    """Group a flat argv into options with their values, so that each gets a line of its own."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("-") and not _is_number(word) and group:
+            yield group
+            group = []
+        group.append(word)
+    if group:
+        yield group
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
