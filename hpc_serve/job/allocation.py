@@ -1,0 +1,98 @@
+"""What the scheduler gave this node, read once from the environment: who we are, how many we are, what we may use.
+
+Only this module knows Slurm's in-job variables; a local run has one node and takes its limits from the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_serve.errors import InvalidRequestError
+
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One node's share of a job. `memory_bytes` is None where the scheduler set no limit."""
+
+    cluster: str
+    job_id: str
+    restart: int
+    node_rank: int
+    num_nodes: int
+    node_name: str
+    num_cpus: int
+    num_gpus: int | None
+    memory_bytes: int | None
+
+    @property
+    def is_head(self) -> bool:
+        return self.node_rank == 0
+
+    @property
+    def run_name(self) -> str:
+        """Names this run of this job: a requeued job runs again under the same id."""
+        return f"{self.job_id}-r{self.restart}"
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation:
+    """This node's allocation. Raises InvalidRequestError if neither Slurm nor a local script set the scene."""
+    if environ.get("HPC_SERVE_CLUSTER") == "local":
+        return _local(environ)
+    if "SLURM_JOB_ID" not in environ:
+        raise InvalidRequestError(
+            "This program runs inside a job: submit a script (hpc-serve submit, or sbatch), "
+            "or set HPC_SERVE_CLUSTER=local and HPC_SERVE_JOB_ID."
+        )
+    return Allocation(
+        cluster="slurm",
+        job_id=slurm_job_id(environ),
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        node_rank=int(environ.get("SLURM_NODEID") or 0),
+        num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
+        node_name=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        num_cpus=int(environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))),
+        num_gpus=_slurm_gpus(environ),
+        memory_bytes=_slurm_memory_bytes(environ),
+    )
+
+
+def slurm_job_id(environ: Mapping[str, str]) -> str:
+    """`123`, or `123_4` for a task of an array."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
+
+
+def _local(environ: Mapping[str, str]) -> Allocation:
+    return Allocation(
+        cluster="local",
+        job_id=environ.get("HPC_SERVE_JOB_ID") or f"local-{os.getppid()}",
+        restart=0,
+        node_rank=0,
+        num_nodes=1,
+        node_name=socket.gethostname(),
+        num_cpus=len(os.sched_getaffinity(0)),
+        num_gpus=None,
+        memory_bytes=None,
+    )
+
+
+def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
+    count = environ.get("SLURM_GPUS_ON_NODE")
+    if count and (match := re.search(r"\d+$", count)):  # "8", on some versions "h100:8"
+        return int(match.group())
+    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
+    return len(visible.split(",")) if visible else None
+
+
+def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
+    if per_node := int(environ.get("SLURM_MEM_PER_NODE") or 0):
+        return per_node * _MIB
+    if per_cpu := int(environ.get("SLURM_MEM_PER_CPU") or 0):
+        return per_cpu * int(environ.get("SLURM_CPUS_ON_NODE") or 1) * _MIB
+    return None

@@ -1,0 +1,76 @@
+"""Is the engine really there? It answers /health, lists the model's name, and has completed one real request.
+
+Any of these alone has been seen to lie: /health is up before the workers are, and an engine can die on its first request.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_ANSWER_S = 10.0
+
+
+class NotReadyError(Exception):
+    """Not ready yet; the text says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAddress:
+    """Where the engine of this node listens; `api_key` is never shown."""
+
+    host: str
+    port: int
+    api_key: str
+
+    def __repr__(self) -> str:
+        return f"EngineAddress({self.host}:{self.port})"
+
+
+def is_healthy(engine: EngineAddress) -> bool:
+    """Whether /health answers 200 now."""
+    try:
+        return _request(engine, "GET", "/health", timeout_s=_ANSWER_S)[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> None:
+    """Return once the engine has shown that it serves `model`. Raises NotReadyError."""
+    try:
+        status, _ = _request(engine, "GET", "/health", timeout_s=_ANSWER_S)
+        _require(status == 200, f"/health answers {status}")
+        status, models = _request(engine, "GET", "/v1/models", timeout_s=_ANSWER_S)
+        _require(status == 200, f"/v1/models answers {status}")
+        names = [entry.get("id") for entry in models.get("data", [])]
+        _require(model in names, f"/v1/models lists {names}, not {model}")
+        body = {"model": model, "prompt": "1", "max_tokens": 1}
+        status, _ = _request(engine, "POST", "/v1/completions", body=body, timeout_s=completion_timeout_s)
+        if status in (400, 404, 405, 501):  # not a generating model
+            body = {"model": model, "input": "1"}
+            status, _ = _request(engine, "POST", "/v1/embeddings", body=body, timeout_s=completion_timeout_s)
+        _require(status == 200, f"a first request was answered with {status}")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NotReadyError(str(error) or type(error).__name__) from error
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise NotReadyError(what)
+
+
+def _request(
+    engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(engine.host, engine.port, timeout=timeout_s)
+    try:
+        headers = {"Authorization": f"Bearer {engine.api_key}", "Content-Type": "application/json"}
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        content = response.read()
+    finally:
+        connection.close()
+    is_json = response.headers.get_content_type() == "application/json"
+    return response.status, json.loads(content) if is_json and content else {}

@@ -1,0 +1,102 @@
+"""One launcher a node: reads the scene, makes the private folder, and plays its role until the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.allocation import Allocation, read_allocation
+from hpc_serve.job.command import EngineCommand, choose_backend, read_command
+from hpc_serve.job.head import Head
+from hpc_serve.job.network import PortBlock, guard, reachable_addresses
+from hpc_serve.job.node import LaunchOptions, Node, private_folder, read_token
+from hpc_serve.job.service import LEASE_S, RecordKeeper
+from hpc_serve.job.worker import run_worker
+from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+_FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
+
+
+def launch(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run this node's part of the service until it ends; returns the exit code. Raises HpcServeError."""
+    if absent := [name for name in _FROM_PREPARE if name not in environ]:
+        raise InvalidRequestError(f"{', '.join(absent)} not set: run `python -m hpc_serve.job.prepare` first, as the script does.")
+    allocation = read_allocation(environ)
+    command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
+    with private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:
+        node = Node(
+            options=options,
+            allocation=allocation,
+            command=command,
+            backend=choose_backend(options.backend, command, allocation.num_nodes),
+            head=environ["HPC_SERVE_HEAD_ADDRESS"],
+            head_ports=PortBlock(int(environ["HPC_SERVE_HEAD_PORT_BASE"])),
+            temp_dir=temp_dir,
+            token=read_token(environ),
+            environ=environ,
+        )
+        return asyncio.run(_run_head(node) if allocation.is_head else run_worker(node))
+
+
+async def _run_head(node: Node) -> int:
+    listener = guard(node.head_ports)
+    store = ServiceStore(default_home(node.environ))
+    service = node.options.service
+    store.claim(service, node.command.model)
+    keeper = RecordKeeper(store, _first_record(node))
+    try:
+        return await Head(node, keeper, store.read_api_key(service)).run(listener)
+    finally:
+        shutil.rmtree(os.environ["HPC_SERVE_JOB_DIR"], ignore_errors=True)
+        sys.stdout.flush()
+
+
+def _first_record(node: Node) -> EndpointRecord:
+    allocation, command = node.allocation, node.command
+    now = time.time()
+    return EndpointRecord(
+        service=node.options.service,
+        model=command.model,
+        served_model_names=command.served_model_names,
+        cluster=allocation.cluster,
+        job_id=allocation.job_id,
+        restart=allocation.restart,
+        replica=0,
+        user=_user(),
+        state="starting",
+        stage="starting",
+        hosts=_hosts(allocation, node.head),
+        port=command.port or node.head_ports.engine,
+        nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
+        tensor_parallel_size=command.tensor_parallel_size,
+        pipeline_parallel_size=command.pipeline_parallel_size,
+        num_nodes=allocation.num_nodes,
+        gpus_per_node=node.options.gpus_per_node,
+        counter=0,
+        lease_s=LEASE_S,
+        started_at=now,
+        updated_at=now,
+        log_dir=node.environ.get("HPC_SERVE_LOG_DIR"),
+    )
+
+
+def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
+    if allocation.cluster == "local":
+        return ("127.0.0.1",)
+    return tuple(dict.fromkeys((head, *reachable_addresses())))
+
+
+def _user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container without the site's user database
+        return str(os.getuid())

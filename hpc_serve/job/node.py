@@ -1,0 +1,103 @@
+"""One launcher's own ground: its address, ports, private folder and the environment its children get."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.command import EngineCommand
+from hpc_serve.job.network import PortBlock, PortsInUseError, interface_of
+from hpc_serve.job.process import MARK
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What the script says to each launcher. `stall_s` is how long the engine's start may show no progress."""
+
+    service: str
+    backend: str
+    gpus_per_node: int
+    stall_s: float = 1_800.0
+    join_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What a launcher works with. `head` is the address of the head node, `token` the run's secret."""
+
+    options: LaunchOptions
+    allocation: Allocation
+    command: EngineCommand
+    backend: str
+    head: str
+    head_ports: PortBlock
+    temp_dir: Path
+    token: str
+    environ: Mapping[str, str]
+
+    @property
+    def mark(self) -> str:
+        """What the environment of every process of this run on this node holds."""
+        return f"{self.temp_dir.name}-{self.allocation.node_rank}"
+
+    @property
+    def gcs(self) -> str:
+        return f"{self.head}:{self.head_ports.gcs}"
+
+    def check_gpus(self) -> None:
+        """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
+        given = self.allocation.num_gpus
+        if given is not None and given < self.options.gpus_per_node:
+            raise DoesNotFitError(
+                f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told {self.options.gpus_per_node}: "
+                "make --gpus-per-node in the #SBATCH lines and in the launcher's line agree."
+            )
+
+    def child_environ(self, *, address: str, ports: PortBlock) -> dict[str, str]:
+        """The environment of Ray and the engine on this node; what a person has set stays set."""
+        cache = Path(self.environ.get("HPC_SERVE_CACHE_DIR") or self.temp_dir / "cache")
+        ours = {
+            MARK: self.mark,
+            "TMPDIR": str(self.temp_dir),
+            "RAY_ADDRESS": self.gcs,
+            "VLLM_HOST_IP": address,  # this node's own: one value for all nodes ends in "unique IP" errors
+            "VLLM_PORT": str(ports.engine_internal),
+            "PYTHONUNBUFFERED": "1",
+        }
+        defaults = {
+            # Our own deadline extends with progress; vLLM's 600 s is too short for 405B.
+            "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
+            # Several nodes that compile into one shared folder corrupt each other's caches.
+            "VLLM_CACHE_ROOT": str(cache / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
+        if self.allocation.num_nodes > 1 and (interface := interface_of(address)):
+            defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        return {**defaults, **self.environ, **ours}
+
+
+@contextlib.contextmanager
+def private_folder(path: Path) -> Iterator[Path]:
+    """Make the node-local folder (0700), and remove it with all in it. Raises PortsInUseError if the name is taken."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        raise PortsInUseError(f"{path} exists on {socket.gethostname()}; another name is needed.") from None
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_token(environ: Mapping[str, str]) -> str:
+    """The run's secret, from the 0600 file that `prepare` made."""
+    with open(os.path.expanduser(environ["RAY_AUTH_TOKEN_PATH"])) as token:
+        return token.read().strip()

@@ -1,0 +1,91 @@
+"""Run once by the batch script on the head node, before `srun`: what every node must agree on, printed as shell exports.
+
+It makes the run's private folder and Ray's token, makes sure the service has an API key, and chooses the head's address,
+port block and the name of the node-local folder. A second attempt simply runs it again and gets other ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job.allocation import Allocation, read_allocation
+from hpc_serve.job.network import choose_port_block, node_address
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+# Ray makes UNIX sockets below it; the kernel allows 107 characters, Ray's own part takes 64.
+_LONGEST_TMPDIR = 43
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_serve.job.prepare", description=__doc__)
+    parser.add_argument("--service", required=True)
+    options = parser.parse_args(argv)
+    try:
+        exports = prepare(options.service, read_allocation(os.environ), os.environ)
+    except HpcServeError as error:
+        print(f"hpc-serve: {error}", file=sys.stderr)
+        return error.exit_code
+    for name, value in exports.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) -> dict[str, str]:
+    """Make what a run needs and return what its processes must be told, by variable name."""
+    store = ServiceStore(default_home(environ))
+    api_key_file = store.ensure_api_key(service)
+    job_dir = make_job_dir(store.home, allocation)
+    log_dir = Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service))
+    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    node_tmp = node_tmp_name(environ.get("HPC_SERVE_TMPDIR") or "/tmp")  # noqa: S108
+    if allocation.cluster == "local":
+        address = "127.0.0.1"
+    else:
+        address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
+    return {
+        "HPC_SERVE_HOME": str(store.home),
+        "HPC_SERVE_JOB_ID": allocation.job_id,
+        "HPC_SERVE_JOB_DIR": str(job_dir),
+        "HPC_SERVE_LOG_DIR": str(log_dir),
+        "HPC_SERVE_NODE_TMP": node_tmp,
+        "HPC_SERVE_HEAD_ADDRESS": address,
+        "HPC_SERVE_HEAD_PORT_BASE": str(choose_port_block().base),
+        "HPC_SERVE_API_KEY_FILE": str(api_key_file),
+        "HPC_SERVE_DRAIN_FILE": f"{node_tmp}/drain",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(job_dir / "ray_token"),
+    }
+
+
+def make_job_dir(home: Path, allocation: Allocation) -> Path:
+    """The run's private folder (0700) with Ray's token (0600) in it."""
+    jobs = home / "jobs"
+    jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job_dir = jobs / f"{allocation.run_name}-{secrets.token_hex(4)}"
+    job_dir.mkdir(mode=0o700)
+    descriptor = os.open(job_dir / "ray_token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "w") as token:
+        token.write(secrets.token_hex(32))
+    return job_dir
+
+
+def node_tmp_name(root: str) -> str:
+    """A name nobody has for the node-local folder, the same on every node. Raises InvalidRequestError if too long."""
+    name = f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
+    if len(name) > _LONGEST_TMPDIR:
+        raise InvalidRequestError(
+            f"HPC_SERVE_TMPDIR={root} is too long: {name} has {len(name)} characters, and Ray's sockets below it "
+            f"leave room for {_LONGEST_TMPDIR}. Set it to a shorter node-local folder."
+        )
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One child process of a launcher: started in a session of its own, its lines read, ended with all its descendants.
+
+Descendants that left the session (Ray's workers do) are found by a mark in their environment, so that a node is
+left as it was found, whatever the child did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+_LAST_WORDS = 30
+_LONGEST_LINE = 4_000
+MARK = "HPC_SERVE_RUN_MARK"
+
+# Asks the kernel for SIGTERM when the launcher dies (PR_SET_PDEATHSIG), then becomes the command: a launcher that was
+# killed leaves nothing behind. A wrapper, because code between fork and exec is not safe beside threads.
+_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+class Child:
+    """A running child. `last_words` are its latest lines of output, stdout and stderr together."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+        self.name = name
+        self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self.last_output_s = time.monotonic()
+        self._process = process
+        self._on_line = on_line
+        self._pump = asyncio.create_task(self._read_lines())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; as a shell would say, 128 + n for an end by signal n."""
+        code = self._process.returncode
+        return 128 - code if code is not None and code < 0 else code
+
+    async def wait(self) -> int:
+        """Wait for the end, and for its last lines, which a left-behind descendant may hold open for ever."""
+        await self._process.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._pump), timeout=2)
+        assert self.exit_code is not None
+        return self.exit_code
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its whole session after `grace_s` seconds."""
+        if self._process.returncode is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout=grace_s)
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        self._pump.cancel()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGTERM:
+                self._process.send_signal(number)
+            else:
+                os.killpg(self._process.pid, number)
+
+    async def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        pending = b""
+        while chunk := await self._process.stdout.read(65_536):
+            self.last_output_s = time.monotonic()
+            # Progress bars end their states with a carriage return alone.
+            *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
+            if len(pending) > _LONGEST_LINE:
+                lines, pending = [*lines, pending], b""
+            for line in lines:
+                self._take(line)
+        self._take(pending)
+
+    def _take(self, raw: bytes) -> None:
+        line = raw.decode(errors="replace").rstrip()
+        if line:
+            self.last_words.append(line[:_LONGEST_LINE])
+            self._on_line(line)
+
+
+async def start_child(
+    name: str, argv: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None], *, cwd: Path | None = None
+) -> Child:
+    """Start `argv` with exactly `environ`. Raises FileNotFoundError if there is no such command on its PATH."""
+    if shutil.which(argv[0], path=environ.get("PATH")) is None:
+        raise FileNotFoundError(argv[0])
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _END_WITH_PARENT, *argv),
+        env=environ,
+        cwd=cwd,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Child(name, process, on_line)
+
+
+async def end_marked(mark: str, *, grace_s: float) -> int:
+    """End every process of ours that carries `mark` in its environment; returns how many there were."""
+    found = set(marked(mark))
+    for pid in found:
+        _kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while (left := set(marked(mark))) and time.monotonic() < deadline:
+        found |= left
+        await asyncio.sleep(0.1)
+    deadline = time.monotonic() + grace_s
+    while (left := set(marked(mark))) and time.monotonic() < deadline:
+        for pid in left:
+            _kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.05)
+    return len(found)
+
+
+def marked(mark: str) -> Iterator[int]:
+    """The pids of this user's processes whose environment holds `mark`; zombies have none and do not count."""
+    needle = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if needle in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+        except OSError:
+            continue
+
+
+def read_bytes(mark: str) -> int:
+    """Bytes that the marked processes have read so far, from files and sockets: a load that moves shows here."""
+    total = 0
+    for pid in marked(mark):
+        try:
+            for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+                if line.startswith("rchar:"):
+                    total += int(line.split()[1])
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,30 @@
+"""A child of the head's launcher: asks Ray which nodes are alive and prints them, as JSON, whenever that changes.
+
+It is a program of its own so that the launcher needs no Ray: `ray.nodes()` is public, but only inside a Ray driver.
+It ends when its standard output does, or when the launcher ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+
+def main() -> None:
+    import ray
+
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    before: dict[str, int] | None = None
+    while True:
+        alive = {
+            node["NodeManagerAddress"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
+        }
+        if alive != before:
+            print(json.dumps({"hpc_serve_nodes": alive}), flush=True)
+            before = alive
+        time.sleep(0.3)  # the step of a poll; the launcher holds the deadline
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The replica's record while it lives: published early, renewed on a lease, and left behind with the reason of its end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hpc_serve.rendezvous.record import EndpointRecord, Progress
+from hpc_serve.rendezvous.store import ServiceStore
+
+LEASE_S = 30.0
+_MOST_WRITES_PER_S = 1.0
+
+
+class RecordKeeper:
+    """The one writer of one record. `update` changes it, `keep` renews it until cancelled."""
+
+    def __init__(self, store: ServiceStore, record: EndpointRecord) -> None:
+        self._store = store
+        self.record = record
+        self._changed = asyncio.Event()
+        self._write()
+
+    def update(self, **changes: Any) -> None:
+        """Change fields; they reach the file within a second, a change of state at once."""
+        changed = replace(self.record, **changes)
+        if changed == self.record:
+            return
+        state_before, self.record = self.record.state, changed
+        if changed.state != state_before:
+            self._write()
+        else:
+            self._changed.set()
+
+    def stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+        progress = Progress(done=done, total=total) if done is not None and total is not None else None
+        self.update(stage=stage, progress=progress)
+
+    def measure(self, figures: Mapping[str, float]) -> None:
+        """Add the engine's own figures, as its log gave them."""
+        if figures:
+            self.update(measured={**self.record.measured, **figures})
+
+    async def keep(self) -> None:
+        """Write what changed, and renew the lease when nothing did."""
+        while True:
+            try:
+                await asyncio.wait_for(self._changed.wait(), LEASE_S / 3)
+            except asyncio.TimeoutError:
+                pass
+            self._changed.clear()
+            await asyncio.to_thread(self._write)
+            await asyncio.sleep(1 / _MOST_WRITES_PER_S)
+
+    def _write(self) -> None:
+        self.record = replace(self.record, counter=self.record.counter + 1, updated_at=time.time())
+        try:
+            self._store.write(self.record)
+        except OSError as error:  # a full or absent shared filesystem must not end a service that works
+            print(f"hpc-serve: cannot write the record: {error}", file=sys.stderr, flush=True)
