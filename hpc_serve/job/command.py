@@ -79,9 +79,13 @@ def check_layout(command: EngineCommand, *, num_nodes: int, gpus_per_node: int) 
     layout = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size} = {command.world_size} GPUs"
     have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {gpus_per_node} GPUs"
     if gpus_per_node and command.world_size > num_nodes * gpus_per_node:
-        raise DoesNotFitError(f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout.")
+        raise DoesNotFitError(
+            f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout."
+        )
     if gpus_per_node and num_nodes > 1 and command.world_size <= (num_nodes - 1) * gpus_per_node:
-        raise DoesNotFitError(f"The engine wants {layout}, so of {have} a whole node would stay idle; ask for fewer nodes.")
+        raise DoesNotFitError(
+            f"The engine wants {layout}, so of {have} a whole node would stay idle; ask for fewer nodes."
+        )
     if num_nodes > 1 and command.world_size % num_nodes:
         raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
 
@@ -97,7 +101,7 @@ def head_args(command: EngineCommand, *, host: str, port: int, backend: str) -> 
 
 
 def multi_node_args(*, num_nodes: int, node_rank: int, master: tuple[str, int]) -> list[str]:
-    """vLLM's own multi-node start (backend `mp`): the same command on every node, all but the first without a server."""
+    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone."""
     args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
     args += ["--master-addr", master[0], "--master-port", str(master[1])]
     return args if node_rank == 0 else [*args, "--headless"]

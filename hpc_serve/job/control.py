@@ -1,7 +1,7 @@
 """The line between the head's launcher and the other nodes' launchers: who is there, what failed, when to go and stop.
 
-One TCP connection a node, one JSON object a line, opened with a mutual proof that both hold the run's token (which itself
-never travels). Its end is news: a launcher that dies closes it at once, a frozen one misses its beats.
+One TCP connection a node, one JSON object a line, opened with a mutual proof that both hold the run's token (which
+itself never travels). Its end is news: a launcher that dies closes it at once, a frozen one misses its beats.
 """
 
 from __future__ import annotations
@@ -121,12 +121,14 @@ async def connect(
         except (OSError, asyncio.TimeoutError) as error:
             if time.monotonic() > deadline:
                 raise LinkLostError(
-                    f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} after {deadline_s:.0f} s ({error}); "
-                    "if the nodes have several networks, name the one to use in HPC_SERVE_INTERFACE"
+                    f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
+                    f"after {deadline_s:.0f} s ({error}); if the nodes have several networks, name the one to use in HPC_SERVE_INTERFACE"
                 ) from error
             await asyncio.sleep(0.2)
     try:
-        link = await asyncio.wait_for(_introduce(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_S)
+        link = await asyncio.wait_for(
+            _introduce(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_S
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError, asyncio.TimeoutError) as error:
         writer.close()
         raise PortsInUseError(f"Another program than the head's launcher answers at {head[0]}:{head[1]}.") from error

@@ -1,7 +1,7 @@
 """The head's launcher: gathers the nodes, starts Ray and the engine, says when the service is ready, and ends it all.
 
-The order is a straight line (`_bring_up`); what may go wrong at any moment (a child ends, a node is lost, a signal comes)
-is decided once by `Ending`, and the way down is the same from everywhere.
+The order is a straight line (`_bring_up`); what may go wrong at any moment (a child ends, a node is lost, a signal
+comes) is decided once by `Ending`, and the way down is the same from everywhere.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Head:
             if here == total:
                 return None
             absent = sorted(set(range(1, total)) - set(self._links))
-            return f"{here} of {total} nodes came; no launcher from node rank {', '.join(map(str, absent))} of the job's node list"
+            ranks = ", ".join(map(str, absent))
+            return f"{here} of {total} nodes came; no launcher from node rank {ranks} of the job's node list"
 
         await self._until(missing, part="nodes", within_s=self._node.options.join_s)
 
@@ -153,7 +154,7 @@ class Head:
 
     async def _start_engine(self, environ: dict[str, str]) -> Child:
         node, command = self._node, self._node.command
-        host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"  # noqa: S104  -- the gate asks for the key
+        host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
         argv = [*command.argv, *head_args(command, host=host, port=self._engine.port, backend=node.backend)]
         if node.backend == "mp" and node.allocation.num_nodes > 1:
             master = (node.head, node.head_ports.torch_master)
@@ -173,15 +174,17 @@ class Head:
                     return
                 except NotReadyError as error:
                     self._keeper.stage(f"not ready: {error}")
-            moved = await asyncio.to_thread(read_bytes, node.mark) + sum(link.read_bytes for link in self._links.values())
+            moved = await asyncio.to_thread(read_bytes, node.mark) + sum(
+                link.read_bytes for link in self._links.values()
+            )
             if moved != seen:
                 seen, progress_s = moved, time.monotonic()
             idle_s = time.monotonic() - max(progress_s, engine.last_output_s)
             if idle_s > node.options.stall_s:
                 raise failure(
                     "engine",
-                    f"no progress for {idle_s / 60:.0f} minutes while {self._keeper.record.stage}: no output, nothing read "
-                    "(HPC_SERVE_STALL_S sets how long that may last)",
+                    f"no progress for {idle_s / 60:.0f} minutes while {self._keeper.record.stage}: "
+                    "no output, nothing read (HPC_SERVE_STALL_S sets how long that may last)",
                     last_words=tuple(engine.last_words),
                 )
             await asyncio.sleep(_POLL_S)
@@ -264,7 +267,7 @@ class Head:
         await end_marked(self._node.mark, grace_s=1)
 
     async def _dismiss(self, link: Link) -> None:
-        """Send a worker home and wait until its launcher has ended its part: a raylet that outlives its head lingers."""
+        """Send a worker home and wait until it has ended its part: a raylet that outlives its head lingers."""
         await link.send("stop")
         with contextlib.suppress(LinkLostError, asyncio.TimeoutError):
             await asyncio.wait_for(link.receive(), _NODES_GRACE_S)
@@ -307,7 +310,9 @@ class Head:
             await self._ending.fail(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code))
         except Exception as error:
             traceback.print_exc()
-            await self._ending.fail(Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1))
+            await self._ending.fail(
+                Outcome(failed_part="launcher", reason=f"{type(error).__name__}: {error}", exit_code=1)
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

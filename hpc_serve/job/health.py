@@ -1,6 +1,6 @@
 """Is the engine really there? It answers /health, lists the model's name, and has completed one real request.
 
-Any of these alone has been seen to lie: /health is up before the workers are, and an engine can die on its first request.
+Any of these alone has been seen to lie: /health is up before the workers are, an engine can die on its first request.
 """
 
 from __future__ import annotations

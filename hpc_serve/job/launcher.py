@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation, read_allocation
-from hpc_serve.job.command import EngineCommand, choose_backend, read_command
+from hpc_serve.job.command import choose_backend, read_command
 from hpc_serve.job.head import Head
 from hpc_serve.job.network import PortBlock, guard, reachable_addresses
 from hpc_serve.job.node import LaunchOptions, Node, private_folder, read_token
@@ -27,7 +27,9 @@ _FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDR
 def launch(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run this node's part of the service until it ends; returns the exit code. Raises HpcServeError."""
     if absent := [name for name in _FROM_PREPARE if name not in environ]:
-        raise InvalidRequestError(f"{', '.join(absent)} not set: run `python -m hpc_serve.job.prepare` first, as the script does.")
+        raise InvalidRequestError(
+            f"{', '.join(absent)} not set: run `python -m hpc_serve.job.prepare` first, as the script does."
+        )
     allocation = read_allocation(environ)
     command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
     with private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:

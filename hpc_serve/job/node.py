@@ -56,8 +56,8 @@ class Node:
         given = self.allocation.num_gpus
         if given is not None and given < self.options.gpus_per_node:
             raise DoesNotFitError(
-                f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told {self.options.gpus_per_node}: "
-                "make --gpus-per-node in the #SBATCH lines and in the launcher's line agree."
+                f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told "
+                f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and in the launcher's line agree."
             )
 
     def child_environ(self, *, address: str, ports: PortBlock) -> dict[str, str]:

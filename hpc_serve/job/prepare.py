@@ -1,7 +1,7 @@
-"""Run once by the batch script on the head node, before `srun`: what every node must agree on, printed as shell exports.
+"""Run once by the batch script on the head node, before `srun`: what all nodes must agree on, as shell exports.
 
-It makes the run's private folder and Ray's token, makes sure the service has an API key, and chooses the head's address,
-port block and the name of the node-local folder. A second attempt simply runs it again and gets other ones.
+It makes the run's private folder and Ray's token, makes sure the service has an API key, and chooses the head's
+address, port block and the name of the node-local folder. A second attempt simply runs it again and gets other ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     job_dir = make_job_dir(store.home, allocation)
     log_dir = Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service))
     log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    node_tmp = node_tmp_name(environ.get("HPC_SERVE_TMPDIR") or "/tmp")  # noqa: S108
+    node_tmp = node_tmp_name(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
     if allocation.cluster == "local":
         address = "127.0.0.1"
     else:

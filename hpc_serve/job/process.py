@@ -93,7 +93,12 @@ class Child:
 
 
 async def start_child(
-    name: str, argv: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None], *, cwd: Path | None = None
+    name: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    on_line: Callable[[str], None],
+    *,
+    cwd: Path | None = None,
 ) -> Child:
     """Start `argv` with exactly `environ`. Raises FileNotFoundError if there is no such command on its PATH."""
     if shutil.which(argv[0], path=environ.get("PATH")) is None:

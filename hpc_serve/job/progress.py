@@ -23,7 +23,12 @@ _STAGES = (
 )
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
 # vLLM's front end ends with this whatever the cause was.
-_CONSEQUENCES = ("Engine core initialization failed", "EngineCore encountered", "EngineDeadError", "WorkerProc initialization failed")
+_CONSEQUENCES = (
+    "Engine core initialization failed",
+    "EngineCore encountered",
+    "EngineDeadError",
+    "WorkerProc initialization failed",
+)
 
 
 @dataclass(frozen=True)

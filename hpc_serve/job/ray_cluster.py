@@ -1,7 +1,7 @@
 """Ray for one run: the command lines of its head and workers, and the wait for exactly the nodes and GPUs asked for.
 
-Each Ray runs as a `--block` child of the Slurm step, with every port, its CPUs, GPUs and memory said aloud, in a private
-folder and with a token. It is ended as a process, never by `ray stop`, which would take down other Rays of the user.
+Each Ray runs as a `--block` child of the Slurm step, with every port, its CPUs, GPUs and memory said aloud, in a
+private folder and with a token. It is ended as a process, never by `ray stop`, which would take down other Rays of the user.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def parse_nodes(line: str) -> RayNodes | None:
 
 def _shared_memory_bytes() -> int:
     try:
-        status = os.statvfs("/dev/shm")  # noqa: S108
+        status = os.statvfs("/dev/shm")
     except OSError:
         return 2 * _SMALLEST_OBJECT_STORE_BYTES
     return status.f_bavail * status.f_frsize

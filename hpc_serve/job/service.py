@@ -1,4 +1,4 @@
-"""The replica's record while it lives: published early, renewed on a lease, and left behind with the reason of its end."""
+"""The replica's record while it lives: published early, renewed on a lease, left behind with the reason of its end."""
 
 from __future__ import annotations
 

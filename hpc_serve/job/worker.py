@@ -1,4 +1,4 @@
-"""A launcher on a node other than the head: waits for the head's word, runs this node's part, ends when the head says so."""
+"""A launcher on a node other than the head: waits for the head's word, runs its part, ends when the head says so."""
 
 from __future__ import annotations
 

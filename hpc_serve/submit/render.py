@@ -1,7 +1,7 @@
 """The text of a batch script: a request and its plan in, a script a person can read and edit out.
 
 All arithmetic was done by the planner and all order of processes is the launcher's; here values only find their place.
-Every value is quoted for the shell by default; what stands in an `#SBATCH` line, where nothing can be quoted, is checked.
+Every value is quoted for the shell by default; what stands in an `#SBATCH` line cannot be and is checked.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _Checked = Markup
 
 
 def _shell_word(value: object) -> Markup:
-    return value if isinstance(value, Markup) else Markup(shlex.quote(str(value)))  # noqa: S704  -- shell, not HTML
+    return value if isinstance(value, Markup) else Markup(shlex.quote(str(value)))
 
 
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
     """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
 
-    Raises InvalidRequestError if a value cannot stand in the script, or the site's template asks for one it is not given.
+    Raises InvalidRequestError if a value cannot stand in the script, or a site's template asks for one it is not given.
     """
     environment = _template_environment(request.templates_dir)
     try:
@@ -59,7 +59,7 @@ def _template_environment(site_templates: str | None) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=True,
     )
-    environment.filters["words"] = lambda words: Markup(shlex.join(words))  # noqa: S704
+    environment.filters["words"] = lambda words: Markup(shlex.join(words))
     return environment
 
 

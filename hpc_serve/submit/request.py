@@ -15,6 +15,18 @@ Cluster = Literal["slurm", "local"]
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 GpuDirective = Literal["gpus-per-node", "gres"]
 
+_WORDS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "reservation",
+    "nodelist",
+    "exclude",
+    "mem",
+    "job_name",
+    "gres_type",
+)
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>(){}!*?#]+")
 
@@ -38,8 +50,8 @@ class SlurmOptions:
     """sbatch's own options, under sbatch's own names; None leaves a line out, so that the site's default holds.
 
     `time` is a Slurm time ("12:00:00", "2-00:00:00", minutes). `mem` is per node in Slurm's notation ("80G", "0" = all
-    of the node); `gpu_directive` chooses between `--gpus-per-node=8` and `--gres=gpu:8`, `gres_type` adds the site's name
-    of the GPU. `extra` holds further `--name=value` words, one `#SBATCH` line each.
+    of the node); `gpu_directive` chooses between `--gpus-per-node=8` and `--gres=gpu:8`, `gres_type` adds the site's
+    name of the GPU. `extra` holds further `--name=value` words, one `#SBATCH` line each.
     """
 
     partition: str | None = None
@@ -59,9 +71,7 @@ class SlurmOptions:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "mem", "job_name", "gres_type",
-        ):  # fmt: skip
+        for name in _WORDS:
             value = getattr(self, name)
             if value is not None:
                 check_directive(name.replace("_", "-"), value)
@@ -81,8 +91,8 @@ class SlurmOptions:
 class Environment:
     """How a script gets a Python with hpc-serve and the engine in it.
 
-    `auto`: `$HPC_SERVE_ENV`, else `.venv` in the folder of submission; `venv`: the folder `path`; `conda`: the environment
-    `path` (name or folder); `apptainer`: the image `path`, with `binds`; `none`: what the modules put on PATH.
+    `auto`: `$HPC_SERVE_ENV`, else `.venv` in the folder of submission; `venv`: the folder `path`; `conda`: the
+    environment `path` (name or folder); `apptainer`: the image `path`, with `binds`; `none`: what the modules put on PATH.
     `modules` are loaded first, whatever the kind.
     """
 
@@ -93,9 +103,7 @@ class Environment:
 
     def __post_init__(self) -> None:
         if self.kind not in ("auto", "venv", "conda", "none", "apptainer"):
-            raise InvalidRequestError(
-                f"environment kind is {self.kind!r}: use auto, venv, conda, none or apptainer."
-            )
+            raise InvalidRequestError(f"environment kind is {self.kind!r}: use auto, venv, conda, none or apptainer.")
         if self.kind in ("venv", "conda", "apptainer") and not self.path:
             raise InvalidRequestError(f"environment kind {self.kind} needs a path (or, for conda, a name).")
 
