@@ -1,0 +1,94 @@
+"""Accelerators and clusters as the planner sees them: memory, bandwidth, FLOP/s and links, per GPU and node.
+
+The facts are the catalogue's; what fits is decided in memory.py and planner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog import accelerator_entry
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratorSpec:
+    """One GPU (or TPU chip, or CPU socket).
+
+    `label_bytes` is the product's label (80 GB = 80e9), `total_bytes` what the driver reports to torch; where that was
+    never seen it is the label. Bandwidth and links in bytes per second, one direction; `dense_flops` by type, without
+    sparsity, in operations per second.
+    """
+
+    name: str
+    product: str
+    vendor: str
+    kind: Literal["gpu", "tpu", "cpu"]
+    label_bytes: int
+    total_bytes: int
+    bandwidth_bytes_per_s: float
+    dense_flops: Mapping[str, float] = field(hash=False)
+    link: str | None
+    link_bytes_per_s: float | None
+    network_bytes_per_s: float | None
+    gpus_per_node: int
+    note: str | None = None
+    source: tuple[str, ...] = ()
+
+
+def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec:
+    """The accelerator of that name; `total_bytes` overrides the memory its driver reports.
+
+    Raises InvalidRequestError for an unknown name, or for one whose memory is not a fact of the product (CPUs).
+    """
+    entry = accelerator_entry(name)
+    seen = int(entry["total_gib"] * GIB) if entry["total_gib"] else None
+    total = total_bytes or seen or entry["label_bytes"]
+    if not total:
+        raise InvalidRequestError(
+            f"{entry['product']} has no memory of its own: say how much a socket has with --gpu-memory 256GiB."
+        )
+    return AcceleratorSpec(
+        name=entry["name"],
+        product=entry["product"],
+        vendor=entry["vendor"],
+        kind=entry["kind"],
+        label_bytes=entry["label_bytes"] or total,
+        total_bytes=total,
+        bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
+        dense_flops=entry["dense_flops"],
+        link=entry["link"],
+        link_bytes_per_s=entry["link_bytes_per_s"],
+        network_bytes_per_s=entry["network_bytes_per_s"],
+        gpus_per_node=entry["gpus_per_node"],
+        note=entry["note"],
+        source=tuple(entry["source"]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have."""
+
+    accelerator: AcceleratorSpec
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "gpus_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+
+    @property
+    def node_size(self) -> int:
+        """GPUs of one node."""
+        return self.gpus_per_node or self.accelerator.gpus_per_node
+
+    def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
+        """The same machines, another number of them."""
+        return replace(self, num_nodes=num_nodes)

@@ -1,0 +1,107 @@
+"""Facts about models and accelerators as data, and how a name finds its entry.
+
+The JSON files hold the facts, each with its source; adding a model or a GPU touches one of them alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError, UnknownModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatalogModel:
+    """A model known by name: `name` is the repository as `vllm serve` takes it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    config: Mapping[str, Any]
+    published_parameters: int | None
+    note: str | None
+    source: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def models() -> dict[str, CatalogModel]:
+    """Every known model, by its repository name."""
+    return {
+        entry["name"]: CatalogModel(
+            name=entry["name"],
+            aliases=tuple(entry.get("aliases", ())),
+            config=entry["config"],
+            published_parameters=entry.get("published_parameters"),
+            note=entry.get("note"),
+            source=tuple(entry["source"]),
+        )
+        for entry in _load("models.json")["models"]
+    }
+
+
+def find(name: str) -> CatalogModel | None:
+    """The entry of an alias or repository name (case does not matter), or None."""
+    return _index().get(name.lower())
+
+
+def resolve(name: str) -> CatalogModel:
+    """The entry of an alias or repository name. Raises UnknownModelError with the closest names.
+
+    >>> resolve("405b").name
+    'meta-llama/Llama-3.1-405B-Instruct'
+    """
+    found = find(name)
+    if found is None:
+        raise UnknownModelError(f"{name!r} is not in the catalogue.{suggestion(name)}")
+    return found
+
+
+def suggestion(name: str) -> str:
+    """" Did you mean …?" with up to three close names, or where all of them are listed."""
+    close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
+    if not close:
+        tails = {key.rsplit("/", 1)[-1]: key for key in _index()}
+        close = [tails[tail] for tail in difflib.get_close_matches(name.lower(), tails, n=3, cutoff=0.6)]
+    named = dict.fromkeys(key if key in _index()[key].aliases else _index()[key].name for key in close)
+    if named:
+        return f" Did you mean {', '.join(named)}?"
+    return " `hpc-serve models` lists those there are; a folder or a path to a config.json will do as well."
+
+
+@lru_cache(maxsize=1)
+def _index() -> dict[str, CatalogModel]:
+    index = {entry.name.lower(): entry for entry in models().values()}
+    for entry in models().values():
+        for alias in entry.aliases:
+            index.setdefault(alias.lower(), entry)
+    return index
+
+
+@lru_cache(maxsize=1)
+def accelerator_entries() -> dict[str, dict[str, Any]]:
+    """Every known accelerator's facts, by its name and its aliases."""
+    index: dict[str, dict[str, Any]] = {}
+    for entry in _load("accelerators.json")["accelerators"]:
+        for name in (entry["name"], *entry["aliases"]):
+            index[name] = entry
+    return index
+
+
+def accelerator_entry(name: str) -> dict[str, Any]:
+    """The facts of one accelerator. Raises InvalidRequestError with the closest names."""
+    entries = accelerator_entries()
+    key = name.lower().replace("_", "-")
+    if key in entries:
+        return entries[key]
+    close = difflib.get_close_matches(key, entries, n=3, cutoff=0.5)
+    hint = f"Did you mean {', '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}."
+    raise InvalidRequestError(f"{name!r} is not an accelerator in the catalogue. {hint}")
+
+
+def _load(filename: str) -> Any:
+    return json.loads(resources.files(__name__).joinpath(filename).read_text(encoding="utf-8"))

@@ -1,0 +1,226 @@
+"""How many bytes a weight matrix takes once vLLM has loaded it: the schemes, and which layers each leaves in 16 bit.
+
+Reads the `quantization_config` of a Hugging Face config. Where tensor parallelism would cut through a block or group
+of scales, vLLM refuses, and so does this. The KV cache's type is not decided here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+
+Granularity = Literal["none", "tensor", "channel", "group", "block"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """One storage format. `group` is in input features, `block` in (output, input) features.
+
+    `bias_bytes` is the type in which biases (never quantised) are kept.
+    """
+
+    name: str
+    weight_bits: float
+    granularity: Granularity = "none"
+    scale_bytes: int = 0
+    zero_point_bits: float = 0
+    group: int = 0
+    block: tuple[int, int] = (0, 0)
+    bias_bytes: int = 2
+
+    def linear_bytes(self, outputs: Sequence[int], inputs: int, bias: bool, name: str) -> int:
+        """Bytes of one fused matrix as one rank holds it. Raises DoesNotFitError where vLLM refuses the cut."""
+        rows = sum(outputs)
+        total = rows * inputs * self.weight_bits / 8
+        if self.granularity == "tensor":
+            total += self.scale_bytes * len(outputs)
+        elif self.granularity == "channel":
+            total += self.scale_bytes * rows
+        elif self.granularity == "group":
+            if inputs % self.group and inputs > self.group:
+                raise DoesNotFitError(
+                    f"{name} would have {inputs} inputs on a rank, "
+                    f"which its {self.name} groups of {self.group} do not divide"
+                )
+            groups = max(1, inputs // self.group)
+            total += rows * groups * (self.scale_bytes + self.zero_point_bits / 8)
+        elif self.granularity == "block":
+            out_block, in_block = self.block
+            total += self.scale_bytes * sum(-(-out // out_block) for out in outputs) * -(-inputs // in_block)
+        if bias:
+            total += rows * self.bias_bytes
+        return int(total)
+
+
+BF16 = Scheme(name="bfloat16", weight_bits=16)
+FP16 = Scheme(name="float16", weight_bits=16)
+FP32 = Scheme(name="float32", weight_bits=32, bias_bytes=4)
+FP8_TENSOR = Scheme(name="fp8", weight_bits=8, granularity="tensor", scale_bytes=4)
+FP8_CHANNEL = Scheme(name="fp8 (per channel)", weight_bits=8, granularity="channel", scale_bytes=4)
+FP8_BLOCK = Scheme(name="fp8 (blocks)", weight_bits=8, granularity="block", scale_bytes=4, block=(128, 128))
+INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", scale_bytes=4)
+MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32)
+NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)
+BNB_INT4 = Scheme(name="bitsandbytes nf4", weight_bits=4, granularity="group", scale_bytes=4, group=64)
+BNB_INT8 = Scheme(name="bitsandbytes int8", weight_bits=8, granularity="channel", scale_bytes=4)
+
+
+@lru_cache(maxsize=64)
+def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
+    """AWQ and GPTQ: packed integers, a 16-bit scale per group, and a packed zero point where asymmetric."""
+    name = f"int{bits} groups of {group}" if group > 0 else f"int{bits} per channel"
+    if group <= 0:
+        return Scheme(name=name, weight_bits=bits, granularity="channel", scale_bytes=2)
+    return Scheme(
+        name=name,
+        weight_bits=bits,
+        granularity="group",
+        scale_bytes=2,
+        zero_point_bits=bits if zero_points else 0,
+        group=group,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Which scheme each module has: `linear` for linear layers, `experts` for fused experts, but for `skipped` names.
+
+    `skipped` are patterns: a full module name, a prefix or suffix of whole dotted parts, `*` for any run, or `re:…`.
+    """
+
+    method: str
+    plain: Scheme
+    linear: Scheme
+    experts: Scheme
+    head: Scheme
+    skipped: tuple[str, ...] = ()
+
+    def of(self, module: str, *, is_expert: bool = False) -> Scheme:
+        """The scheme of a linear module by its name in the checkpoint."""
+        scheme = self.experts if is_expert else self.linear
+        if scheme is self.plain or not self.skipped:
+            return scheme
+        return self.plain if _skip_matcher(self.skipped).search(module) else scheme
+
+
+@lru_cache(maxsize=32)
+def _skip_matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    alternatives = []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            alternatives.append(f"(?:^(?:{pattern[3:]}))")
+        else:
+            alternatives.append(r"(?:^|\.)" + re.escape(pattern.strip(".")).replace(r"\*", ".*") + r"(?:\.|$)")
+    return re.compile("|".join(alternatives))
+
+
+def plain_scheme(dtype: str) -> Scheme:
+    """The scheme of weights kept in `dtype` (torch's name). Raises InvalidRequestError."""
+    name = dtype.removeprefix("torch.")
+    known = {"bfloat16": BF16, "float16": FP16, "half": FP16, "float32": FP32, "float": FP32}
+    if name not in known:
+        raise InvalidRequestError(f"dtype is {dtype!r}: use bfloat16, float16 or float32.")
+    return known[name]
+
+
+def quantization_from_config(
+    config: Mapping[str, Any] | None, *, plain: Scheme, override: str | None = None
+) -> Quantization:
+    """Read a `quantization_config`; `override` is vLLM's --quantization (a checkpoint taken to be quantised so).
+
+    Raises InvalidRequestError for a method this does not know.
+    """
+    if override is not None and not (config and _same_method(str(config.get("quant_method", "")), override)):
+        config = _DEFAULT_CONFIGS.get(override.lower().replace("-", "_"))
+        if config is None:
+            raise InvalidRequestError(
+                f"quantization is {override!r}: this planner knows {', '.join(sorted(_DEFAULT_CONFIGS))}."
+            )
+    if not config:
+        return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
+    method = str(config.get("quant_method", "")).lower().replace("-", "_")
+    skipped = tuple(
+        str(name)
+        for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
+        for name in config.get(key) or ()
+    )
+    linear, experts, head = _schemes(method, config, plain)
+    return Quantization(method=method, plain=plain, linear=linear, experts=experts, head=head, skipped=skipped)
+
+
+_DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp8": {"quant_method": "fp8"},
+    "fp8_per_tensor": {"quant_method": "fp8"},
+    "fp8_per_channel": {"quant_method": "fbgemm_fp8"},
+    "fp8_per_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int8": {"quant_method": "int8"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+
+
+def _same_method(declared: str, override: str) -> bool:
+    base = re.sub(r"(_marlin|_machete)$", "", override.lower().replace("-", "_"))
+    return declared.lower().replace("-", "_") == base
+
+
+def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
+    """(linear, experts, head) schemes of a method."""
+    if method == "fp8":
+        block = config.get("weight_block_size")
+        scheme = FP8_BLOCK if block else FP8_TENSOR
+        return scheme, scheme, plain
+    if method == "fbgemm_fp8":
+        return FP8_CHANNEL, FP8_CHANNEL, plain
+    if method in ("int8", "experts_int8"):
+        return (plain if method == "experts_int8" else INT8_CHANNEL), INT8_CHANNEL, plain
+    if method in ("awq", "gptq", "awq_marlin", "gptq_marlin"):
+        asymmetric = bool(config.get("zero_point", True)) if "awq" in method else not config.get("sym", True)
+        scheme = int_groups(
+            int(config.get("bits", config.get("w_bit", 4))), int(config.get("group_size", 128)), asymmetric
+        )
+        return scheme, scheme, scheme if config.get("lm_head") else plain
+    if method == "bitsandbytes":
+        scheme = BNB_INT8 if config.get("load_in_8bit") else BNB_INT4
+        return scheme, scheme, plain
+    if method == "mxfp4":
+        return plain, MXFP4, plain
+    if method == "modelopt":
+        algorithm = str(config.get("quant_algo", config.get("quantization", {}).get("quant_algo", "FP8"))).upper()
+        found = {"FP8": FP8_TENSOR, "NVFP4": NVFP4, "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL}.get(algorithm)
+        if found is not None:
+            return found, found, plain
+    if method == "compressed_tensors":
+        scheme = _compressed_tensors(config)
+        return scheme, scheme, plain
+    raise InvalidRequestError(
+        f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
+        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt (FP8, NVFP4) and compressed-tensors."
+    )
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
+    """The scheme of the group that targets linear layers."""
+    groups = list((config.get("config_groups") or {}).values())
+    if not groups:
+        raise InvalidRequestError("quantization_config of compressed-tensors has no config_groups.")
+    weights = groups[0].get("weights") or {}
+    bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
+    strategy, group = str(weights.get("strategy", "tensor")), int(weights.get("group_size") or 0)
+    if kind == "float" and bits == 4:
+        return NVFP4 if group == 16 else MXFP4
+    if strategy == "group":
+        return int_groups(bits, group, not weights.get("symmetric", True))
+    if kind == "float":
+        return {"channel": FP8_CHANNEL, "block": FP8_BLOCK}.get(strategy, FP8_TENSOR)
+    return INT8_CHANNEL if bits == 8 else int_groups(bits, -1, False)
