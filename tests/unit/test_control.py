@@ -1,0 +1,114 @@
+"""The line between launchers: only holders of the token get on it, and its end is news."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from hpc_serve.job import control
+from hpc_serve.job.control import ControlServer, Link, LinkLostError, connect
+from hpc_serve.job.network import PortsInUseError, hold_port_block
+
+
+def on_a_line(scenario, *, server_token="secret", client_token="secret"):
+    """Run `scenario(head's link, node's link)` over a real connection."""
+
+    async def run():
+        block, listener = hold_port_block()
+        links: asyncio.Queue[Link] = asyncio.Queue()
+        server = ControlServer(server_token, "n1", links.put_nowait)
+        await server.start(listener)
+        try:
+            node = await connect(
+                ("127.0.0.1", block.control),
+                client_token,
+                rank=1,
+                name="n2",
+                own_address=lambda: "10.0.0.2",
+                deadline_s=5,
+            )
+            return await scenario(await asyncio.wait_for(links.get(), 5), node)
+        finally:
+            server.close()
+
+    return asyncio.run(run())
+
+
+def test_messages_go_both_ways_and_name_the_node():
+    async def scenario(head, node):
+        assert (head.rank, head.name, head.address) == (1, "n2", "10.0.0.2")
+        await head.send("go")
+        await node.send("failed", part="ray worker", exit_code=9)
+        return await node.receive(), await head.receive()
+
+    go, failed = on_a_line(scenario)
+    assert go["kind"] == "go"
+    assert failed == {"kind": "failed", "part": "ray worker", "exit_code": 9}
+
+
+def test_a_beat_carries_what_was_read_and_is_not_a_message():
+    async def scenario(head, node):
+        beats = asyncio.create_task(node.beat(lambda: 4096))
+        heard = asyncio.create_task(head.receive())
+        while head.read_bytes == 0:
+            await asyncio.sleep(0.01)
+        assert not heard.done()
+        beats.cancel()
+        heard.cancel()
+        return head.read_bytes
+
+    assert on_a_line(scenario) == 4096
+
+
+def test_the_end_of_a_launcher_is_noticed():
+    async def scenario(head, node):
+        await node.close()
+        await head.receive()
+
+    with pytest.raises(LinkLostError, match="launcher on node n2 ended"):
+        on_a_line(scenario)
+
+
+def test_a_silent_node_is_lost(monkeypatch):
+    monkeypatch.setattr(control, "LOST_AFTER_S", 0.05)
+
+    async def scenario(head, node):
+        await head.receive()
+
+    with pytest.raises(LinkLostError, match="n2 has not been heard of"):
+        on_a_line(scenario)
+
+
+def test_without_the_token_nobody_gets_on():
+    with pytest.raises(PortsInUseError, match="Another program"):
+        on_a_line(lambda head, node: None, client_token="wrong")
+
+
+def test_the_token_itself_never_travels():
+    async def run():
+        told = []
+
+        async def impostor(reader, writer):
+            writer.write(json.dumps({"hpc_serve": 1, "nonce": "n"}).encode() + b"\n")
+            told.append(await reader.readline())
+            writer.write(json.dumps({"proof": "guessed", "name": "x"}).encode() + b"\n")
+
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PortsInUseError):
+            await connect(("127.0.0.1", port), "s3cret", rank=1, name="n2", own_address=lambda: "a", deadline_s=1)
+        server.close()
+        return told[0]
+
+    assert b"s3cret" not in asyncio.run(run())
+
+
+def test_a_head_that_never_listens_ends_the_wait_with_advice():
+    block, listener = hold_port_block()
+    listener.close()
+    with pytest.raises(LinkLostError, match="HPC_SERVE_INTERFACE"):
+        asyncio.run(
+            connect(("127.0.0.1", block.control), "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=0.3)
+        )

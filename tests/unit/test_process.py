@@ -1,0 +1,119 @@
+"""Children of a launcher: their lines are read, they end with all that they started, whatever they did."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc_serve.job.process import MARK, end_marked, marked, read_bytes, start_child
+
+
+def environ(mark: str = "none") -> dict[str, str]:
+    return {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_lines_exit_code_and_last_words_are_kept():
+    lines = []
+
+    async def run():
+        child = await start_child(
+            "x", python("import sys; print('a\\rb'); print('c', file=sys.stderr); sys.exit(3)"), environ(), lines.append
+        )
+        return await child.wait(), list(child.last_words)
+
+    assert asyncio.run(run()) == (3, ["a", "b", "c"])
+    assert lines == ["a", "b", "c"]
+
+
+def test_a_signal_is_told_as_a_shell_would():
+    async def run():
+        child = await start_child("x", python("import os; os.kill(os.getpid(), 9)"), environ(), lambda line: None)
+        return await child.wait()
+
+    assert asyncio.run(run()) == 137
+
+
+def test_a_command_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match="no-such-engine"):
+        asyncio.run(start_child("x", ["no-such-engine"], environ(), lambda line: None))
+
+
+def test_a_child_that_ignores_sigterm_is_killed():
+    async def run():
+        ready = asyncio.Event()
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+        child = await start_child("x", python(code), environ(), lambda line: ready.set())
+        await asyncio.wait_for(ready.wait(), 10)
+        await child.stop(grace_s=0.1)
+        return child.exit_code
+
+    assert asyncio.run(run()) == 137
+
+
+def test_a_descendant_that_left_the_session_is_found_and_ended():
+    mark = f"test-{os.getpid()}-leaver"
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3, stderr=-3)"
+
+    async def run():
+        child = await start_child("x", python(code), environ(mark), lambda line: None)
+        await child.wait()
+        left = list(marked(mark))
+        return len(left), await end_marked(mark, grace_s=1)
+
+    left, ended = asyncio.run(run())
+    assert left == ended == 1
+    assert not list(marked(mark))
+
+
+def test_what_marked_processes_read_is_counted():
+    mark = f"test-{os.getpid()}-reader"
+    reader = subprocess.Popen(
+        python("import sys; open('/dev/zero', 'rb').read(10_000_000); print('done'); sys.stdin.read()"),
+        env=environ(mark),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert reader.stdout is not None
+    reader.stdout.readline()
+    assert read_bytes(mark) >= 10_000_000
+    reader.communicate(b"")
+
+
+def test_a_child_ends_with_a_launcher_that_was_killed():
+    code = (
+        "import asyncio, os\n"
+        "from hpc_serve.job.process import start_child\n"
+        "async def main():\n"
+        "    child = await start_child('x', ['sleep', '600'], dict(os.environ), print)\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    launcher = subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pid = int(launcher.stdout.readline())
+    deadline = time.monotonic() + 10
+    while not _cmdline(pid).startswith(b"sleep") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.wait()
+    while _cmdline(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _cmdline(pid)
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

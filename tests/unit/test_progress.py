@@ -1,0 +1,46 @@
+"""vLLM's log lines, as versions 0.6 to 0.32 print them, become stages and causes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.job.progress import Stage, error_of, stage_of
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        (
+            "Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]",
+            Stage("loading weights", 2, 191),
+        ),
+        (
+            "(Worker_TP0 pid=9) Capturing CUDA graphs (PIECEWISE):  40%|████| 14/35",
+            Stage("capturing CUDA graphs", 14, 35),
+        ),
+        ("INFO 11-20 [gpu_model_runner.py:1] Model loading took 14.99 GiB and 3.2 seconds", Stage("weights loaded")),
+        ("INFO 11-20 [kv_cache_utils.py:1229] GPU KV cache size: 715,072 tokens", Stage("sizing the KV cache")),
+        ("INFO:     Application startup complete.", Stage("server is up")),
+        ("INFO:     10.0.0.1:1234 - GET /health HTTP/1.1 200 OK", None),
+    ],
+)
+def test_stage_of_a_line(line, stage):
+    assert stage_of(line) == stage
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            "(EngineCore pid=1) ERROR 11-20 [core.py:9] ValueError: No available memory for the cache blocks.",
+            "ValueError: No available memory for the cache blocks.",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
+        ("RuntimeError: Engine core initialization failed. See root cause above.", None),
+        ("INFO errors: none", None),
+    ],
+)
+def test_cause_is_the_error_and_not_its_consequence(line, cause):
+    if line.startswith("torch."):
+        cause = line
+    assert error_of(line) == cause

@@ -1,0 +1,77 @@
+"""The one direction: planning and rendering can be imported where processes, sockets and the engine's packages cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORBIDDEN = (
+    "subprocess",
+    "socket",
+    "http",
+    "asyncio",
+    "ray",
+    "vllm",
+    "torch",
+    "numpy",
+    "openai",
+    "submitit",
+    "filelock",
+)
+PURE = (
+    *(
+        "hpc_serve.errors",
+        "hpc_serve.plan",
+        "hpc_serve.plan.planner",
+        "hpc_serve.plan.measured",
+        "hpc_serve.plan.catalog",
+    ),
+    *("hpc_serve.submit.request", "hpc_serve.rendezvous.names"),
+)
+# A finder that comes first and refuses; what the interpreter itself has loaded already does not count.
+GUARD = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {forbidden!r}:
+            raise ImportError(name + " is forbidden here")
+for name in list(sys.modules):
+    if name.split(".")[0] in {forbidden!r}:
+        del sys.modules[name]
+sys.meta_path.insert(0, Refuse())
+import {module}
+"""
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_code_imports_nothing_with_an_effect(module):
+    code = GUARD.format(forbidden=FORBIDDEN, module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_guard_itself_refuses():
+    code = GUARD.format(forbidden=FORBIDDEN, module="hpc_serve.job.network")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "forbidden here" in done.stderr
+
+
+def test_rendering_needs_no_engine_and_no_network():
+    forbidden = ("ray", "vllm", "torch", "openai", "submitit", "httpx", "httpx2", "subprocess")
+    code = GUARD.format(forbidden=forbidden, module="hpc_serve.submit.render")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+JOB_SIDE = ("hpc_serve.job.launcher", "hpc_serve.job.prepare", "hpc_serve.job.gate", "hpc_serve.job.ray_nodes")
+
+
+@pytest.mark.parametrize("module", JOB_SIDE)
+def test_the_in_job_program_runs_in_a_bare_container(module):
+    """Only the standard library and filelock: an engine's image need not have click, jinja2, openai or submitit."""
+    forbidden = ("click", "jinja2", "openai", "submitit", "httpx", "httpx2", "rich", "yaml", "pydantic", "ray", "vllm")
+    code = GUARD.format(forbidden=forbidden, module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
