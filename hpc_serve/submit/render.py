@@ -7,6 +7,7 @@ Every value is quoted for the shell by default; what stands in an `#SBATCH` line
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -17,8 +18,6 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from hpc_serve.plan import ServePlan
 
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising

@@ -28,7 +28,7 @@ _WORDS = (
     "gres_type",
 )
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
-_PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;&|<>(){}!*?#]+")
+_PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's own notation uses & | * ( ) [ ]
 
 
 def check_directive(name: str, value: str) -> str:
@@ -39,8 +39,7 @@ def check_directive(name: str, value: str) -> str:
     """
     if not _PRINTABLE_WORD.fullmatch(value):
         raise InvalidRequestError(
-            f"{name} is {value!r}: use letters, digits and . _ - + = : , / @ % [ ] only "
-            "(no blanks, quotes, newlines or shell characters)."
+            f"{name} is {value!r}: it must be one word without blanks, quotes, newlines or any of \\ ` $ ; < > {{ }} ! ? #."
         )
     return value
 
@@ -92,7 +91,7 @@ class Environment:
     """How a script gets a Python with hpc-serve and the engine in it.
 
     `auto`: `$HPC_SERVE_ENV`, else `.venv` in the folder of submission; `venv`: the folder `path`; `conda`: the
-    environment `path` (name or folder); `apptainer`: the image `path`, with `binds`; `none`: what the modules put on PATH.
+    environment `path` (name or folder); `apptainer`: the image `path`, with `binds`; `none`: what modules put on PATH.
     `modules` are loaded first, whatever the kind.
     """
 

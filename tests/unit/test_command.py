@@ -34,7 +34,7 @@ def test_a_negative_number_is_a_value():
 
 @pytest.mark.parametrize("text", ["", "vllm", "vllm serve", "vllm serve --port 1", "python app.py"])
 def test_a_command_without_a_model_is_refused(text):
-    with pytest.raises(InvalidRequestError, match="vllm serve MODEL|no model"):
+    with pytest.raises(InvalidRequestError, match=r"vllm serve MODEL|no model"):
         read_command(words(text))
 
 

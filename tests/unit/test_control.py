@@ -52,7 +52,7 @@ def test_a_beat_carries_what_was_read_and_is_not_a_message():
     async def scenario(head, node):
         beats = asyncio.create_task(node.beat(lambda: 4096))
         heard = asyncio.create_task(head.receive())
-        while head.read_bytes == 0:
+        while head.read_bytes == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not heard.done()
         beats.cancel()

@@ -1,4 +1,4 @@
-"""The one direction: planning and rendering can be imported where processes, sockets and the engine's packages cannot."""
+"""The one direction: planning and rendering can be imported where processes, sockets and engines cannot."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+#!/bin/bash
+# Serves meta-llama/Llama-3.1-8B-Instruct as "8b": 1 node x 1 GPUs (h100-80gb), TP=1 x PP=1.
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 8b
+# Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
+#SBATCH --job-name=hpc-serve-8b
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=32G
+#SBATCH --time=12:00:00
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+
+set -euo pipefail
+umask 077  # logs and private files are the owner's alone
+
+# The Python environment, with hpc-serve and vLLM in it.
+environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
+if [[ ! -r $environment/bin/activate ]]; then
+    echo "hpc-serve: no Python environment in $environment; set HPC_SERVE_ENV to one that has hpc-serve and vLLM" >&2
+    exit 78
+fi
+# shellcheck disable=SC1091
+source "$environment/bin/activate"
+
+trap : TERM INT  # the launcher hears the signal as well and ends in order; this shell waits for it
+
+# A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
+for attempt in 1 2 3; do
+    exports=$(python -m hpc_serve.job.prepare --service 8b)
+    eval "$exports"
+    echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
+    status=0
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpu-bind=none --export=ALL \
+        --kill-on-bad-exit=0 --wait=120 \
+        --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
+        python -m hpc_serve.job --service 8b --backend auto --gpus-per-node 1 -- \
+        vllm serve meta-llama/Llama-3.1-8B-Instruct \
+            --served-model-name meta-llama/Llama-3.1-8B-Instruct 8b \
+            --tensor-parallel-size 1 \
+            --pipeline-parallel-size 1 \
+            --max-model-len 131072 \
+        || status=$?
+    [[ $status -eq 75 ]] || exit "$status"
+    echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
+done
+exit "$status"
