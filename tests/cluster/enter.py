@@ -1,0 +1,70 @@
+"""Runs one command inside a host's namespaces, as a given user, as if it had been started there.
+
+    enter.py INIT_PID USER_ID FOLDER [--foreground] -- COMMAND ...
+
+The command gets this process's environment and streams; signals sent here reach it, its exit status is ours, and it is
+killed when we are. `--foreground` keeps the terminal, for an interactive shell. Runs without this package.
+"""
+
+import ctypes
+import os
+import pwd
+import signal
+import sys
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def join_namespaces(init_pid):
+    folder = f"/proc/{init_pid}/ns"
+    descriptors = [os.open(f"{folder}/{kind}", os.O_RDONLY) for kind in ("uts", "ipc", "net", "pid", "mnt")]
+    for descriptor in descriptors:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+
+
+def become(user_id, folder, foreground):
+    if not foreground:
+        os.setsid()
+    account = pwd.getpwuid(user_id)
+    os.initgroups(account.pw_name, account.pw_gid)
+    os.setgid(account.pw_gid)
+    os.setuid(user_id)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.umask(0o022)
+    os.chdir(folder)
+
+
+def main(arguments):
+    split = arguments.index("--")
+    (init_pid, user_id, folder), flags = arguments[:3], arguments[3:split]
+    command = arguments[split + 1 :]
+    foreground = "--foreground" in flags
+    join_namespaces(init_pid)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    child = os.fork()
+    if child == 0:
+        try:
+            become(int(user_id), folder, foreground)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            os.execvpe(command[0], command, os.environ)
+        except (OSError, KeyError) as error:
+            print(f"{command[0]}: {error}", file=sys.stderr)
+            os._exit(127)
+    for number in FORWARDED:
+        keep = foreground and number in (signal.SIGINT, signal.SIGQUIT)
+        signal.signal(number, signal.SIG_IGN if keep else lambda number, frame: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""The first process of a host: makes its private /tmp, /dev/shm, /sys and /etc files, then reaps orphans for ever.
+
+Runs as root inside fresh mount, network, PID, IPC and hostname namespaces, by any Python and without this package. Prints
+"ready" once its part is done; killing it takes every process, mount and network interface of the host with it.
+"""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+
+def mount(*args):
+    subprocess.run(["mount", *map(str, args)], check=True)
+
+
+def first_private_ancestor(path):
+    """The topmost folder above `path` (or itself) that other users cannot enter, or that is not there; None if all can."""
+    for folder in [*reversed(path.parents), path]:
+        if not folder.exists() or not folder.stat().st_mode & stat.S_IXOTH:
+            return folder
+    return None
+
+
+def show_at_its_own_path(path, held):
+    """Makes `path` reachable again, from the copy `held` of its mount, under an empty folder in place of a private one."""
+    blocked_at = first_private_ancestor(path)
+    if blocked_at is None:
+        return
+    if blocked_at == path and path.exists():
+        sys.exit(f"{path} itself is closed to ordinary users; open it with: chmod go+rx {path}")
+    if blocked_at.exists():
+        mount("-t", "tmpfs", "-o", "mode=0755,size=1m", "hidden", blocked_at)
+    path.mkdir(parents=True)
+    mount("--bind", held, path)
+
+
+def main(settings_path):
+    os.umask(0o022)
+    settings = json.loads(Path(settings_path).read_text())
+    holding = Path(settings["holding"])
+    mount("-t", "tmpfs", "-o", "mode=0700,size=1m", "holding", holding)
+    held = {}
+    for number, path in enumerate(settings["visible"]):
+        held[path] = holding / str(number)
+        held[path].mkdir()
+        mount("--rbind", path, held[path])
+
+    # A new sysfs shows this network namespace's interfaces; the machine's cgroups stay what they are.
+    cgroups = holding / "cgroup"
+    cgroups.mkdir()
+    mount("--rbind", "/sys/fs/cgroup", cgroups)
+    mount("-t", "sysfs", "sysfs", "/sys")
+    mount("--rbind", cgroups, "/sys/fs/cgroup")
+
+    mount("-t", "tmpfs", "-o", "mode=1777,nosuid,nodev", "shm", "/dev/shm")
+    for source, target in settings["binds"]:
+        if Path(target).exists():
+            mount("--bind", source, Path(target).resolve())
+    for path, copy in held.items():
+        show_at_its_own_path(Path(path), copy)
+
+    socket.sethostname(settings["hostname"])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.chdir("/")
+    print("ready", flush=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

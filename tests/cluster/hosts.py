@@ -1,0 +1,133 @@
+"""Makes and ends the hosts of a cluster: namespaces, files private to a host, and the network between them.
+
+Every host hangs on one process (`host_init`), found again by its command line: no list of process ids to lose. The
+login node's interface is a bridge that the other hosts' interfaces are plugged into, so that nothing of the network
+exists outside the cluster's own namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster import processes
+from tests.cluster.config import INTERFACE, LOGIN, ClusterConfig, hosts_text
+
+HERE = Path(__file__).resolve().parent
+PREFIX_LENGTH = 24
+
+
+class ClusterError(Exception):
+    """The test cluster could not do what was asked; the text holds what the system said."""
+
+
+def run_as_root(argv: list[str], *, env: dict[str, str] | None = None) -> str:
+    """Runs a command on the machine and returns its output; a ClusterError tells what it said if it fails."""
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        raise ClusterError(f"`{' '.join(argv)}` ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+def settings_path(config: ClusterConfig, host: str) -> Path:
+    return config.state / "hosts" / host / "settings.json"
+
+
+def _host_processes(config: ClusterConfig, host: str) -> list[int]:
+    wanted = str(settings_path(config, host))
+    return [pid for pid in processes.pids() if processes.argv_of(pid)[-1:] == (wanted,)]
+
+
+def init_pid(config: ClusterConfig, host: str) -> int | None:
+    """The machine's number of the host's first process; None while the host is down."""
+    return next((pid for pid in _host_processes(config, host) if processes.is_namespace_init(pid)), None)
+
+
+def enter_argv(
+    init: int, user_id: int, folder: str | Path, argv: list[str], *, foreground: bool = False
+) -> list[str]:
+    """The command that runs `argv` inside a host as a user."""
+    flags = ["--foreground"] if foreground else []
+    # The machine's own Python: the one of a virtual environment may hide in a folder that the host cannot see.
+    python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
+    where = [str(init), str(user_id), str(folder)]
+    return [python, "-I", "-S", str(HERE / "enter.py"), *where, *flags, "--", *argv]
+
+
+def start_host(config: ClusterConfig, host: str) -> int:
+    """Starts a host with its private files and its interface up; returns the number of its first process."""
+    folder = settings_path(config, host).parent
+    tmp, var_tmp, holding = folder / "tmp", folder / "var_tmp", folder / "holding"
+    for made, mode in ((folder, 0o755), (tmp, 0o1777), (var_tmp, 0o1777), (holding, 0o700)):
+        made.mkdir(exist_ok=True)
+        made.chmod(mode)
+    files = config.state / "etc"
+    (files / "hosts").write_text(hosts_text(config))
+    (files / "resolv.conf").write_text("# No name server: a compute node that looks for one is told at once.\n")
+    binds = [
+        (tmp, "/tmp"),
+        (var_tmp, "/var/tmp"),
+        (files, "/etc/slurm"),
+        *((files / name, f"/etc/{name}") for name in ("hosts", "resolv.conf", "passwd", "group")),
+    ]
+    settings = {"hostname": host, "binds": binds, "visible": config.visible, "holding": holding}
+    settings_path(config, host).write_text(json.dumps(settings, default=str))
+
+    argv = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    argv += ["/usr/bin/python3", "-I", "-S", str(HERE / "host_init.py"), str(settings_path(config, host))]
+    log_path = config.state / "log" / f"host-{host}.log"
+    with log_path.open("w") as log:
+        starter = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True
+        )
+    assert starter.stdout is not None
+    with starter.stdout:
+        ready = starter.stdout.readline() == "ready\n"
+    pid = init_pid(config, host)
+    if not ready or pid is None:
+        raise ClusterError(f"host {host} did not start: {log_path.read_text().strip() or 'no word why'}")
+    _connect(config, host, pid)
+    return pid
+
+
+def _connect(config: ClusterConfig, host: str, pid: int) -> None:
+    address = f"{config.address(host)}/{PREFIX_LENGTH}"
+    ip_here = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip"]
+    if host == LOGIN:
+        run_as_root([*ip_here, "link", "add", INTERFACE, "type", "bridge"])
+    else:
+        ip_login = _ip_on_login(config)
+        run_as_root(
+            [*ip_login, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid)]
+        )
+        run_as_root([*ip_login, "link", "set", host, "master", INTERFACE, "up"])
+    run_as_root([*ip_here, "address", "add", address, "dev", INTERFACE])
+    run_as_root([*ip_here, "link", "set", INTERFACE, "up"])
+
+
+def set_link(config: ClusterConfig, node: str, *, up: bool) -> None:
+    """Plugs a node's network cable in or out, at the switch's end."""
+    run_as_root([*_ip_on_login(config), "link", "set", node, "up" if up else "down"])
+
+
+def _ip_on_login(config: ClusterConfig) -> list[str]:
+    pid = init_pid(config, LOGIN)
+    if pid is None:
+        raise ClusterError(f"cluster {config.name} is not up; start it with: python -m tests.cluster up")
+    return ["nsenter", f"--net=/proc/{pid}/ns/net", "ip"]
+
+
+def kill_host(config: ClusterConfig, host: str) -> list[int]:
+    """Cuts a host's power; returns the processes to wait for. Safe on a host that is down or half up."""
+    doomed = _host_processes(config, host)
+    for pid in doomed:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return doomed
