@@ -12,6 +12,8 @@
         ServiceNotFoundError         5
         AmbiguousServiceError        5
         ServiceConflictError         5
+        RecordError                  5   a record is half-written, malformed or not ours
+        StoreError                   5   the folder cannot be made, read or written (also an OSError)
       ServiceFailedError             6   a job ended, or ended before its service was ready
       WaitTimeoutError               7   nothing failed, but it was not ready in the time given
 
@@ -77,6 +79,14 @@ class AmbiguousServiceError(RendezvousError, LookupError):
 
 class ServiceConflictError(RendezvousError):
     """The name is taken by another model."""
+
+
+class RecordError(RendezvousError, ValueError):
+    """A shared file does not hold what it should; the text names the file and the field."""
+
+
+class StoreError(RendezvousError, OSError):
+    """The file system refused: a folder cannot be made, read or written, or belongs to somebody else."""
 
 
 class ServiceFailedError(HpcServeError):

@@ -1,0 +1,195 @@
+"""Private files on a shared filesystem: folders 0700, files 0600 from their first byte, written whole or not at all,
+read only if they are ours. What the files mean is decided elsewhere.
+
+Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), a handle may point at one
+that was replaced (ESTALE). So files are opened rather than asked about, and opened again when the handle is stale.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_serve.errors import RecordError, StoreError
+
+T = TypeVar("T")
+
+_MAX_FILE_BYTES = 1 << 20
+_STALE_HANDLE_TRIES = 3
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
+    """Make `path` and its missing parents, 0700, and return it; one that is there is closed to others if `tighten`.
+
+    Raises StoreError if it cannot be made, or is somebody else's.
+    """
+    with _explained("make the folder", path):
+        if not path.parent.exists():
+            make_private_folder(path.parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        found = os.stat(path)
+        if not stat.S_ISDIR(found.st_mode):
+            raise StoreError(f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere.")
+        if found.st_uid != os.geteuid():
+            raise StoreError(
+                f"{path} belongs to user {found.st_uid}, you are {os.geteuid()}: records and keys in it would be "
+                "theirs to read. Set HPC_SERVE_HOME to a folder of your own that all nodes see."
+            )
+        if tighten and stat.S_IMODE(found.st_mode) & 0o077:
+            os.chmod(path, 0o700)
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace `path` by a file of `text`, 0600; a reader sees the old one or the new one. Raises StoreError."""
+    with _explained("write", path), _private_temporary(path, text) as temporary:
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+
+
+def create_private(path: Path, text: str) -> bool:
+    """Make `path` unless it is there; of several makers at once one wins, whatever locks are worth here.
+
+    Returns whether it was ours. Raises StoreError.
+    """
+    with _explained("write", path), _private_temporary(path, text) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            return _create_without_links(path, text)
+        _sync_folder(path.parent)
+        return True
+
+
+def read_private(path: Path, *, secret: bool = False) -> str:
+    """The text of a file of ours; a `secret` one must be closed to everybody else.
+
+    Raises FileNotFoundError, RecordError (not ours, open to others, no text, too long) or StoreError.
+    """
+    content = _reopening(lambda: _read_own(path, secret=secret), "read", path)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise RecordError(f"{path} is not text: it is damaged or not ours; remove it.") from None
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in a folder, sorted; none if it does not exist. Raises StoreError."""
+    try:
+        return sorted(_reopening(lambda: os.listdir(path), "list", path))
+    except FileNotFoundError:
+        return []
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that may be gone already. Raises StoreError."""
+    with _explained("remove", path), suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _reopening(read: Callable[[], T], what: str, path: Path) -> T:
+    for _ in range(_STALE_HANDLE_TRIES - 1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                break
+    try:
+        return read()
+    except (FileNotFoundError, StoreError):
+        raise
+    except OSError as error:
+        raise StoreError(f"cannot {what} {path}: {error.strerror}.") from error
+
+
+def _read_own(path: Path, *, secret: bool) -> bytes:
+    # O_NONBLOCK: a pipe in a record's place must not hang its reader.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RecordError(f"{path} is a symbolic link: it is not trusted. Remove it.") from None
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise RecordError(f"{path} belongs to user {found.st_uid}, not to you: it is not trusted.")
+        if not stat.S_ISREG(found.st_mode):
+            raise RecordError(f"{path} is not a regular file: it is not trusted.")
+        if secret and stat.S_IMODE(found.st_mode) & 0o077:
+            raise RecordError(
+                f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}), so it is no secret any more: "
+                "remove it to have a new one made, and restart what uses it."
+            )
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise RecordError(f"{path} is longer than {_MAX_FILE_BYTES} bytes: it is no record of ours.")
+    return content
+
+
+@contextmanager
+def _private_temporary(path: Path, text: str) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _write_whole(descriptor, text)
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _create_without_links(path: Path, text: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    _write_whole(descriptor, text)
+    return True
+
+
+def _write_whole(descriptor: int, text: str) -> None:
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    # A hint only: several network filesystems refuse to sync a folder, and the rename stands without it.
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _explained(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        advice = ""
+        if error.errno in _NO_PERMISSION:
+            advice = " Set HPC_SERVE_HOME to a folder of your own that all nodes see and can write to."
+        elif error.errno in _FULL:
+            advice = " The filesystem is full or your quota is used up: free space, or set HPC_SERVE_HOME elsewhere."
+        raise StoreError(f"cannot {what} {path}: {error.strerror}.{advice}") from error

@@ -1,0 +1,48 @@
+"""Names that become files: of services, jobs and records. Pure; it decides what a name may look like, no more."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_serve.errors import InvalidRequestError
+
+_SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.json")
+
+
+def validate_service_name(service: str) -> str:
+    """Return `service` if it can name a folder and a job. Raises InvalidRequestError."""
+    if not _SERVICE.fullmatch(service):
+        raise InvalidRequestError(
+            f"{service!r} cannot name a service: use 1 to 63 letters, digits, dots, dashes and underscores, "
+            "the first a letter or digit (for example 405b or llama-70b.test)."
+        )
+    return service
+
+
+def validate_job_id(job_id: str) -> str:
+    """Return `job_id` if it can be part of a file's name. Raises InvalidRequestError.
+
+    >>> validate_job_id("123_4")
+    '123_4'
+    """
+    if not _JOB_ID.fullmatch(job_id):
+        raise InvalidRequestError(
+            f"{job_id!r} is no job id: it should look like 123 or 123_4 (Slurm's) or local-4567."
+        )
+    return job_id
+
+
+def record_file_name(job_id: str, restart: int, replica: int) -> str:
+    """The file of one replica of one run of a job.
+
+    >>> record_file_name("123_4", 1, 0)
+    '123_4-r1-0.json'
+    """
+    return f"{validate_job_id(job_id)}-r{restart}-{replica}.json"
+
+
+def is_record_file_name(name: str) -> bool:
+    """Whether a file of that name in a service's folder is a record."""
+    return _RECORD_FILE.fullmatch(name) is not None

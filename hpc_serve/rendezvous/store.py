@@ -1,0 +1,317 @@
+"""The shared folder of services: who writes which file, who may use a name, and what is left when a service is over.
+
+One writer per record, so readers need no lock; the only lock guards a service's claim. What a file says is a hint:
+whether an engine answers is for the client to probe, whether a job exists is for the scheduler to say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, ServiceConflictError, StoreError
+from hpc_serve.rendezvous.fields import FieldReader
+from hpc_serve.rendezvous.files import (
+    create_private,
+    list_folder,
+    make_private_folder,
+    read_private,
+    remove_file,
+    write_private,
+)
+from hpc_serve.rendezvous.names import is_record_file_name, validate_service_name
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+
+WEEK_S = 7 * 24 * 3600.0
+SILENT_S = 3600.0
+
+# A claim is checked and written in milliseconds; a holder that is silent for ten seconds has died.
+_LOCK_LEASE_S = 10.0
+_LOCK_TIMEOUT_S = 45.0
+_UNUSED_CLAIM_S = 60.0
+_API_KEY = re.compile(r"[\x21-\x7e]{16,}")
+
+Holder = EndpointRecord | SubmittedJob
+_Entry = TypeVar("_Entry", EndpointRecord, SubmittedJob)
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """`$HPC_SERVE_HOME`, else `~/.hpc-serve`, as an absolute path. Raises StoreError if there is no home directory."""
+    named = environ.get("HPC_SERVE_HOME")
+    try:
+        path = Path(named).expanduser() if named else Path(environ.get("HOME") or Path.home()) / ".hpc-serve"
+    except RuntimeError as error:
+        raise StoreError(f"no folder for services: {error} Set HPC_SERVE_HOME.") from None
+    return path.absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceRecords:
+    """What is written about a service, oldest first. `problems` says which files were not trusted and why."""
+
+    service: str
+    records: tuple[EndpointRecord, ...] = ()
+    submitted: tuple[SubmittedJob, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.records or self.submitted)
+
+    def without_record(self) -> tuple[SubmittedJob, ...]:
+        """Submitted jobs that have not published a record yet."""
+        started = {record.job_id.partition("_")[0] for record in self.records} | {r.job_id for r in self.records}
+        return tuple(job for job in self.submitted if job.job_id not in started)
+
+
+class ServiceStore:
+    """The files below `home` (see ARCHITECTURE.md). Reading makes nothing; writing makes the folders it needs."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def __repr__(self) -> str:
+        return f"ServiceStore({str(self.home)!r})"
+
+    def service_dir(self, service: str) -> Path:
+        """Raises InvalidRequestError if `service` cannot be a folder's name."""
+        return self.home / "services" / validate_service_name(service)
+
+    def log_dir(self, service: str) -> Path:
+        return self.service_dir(service) / "logs"
+
+    def api_key_path(self, service: str) -> Path:
+        return self.service_dir(service) / "api_key"
+
+    def ensure_service(self, service: str) -> Path:
+        """Make the service's private folders and return the first. Raises StoreError."""
+        folder = self.service_dir(service)
+        make_private_folder(self.home, tighten=False)
+        make_private_folder(self.home / "services")
+        for path in (folder, folder / "submitted", folder / "logs"):
+            make_private_folder(path)
+        return folder
+
+    def services(self) -> tuple[str, ...]:
+        """The names that have a folder, sorted. Raises StoreError."""
+        parent = self.home / "services"
+        return tuple(name for name in list_folder(parent) if _is_service_name(name) and (parent / name).is_dir())
+
+    def read(self, service: str) -> ServiceRecords:
+        """Everything written about a service; a file that cannot be trusted is a problem, not an error.
+
+        Raises StoreError when the folder itself cannot be read.
+        """
+        folder = self.service_dir(service)
+        problems: list[str] = []
+        records = [
+            record
+            for name in list_folder(folder)
+            if is_record_file_name(name)
+            and (record := _read_entry(folder / name, EndpointRecord, service, problems)) is not None
+        ]
+        submitted = [
+            job
+            for name in list_folder(folder / "submitted")
+            if name.endswith(".json")
+            and not name.startswith(".")
+            and (job := _read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
+        ]
+        return ServiceRecords(
+            service=service,
+            records=tuple(sorted(records, key=lambda record: (record.started_at, record.name))),
+            submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
+            problems=tuple(problems),
+        )
+
+    def write(self, record: EndpointRecord) -> Path:
+        """Write a replica's record whole; its head is the only writer. Raises StoreError."""
+        path = self.ensure_service(record.service) / record.name
+        write_private(path, record.to_json())
+        return path
+
+    def write_submitted(self, job: SubmittedJob) -> Path:
+        """Write down that a job was handed to the scheduler. Raises StoreError."""
+        path = self.ensure_service(job.service) / "submitted" / job.name
+        write_private(path, job.to_json())
+        return path
+
+    def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:
+        """The jobs that `submit` wrote down and that can be read, oldest first."""
+        return self.read(service).submitted
+
+    def remove_submitted(self, job: SubmittedJob) -> None:
+        """Forget a job that is known to be over. Raises StoreError."""
+        remove_file(self.service_dir(job.service) / "submitted" / job.name)
+
+    def ensure_api_key(self, service: str) -> Path:
+        """The file of the service's API key, made if it is missing; two makers at once end with one key.
+
+        Raises StoreError, or RecordError if the key that is there is not ours alone.
+        """
+        self.ensure_service(service)
+        path = self.api_key_path(service)
+        create_private(path, secrets.token_urlsafe(32) + "\n")
+        self.read_api_key(service)
+        return path
+
+    def read_api_key(self, service: str) -> str:
+        """The key itself: never put it in a log, an argv or an error. Raises StoreError or RecordError."""
+        path = self.api_key_path(service)
+        try:
+            key = read_private(path, secret=True).strip()
+        except FileNotFoundError:
+            raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
+        if not _API_KEY.fullmatch(key):
+            raise RecordError(
+                f"{path} holds no usable key (16 or more printable characters, no blanks): remove it to have a new "
+                "one made, and restart the service."
+            )
+        return key
+
+    def claim(self, service: str, model: str, *, is_over: Callable[[Holder], bool] | None = None) -> None:
+        """Take the name `service` for `model`; replicas of the same model share it.
+
+        A record or a submitted job of another model holds the name unless it is final or `is_over` says that it ended:
+        ask the scheduler there. Without it, SILENT_S without a renewal, or a week in the queue, is taken as the end.
+        Raises ServiceConflictError, StoreError.
+        """
+        judge = is_over or _is_long_silent
+        path = self.ensure_service(service) / "service.json"
+        with self._locked(service):
+            found = self.read(service)
+            for holder in _holders(found):
+                if holder.model != model and not judge(holder):
+                    raise ServiceConflictError(_taken(service, model, holder))
+            self._check_claim(path, service, model, found)
+            write_private(path, json.dumps({"model": model, "claimed_at": time.time()}) + "\n")
+
+    def release(self, service: str, model: str) -> None:
+        """Give up a claim that came to nothing (sbatch refused the job). Raises StoreError."""
+        path = self.service_dir(service) / "service.json"
+        with self._locked(service):
+            if (claim := _read_claim(path)) is not None and claim[0] == model:
+                remove_file(path)
+
+    def sweep(
+        self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[Holder], bool] | None = None
+    ) -> int:
+        """Remove what is over and not renewed for `older_than_s`, and leftovers of writers that died.
+
+        A submitted job without a record may still wait in the queue: it goes only if `is_over` says so. Returns the
+        number of files removed. Raises StoreError.
+        """
+        oldest = time.time() - older_than_s
+        folder = self.service_dir(service)
+        found = self.read(service)
+        removed = [folder / record.name for record in found.records if record.updated_at < oldest]
+        waiting = found.without_record()
+        removed += [
+            folder / "submitted" / job.name
+            for job in found.submitted
+            if job.submitted_at < oldest and (is_over(job) if is_over else job not in waiting)
+        ]
+        removed += [
+            parent / name
+            for parent in (folder, folder / "submitted")
+            for name in list_folder(parent)
+            if name.startswith(".") and name.endswith(".tmp") and _modified_at(parent / name) < oldest
+        ]
+        for path in removed:
+            remove_file(path)
+        return len(removed)
+
+    def _check_claim(self, path: Path, service: str, model: str, found: ServiceRecords) -> None:
+        """Two first submits at once: neither has a record yet, so the fresh claim of the other one counts."""
+        claim = _read_claim(path)
+        if claim is None or claim[0] == model or any(holder.model == claim[0] for holder in _everything(found)):
+            return
+        age_s = time.time() - claim[1]
+        if 0 <= age_s < _UNUSED_CLAIM_S:
+            raise ServiceConflictError(
+                f"{service} was claimed for {claim[0]} {age_s:.0f} s ago by another submit, which has no job yet. "
+                f"Try again in a minute, or give {model} another name with --service."
+            )
+
+    @contextmanager
+    def _locked(self, service: str) -> Iterator[None]:
+        # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
+        from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
+
+        path = self.service_dir(service) / ".lock"
+        lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
+        try:
+            lease.acquire()
+        except (Timeout, LeaseSettingsMismatch, OSError) as error:
+            raise StoreError(
+                f"cannot lock {path} within {_LOCK_TIMEOUT_S:.0f} s ({type(error).__name__}): another submit holds it, "
+                "or the filesystem does not answer. If no other is running, remove that file."
+            ) from error
+        try:
+            yield
+        finally:
+            lease.release()
+
+
+def _read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
+    try:
+        entry = kind.from_json(read_private(path), source=str(path))
+        if entry.service != service or entry.name != path.name:
+            raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
+    except FileNotFoundError:  # listed from a stale cache, or swept a moment ago
+        return None
+    except HpcServeError as error:
+        problems.append(str(error))
+        return None
+    return entry
+
+
+def _everything(found: ServiceRecords) -> Iterable[Holder]:
+    return (*found.records, *found.submitted)
+
+
+def _holders(found: ServiceRecords) -> Iterable[Holder]:
+    return (*(record for record in found.records if not record.is_final), *found.without_record())
+
+
+def _is_long_silent(holder: Holder) -> bool:
+    if isinstance(holder, EndpointRecord):
+        return time.time() - holder.updated_at > SILENT_S
+    return time.time() - holder.submitted_at > WEEK_S
+
+
+def _taken(service: str, model: str, holder: Holder) -> str:
+    state = f"{holder.state}: {holder.stage}" if isinstance(holder, EndpointRecord) else "submitted"
+    return (
+        f"{service} is taken by {holder.model} (job {holder.job_id}, {state}). "
+        f"Give {model} another name with --service, or end the other one first: hpc-serve stop {service}"
+    )
+
+
+def _read_claim(path: Path) -> tuple[str, float] | None:
+    try:
+        read = FieldReader.parse(read_private(path), str(path))
+        return read.text("model"), read.number("claimed_at")
+    except (FileNotFoundError, RecordError):  # a damaged claim claims nothing
+        return None
+
+
+def _is_service_name(name: str) -> bool:
+    try:
+        return bool(validate_service_name(name))
+    except InvalidRequestError:
+        return False
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
