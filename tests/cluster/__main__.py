@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     sizes = {key: value for key, value in vars(options).items() if key in ClusterConfig.__annotations__}
-    cluster = SlurmCluster(ClusterConfig(**sizes))
+    cluster = SlurmCluster(ClusterConfig(**sizes)) if options.command == "up" else SlurmCluster.named(options.name)
     try:
         if options.command == "up":
             cluster.up()

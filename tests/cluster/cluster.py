@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +54,13 @@ class SlurmCluster:
     def __init__(self, config: ClusterConfig | None = None) -> None:
         self.config = config or ClusterConfig()
         self.job_env: dict[str, str] = {}
+
+    @classmethod
+    def named(cls, name: str) -> SlurmCluster:
+        """The cluster of that name, with the settings it was brought up with; the defaults if it is not there."""
+        config = ClusterConfig(name=name)
+        path = config.state / "cluster.json"
+        return cls(ClusterConfig.from_json(path.read_text()) if path.exists() else config)
 
     # Places and people
 
@@ -95,7 +102,7 @@ class SlurmCluster:
             if self.is_up():
                 if self._config_path.read_text() != self.config.to_json():
                     raise ClusterError(
-                        f"cluster {self.config.name} is up with other settings ({self._config_path}); take it down first"
+                        f"cluster {self.config.name} is up with other settings ({self._config_path}); take it down"
                     )
                 return
             self._take_down()
@@ -129,10 +136,20 @@ class SlurmCluster:
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:
-        self.config.root.mkdir(parents=True, exist_ok=True)
-        with (self.config.root / f".{self.config.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        """Holds the lock of all clusters of this root: the folder itself, which goes with the last of them."""
+        root = self.config.root
+        while True:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(root, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if root.exists() and os.path.samestat(root.stat(), os.fstat(lock)):
+                    yield
+                    with suppress(OSError):
+                        root.rmdir()
+                    return
+            finally:
+                os.close(lock)
 
     def _bring_up(self) -> None:
         self._write_files()
@@ -201,10 +218,14 @@ class SlurmCluster:
     def _end_processes(self) -> None:
         names = {path.name for path in (self.config.state / "hosts").glob("*")} | set(self.config.hosts)
         doomed = [pid for host in sorted(names) for pid in hosts.kill_host(self.config, host)]
+        self._wait_until_gone(doomed)
+
+    def _wait_until_gone(self, pids: list[int]) -> None:
+        # A zombie that its parent has not yet fetched has no command line, and no namespaces either.
         wait_for(
-            lambda: not any(Path(f"/proc/{pid}").exists() and processes.argv_of(pid) for pid in doomed),
+            lambda: not any(processes.argv_of(pid) for pid in pids),
             START_TIMEOUT_S,
-            what=f"the hosts of {self.config.name} to end",
+            what=f"processes {pids} of cluster {self.config.name} to end",
         )
 
     # Commands
@@ -217,20 +238,19 @@ class SlurmCluster:
         node: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-        input: str | None = None,
+        input: str = "",
         timeout: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end as `user` on the login node, or on `node`, and returns its exit code and output."""
         full, full_env = self._entering(argv, user=user, node=node, env=env, cwd=cwd)
-        stdin = {"input": input} if input is not None else {"stdin": subprocess.DEVNULL}
         return subprocess.run(
             full,
             env=full_env,
+            input=input,
             capture_output=True,
             text=True,
             timeout=timeout,
             check=False,
-            **stdin,  # type: ignore[call-overload, no-any-return]
         )
 
     def popen(
@@ -336,8 +356,7 @@ class SlurmCluster:
 
     def power_off(self, node: str) -> None:
         """Cuts a node's power: everything on it is gone at once."""
-        for pid in hosts.kill_host(self.config, node):
-            wait_for(lambda pid=pid: not processes.argv_of(pid), START_TIMEOUT_S, what=f"{node} to go off")
+        self._wait_until_gone(hosts.kill_host(self.config, node))
 
     def power_on(self, node: str) -> None:
         """Starts a node after `power_off`, its slurmd included, and waits until it is idle or at work."""

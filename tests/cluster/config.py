@@ -28,7 +28,7 @@ class ClusterConfig:
 
     `root` holds one folder per cluster; it lies outside /tmp, which every host has for itself. `visible` are folders
     of this machine (the checkout, a virtual environment) that ordinary users of the cluster shall reach at the same
-    path, wherever they are, under a private home or /tmp too. Each compute node declares the memory of the whole machine.
+    path, wherever they are, under a private home or /tmp too. Each node declares the memory of the whole machine.
     """
 
     name: str = "hs"
@@ -92,6 +92,12 @@ class ClusterConfig:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str, sort_keys=True, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterConfig:
+        values = json.loads(text)
+        values |= {"root": Path(values["root"]), "users": tuple(values["users"])}
+        return cls(**values | {"visible": tuple(map(Path, values["visible"]))})
 
 
 def slurm_conf_text(config: ClusterConfig) -> str:

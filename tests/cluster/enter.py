@@ -6,18 +6,22 @@ The command gets this process's environment and streams; signals sent here reach
 killed when we are. `--foreground` keeps the terminal, for an interactive shell. Runs without this package.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import pwd
 import signal
 import sys
+import warnings  # noqa: F401  # execvpe imports it late, when the standard library may be out of sight
+from types import FrameType
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def join_namespaces(init_pid):
+def join_namespaces(init_pid: str) -> None:
     folder = f"/proc/{init_pid}/ns"
     descriptors = [os.open(f"{folder}/{kind}", os.O_RDONLY) for kind in ("uts", "ipc", "net", "pid", "mnt")]
     for descriptor in descriptors:
@@ -26,7 +30,7 @@ def join_namespaces(init_pid):
         os.close(descriptor)
 
 
-def become(user_id, folder, foreground):
+def become(user_id: int, folder: str, foreground: bool) -> None:
     if not foreground:
         os.setsid()
     account = pwd.getpwuid(user_id)
@@ -38,7 +42,7 @@ def become(user_id, folder, foreground):
     os.chdir(folder)
 
 
-def main(arguments):
+def main(arguments: list[str]) -> None:
     split = arguments.index("--")
     (init_pid, user_id, folder), flags = arguments[:3], arguments[3:split]
     command = arguments[split + 1 :]
@@ -54,14 +58,19 @@ def main(arguments):
         except (OSError, KeyError) as error:
             print(f"{command[0]}: {error}", file=sys.stderr)
             os._exit(127)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(child, number)
+
     for number in FORWARDED:
-        keep = foreground and number in (signal.SIGINT, signal.SIGQUIT)
-        signal.signal(number, signal.SIG_IGN if keep else lambda number, frame: os.kill(child, number))
+        from_terminal = foreground and number in (signal.SIGINT, signal.SIGQUIT)
+        signal.signal(number, signal.SIG_IGN if from_terminal else forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

@@ -1,8 +1,10 @@
 """The first process of a host: makes its private /tmp, /dev/shm, /sys and /etc files, then reaps orphans for ever.
 
-Runs as root inside fresh mount, network, PID, IPC and hostname namespaces, by any Python and without this package. Prints
-"ready" once its part is done; killing it takes every process, mount and network interface of the host with it.
+Runs as root inside fresh mount, network, PID, IPC and hostname namespaces, by any Python and without this package.
+Prints "ready" once its part is done; killing it takes every process, mount and interface of the host with it.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -14,21 +16,21 @@ import sys
 from pathlib import Path
 
 
-def mount(*args):
+def mount(*args: str | Path) -> None:
     subprocess.run(["mount", *map(str, args)], check=True)
 
 
-def first_private_ancestor(path):
-    """The topmost folder above `path` (or itself) that other users cannot enter, or that is not there; None if all can."""
+def first_closed_folder(path: Path) -> Path | None:
+    """The topmost part of `path` that ordinary users cannot enter, or that is not there; None if they reach it."""
     for folder in [*reversed(path.parents), path]:
         if not folder.exists() or not folder.stat().st_mode & stat.S_IXOTH:
             return folder
     return None
 
 
-def show_at_its_own_path(path, held):
-    """Makes `path` reachable again, from the copy `held` of its mount, under an empty folder in place of a private one."""
-    blocked_at = first_private_ancestor(path)
+def show_at_its_own_path(path: Path, held: Path) -> None:
+    """Makes `path` reachable, by its mount kept at `held`: an empty folder takes the place of a closed one above."""
+    blocked_at = first_closed_folder(path)
     if blocked_at is None:
         return
     if blocked_at == path and path.exists():
@@ -39,7 +41,7 @@ def show_at_its_own_path(path, held):
     mount("--bind", held, path)
 
 
-def main(settings_path):
+def main(settings_path: str) -> None:
     os.umask(0o022)
     settings = json.loads(Path(settings_path).read_text())
     holding = Path(settings["holding"])

@@ -19,6 +19,8 @@ from tests.cluster.config import INTERFACE, LOGIN, ClusterConfig, hosts_text
 
 HERE = Path(__file__).resolve().parent
 PREFIX_LENGTH = 24
+# Bare: what runs inside a host has loaded all it needs before the host's own view of files replaces the machine's.
+PYTHON = (sys.executable, "-I", "-S")
 
 
 class ClusterError(Exception):
@@ -53,10 +55,8 @@ def enter_argv(
 ) -> list[str]:
     """The command that runs `argv` inside a host as a user."""
     flags = ["--foreground"] if foreground else []
-    # The machine's own Python: the one of a virtual environment may hide in a folder that the host cannot see.
-    python = "/usr/bin/python3" if os.access("/usr/bin/python3", os.X_OK) else sys.executable
     where = [str(init), str(user_id), str(folder)]
-    return [python, "-I", "-S", str(HERE / "enter.py"), *where, *flags, "--", *argv]
+    return [*PYTHON, str(HERE / "enter.py"), *where, *flags, "--", *argv]
 
 
 def start_host(config: ClusterConfig, host: str) -> int:
@@ -79,7 +79,7 @@ def start_host(config: ClusterConfig, host: str) -> int:
     settings_path(config, host).write_text(json.dumps(settings, default=str))
 
     argv = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv += ["/usr/bin/python3", "-I", "-S", str(HERE / "host_init.py"), str(settings_path(config, host))]
+    argv += [*PYTHON, str(HERE / "host_init.py"), str(settings_path(config, host))]
     log_path = config.state / "log" / f"host-{host}.log"
     with log_path.open("w") as log:
         starter = subprocess.Popen(
