@@ -128,7 +128,8 @@ def _values(argv: Iterable[str], *names: str) -> tuple[str, ...]:
 
 
 def _options(argv: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    name, values = "", []
+    name = ""
+    values: list[str] = []
     for word in argv:
         if word.startswith("-") and not word.lstrip("-").replace(".", "", 1).isdigit():
             yield name, tuple(values)

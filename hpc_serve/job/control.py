@@ -122,7 +122,8 @@ async def connect(
             if time.monotonic() > deadline:
                 raise LinkLostError(
                     f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
-                    f"after {deadline_s:.0f} s ({error}); if the nodes have several networks, name the one to use in HPC_SERVE_INTERFACE"
+                    f"after {deadline_s:.0f} s ({error}); if the nodes have several networks, "
+                    "name the one to use in HPC_SERVE_INTERFACE"
                 ) from error
             await asyncio.sleep(0.2)
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pwd
 import shutil
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
@@ -32,7 +33,7 @@ def launch(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, s
         )
     allocation = read_allocation(environ)
     command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
-    with private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:
+    with _run_folder(allocation, environ), private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:
         node = Node(
             options=options,
             allocation=allocation,
@@ -47,17 +48,23 @@ def launch(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, s
         return asyncio.run(_run_head(node) if allocation.is_head else run_worker(node))
 
 
+@contextlib.contextmanager
+def _run_folder(allocation: Allocation, environ: Mapping[str, str]) -> Iterator[None]:
+    """The head removes the run's private folder when it is the last to need it."""
+    try:
+        yield
+    finally:
+        if allocation.is_head:
+            shutil.rmtree(environ["HPC_SERVE_JOB_DIR"], ignore_errors=True)
+
+
 async def _run_head(node: Node) -> int:
     listener = guard(node.head_ports)
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     store.claim(service, node.command.model)
     keeper = RecordKeeper(store, _first_record(node))
-    try:
-        return await Head(node, keeper, store.read_api_key(service)).run(listener)
-    finally:
-        shutil.rmtree(os.environ["HPC_SERVE_JOB_DIR"], ignore_errors=True)
-        sys.stdout.flush()
+    return await Head(node, keeper, store.read_api_key(service)).run(listener)
 
 
 def _first_record(node: Node) -> EndpointRecord:
@@ -96,8 +103,6 @@ def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
 
 
 def _user() -> str:
-    import pwd
-
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container without the site's user database

@@ -57,7 +57,7 @@ class Node:
         if given is not None and given < self.options.gpus_per_node:
             raise DoesNotFitError(
                 f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told "
-                f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and in the launcher's line agree."
+                f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
             )
 
     def child_environ(self, *, address: str, ports: PortBlock) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Ray for one run: the command lines of its head and workers, and the wait for exactly the nodes and GPUs asked for.
 
 Each Ray runs as a `--block` child of the Slurm step, with every port, its CPUs, GPUs and memory said aloud, in a
-private folder and with a token. It is ended as a process, never by `ray stop`, which would take down other Rays of the user.
+private folder and with a token. It is ended as a process, never by `ray stop`: that takes down all Rays of the user.
 """
 
 from __future__ import annotations

@@ -6,15 +6,17 @@ It ends when its standard output does, or when the launcher ends it.
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import time
+from typing import Any
 
 
 def main() -> None:
-    import ray
-
-    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    ray: Any = importlib.import_module("ray")
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
     before: dict[str, int] | None = None
     while True:
         alive = {

@@ -117,7 +117,7 @@ async def _say_failed(
 
 def _is(heard: asyncio.Task[Message], kind: str) -> bool:
     try:
-        return heard.result()["kind"] == kind
+        return bool(heard.result()["kind"] == kind)
     except LinkLostError as error:
         print(f"hpc-serve: {error}", flush=True)
         return False
