@@ -1,0 +1,162 @@
+"""Asks Slurm: runs its commands, one small runner for all of them, and says what it answered or that it did not.
+
+Nothing is concluded from silence: a controller that does not answer makes a job's state UNKNOWN, never ended.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
+from hpc_serve.submit.slurm import (
+    GONE,
+    UNKNOWN,
+    JobState,
+    Partition,
+    parse_sacct,
+    parse_scontrol_job,
+    parse_sinfo,
+    parse_squeue,
+    sacct_argv,
+    says_no_such_job,
+    says_unreachable,
+    scancel_argv,
+    scontrol_show_job_argv,
+    sinfo_argv,
+    squeue_argv,
+)
+
+_TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once
+_A_WEEK_S = 7 * 24 * 3600.0
+# A person's own formats and filters would change what the commands print.
+_OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A Slurm command that ran to its end; `exit_code` may be anything."""
+
+    argv: tuple[str, ...]
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Completed:
+    """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", env=_environ(os.environ), timeout=timeout_s, check=False
+        )
+    except FileNotFoundError:
+        raise command_missing(argv[0]) from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerUnavailableError(
+            f"`{argv[0]}` has not answered for {timeout_s:.0f} s. Slurm's state is not known; try again later."
+        ) from None
+    if done.returncode and says_unreachable(done.stderr):
+        raise controller_silent(argv[0], done.stderr)
+    return Completed(argv=tuple(argv), exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def command_missing(name: str) -> SchedulerUnavailableError:
+    """What to say where Slurm is not installed."""
+    return SchedulerUnavailableError(
+        f"There is no `{name}` here. Slurm's commands are on a cluster's login nodes (on some after `module load slurm`); "
+        "--cluster local runs on this machine without Slurm."
+    )
+
+
+def controller_silent(name: str, stderr: str) -> SchedulerUnavailableError:
+    """What to say when Slurm's controller does not answer."""
+    return SchedulerUnavailableError(
+        f"Slurm's controller does not answer: {said(stderr)} (`{name}`). Jobs that run go on; try again later."
+    )
+
+
+def said(stderr: str) -> str:
+    """A command's own words, without the prefix of each line, on one line."""
+    lines = (line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines())
+    return "; ".join(line for line in lines if line) or "it gave no reason"
+
+
+def queue() -> list[JobState]:
+    """This user's waiting and running jobs. Raises SchedulerUnavailableError."""
+    return parse_squeue(_answer(squeue_argv()))
+
+
+def partitions() -> list[Partition]:
+    """The site's partitions. Raises SchedulerUnavailableError."""
+    return parse_sinfo(_answer(sinfo_argv()))
+
+
+def cancel(job_id: str) -> None:
+    """End a job; one that is over already is no error. Raises SchedulerError."""
+    done = run_slurm(scancel_argv(job_id))
+    if done.exit_code and not says_no_such_job(done.stderr):
+        raise SchedulerError(f"scancel {job_id} failed: {said(done.stderr)}.")
+
+
+def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
+    """What Slurm knows of one of our jobs: the controller first, then accounting, where the site has it.
+
+    `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. Never raises for silence: the
+    state is UNKNOWN then, with the reason as `detail`.
+    """
+    user = getpass.getuser()
+    try:
+        shown = run_slurm(scontrol_show_job_argv(job_id))
+    except SchedulerUnavailableError as error:
+        return JobState(job_id=job_id, state=UNKNOWN, detail=str(error))
+    job = parse_scontrol_job(shown.stdout, job_id) if shown.exit_code == 0 else None
+    if job is not None and job.user == user:
+        return _with_canceller(job, user, submitted_at) if job.state == "CANCELLED" else job
+    if shown.exit_code and not says_no_such_job(shown.stderr):
+        return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
+    return _accounted(job_id, user, submitted_at) or JobState(job_id=job_id, state=GONE)
+
+
+def job_states(submitted_at: Mapping[str, float | None]) -> dict[str, JobState]:
+    """What Slurm knows of several of our jobs (id -> time of submission or None), with one question for all that run."""
+    try:
+        queued = queue() if submitted_at else []
+    except SchedulerUnavailableError as error:
+        return {job_id: JobState(job_id=job_id, state=UNKNOWN, detail=str(error)) for job_id in submitted_at}
+    active = {job.job_id: job for job in queued}
+    # An array's own id stands for its tasks, the running ones first.
+    for job in sorted(queued, key=lambda job: job.is_running):
+        active[job.job_id.partition("_")[0]] = job
+    return {job_id: active.get(job_id) or job_state(job_id, submitted_at=at) for job_id, at in submitted_at.items()}
+
+
+def _with_canceller(job: JobState, user: str, submitted_at: float | None) -> JobState:
+    accounted = _accounted(job.job_id, user, submitted_at)
+    return replace(job, cancelled_by=accounted.cancelled_by) if accounted else job
+
+
+def _accounted(job_id: str, user: str, submitted_at: float | None) -> JobState | None:
+    # Clocks of the login node and the controller may differ by some minutes.
+    since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
+    try:
+        done = run_slurm(sacct_argv(job_id, user=user, since=since))
+    except SchedulerUnavailableError:  # no accounting, or its database is down: the controller has answered already
+        return None
+    return parse_sacct(done.stdout, job_id) if done.exit_code == 0 else None
+
+
+def _answer(argv: Sequence[str]) -> str:
+    done = run_slurm(argv)
+    if done.exit_code:
+        raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
+    return done.stdout
+
+
+def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_SETTINGS)}
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}

@@ -1,0 +1,124 @@
+"""What Slurm's words mean to a person: why a job waits, how it ended, what to do about a refusal.
+
+Slurm's own word always stands beside the sentence, since sites' help pages speak of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpc_serve.submit.slurm import GONE, JobState, Partition
+
+_PENDING_REASONS = {
+    "": "waiting for the scheduler to look at it",
+    "Resources": "waiting for free nodes",
+    "Priority": "waiting behind jobs of higher priority",
+    "Dependency": "waiting for another job to end",
+    "DependencyNeverSatisfied": "waiting for a job that can no longer end as required; it will never start",
+    "BeginTime": "waiting for its begin time (or for the pause after a requeue)",
+    "JobHeldUser": "held by its owner; `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "launch failed requeued held": "requeued and held after a failed launch",
+    "Licenses": "waiting for a licence",
+    "Reservation": "waiting for its reservation to begin",
+    "ReservationDeleted": "its reservation no longer exists; it will not start by itself",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows; it will not start by itself",
+    "PartitionTimeLimit": "it asks for more time than its partition allows; it will not start by itself",
+    "AccountNotAllowed": "its account may not use this partition or QOS; it will not start by itself",
+    "BadConstraints": "no node can ever satisfy its constraints; it will not start by itself",
+    "InvalidAccount": "its account is not valid; it will not start by itself",
+    "InvalidQOS": "its QOS is not valid; it will not start by itself",
+    "NodeDown": "a node it needs is down",
+    "JobArrayTaskLimit": "the array's limit of tasks at once is reached",
+    "Prolog": "the nodes are being prepared (prolog)",
+    "Cleaning": "its last run is still being cleared up before it starts again",
+    "BurstBufferStageIn": "waiting for its data to be staged in",
+    "DeadLine": "its deadline has passed; it will not start",
+}
+_LIMIT_OWNERS = {"QOS": "QOS", "Assoc": "account", "MaxJobs": "account"}
+_NO_OUTPUT_FILE = 53  # not a signal: what slurmd reports if it cannot set up the script's output
+
+_ENDS = {
+    "COMPLETED": "its script ended without an error",
+    "TIMEOUT": "Slurm ended it at its time limit",
+    "NODE_FAIL": "a node of it failed",
+    "OUT_OF_MEMORY": "it used more memory than it had asked Slurm for",
+    "PREEMPTED": "it was preempted by a job of higher priority",
+    "BOOT_FAIL": "its nodes did not boot",
+    "DEADLINE": "its deadline passed",
+    "REVOKED": "it was started on another cluster of the federation",
+    GONE: "Slurm does not know the job any more, so how it ended is not known",
+}
+
+
+def pending_sentence(reason: str) -> str:
+    """Why a job waits, for a person; Slurm's own word in parentheses, since sites' help pages speak of it."""
+    word = reason.partition(",")[0].strip()
+    if word == "ReqNodeNotAvail":
+        nodes = reason.partition("UnavailableNodes:")[2]
+        return f"nodes it needs are down, drained or reserved{f': {nodes}' if nodes else ''} ({word})"
+    if reason.startswith("Nodes required for job are DOWN"):
+        return "nodes it needs are down, drained, or kept for other partitions"
+    if sentence := _PENDING_REASONS.get(reason):
+        return f"{sentence} ({reason})" if reason else sentence
+    for prefix, owner in _LIMIT_OWNERS.items():
+        if reason.startswith(prefix):
+            return f"a limit of its {owner} is reached ({reason})"
+    return f"waiting; Slurm's reason is {reason}"
+
+
+def ended_sentence(job: JobState) -> str:
+    """How a job ended, for a person, with Slurm's own word."""
+    if job.state == "CANCELLED":
+        by = f" by user {job.cancelled_by}" if job.cancelled_by else ""
+        return f"it was cancelled{by} (CANCELLED)"
+    if job.state == "FAILED":
+        return f"{_failed_sentence(job)} (FAILED)"
+    if job.state == GONE:
+        return _ENDS[GONE]
+    return f"{_ENDS.get(job.state, 'it ended')} ({job.state})"
+
+
+def _failed_sentence(job: JobState) -> str:
+    if job.signal == _NO_OUTPUT_FILE:
+        return f"the node could not open its output file {job.batch_log or ''}".rstrip()
+    if job.signal:
+        return f"its script was ended by signal {job.signal}"
+    if job.exit_code:
+        return f"its script exited with code {job.exit_code}"
+    return f"Slurm could not run it: {job.reason or 'it gives no reason'}"
+
+
+def refusal_hint(stderr: str, partitions: Sequence[Partition]) -> str:
+    """What to do about sbatch's refusal, from what the site's partitions are; "" where its own words say it all."""
+    names = ", ".join(dict.fromkeys(p.name + (" (default)" if p.is_default else "") for p in partitions))
+    said = stderr.lower()
+    if "invalid partition" in said or "no partition specified" in said:
+        return f"Partitions here: {names}." if names else "`sinfo` lists the partitions."
+    if "invalid account" in said or "account/partition combination" in said:
+        return "`sacctmgr show associations user=$USER` lists your accounts; set --account (or in the site file)."
+    if "invalid qos" in said:
+        return "`sacctmgr show associations user=$USER format=account,qos` lists what you may use; set --qos."
+    if "accounting/qos policy" in said:
+        return "It is over a limit of your account or QOS: fewer nodes or less --time, or another --qos."
+    if "time limit" in said:
+        limits = ", ".join(dict.fromkeys(f"{p.name} {p.time_limit}" for p in partitions))
+        return f"Time limits here: {limits}; set --time." if limits else "Set a shorter --time."
+    if "invalid generic resource" in said or "invalid gres" in said:
+        return f"{_offers(partitions)}gpu_directive and gres_type in the site file say how this site names its GPUs."
+    if "node configuration is not available" in said or "node count specification invalid" in said:
+        return f"{_offers(partitions)}See --partition, --nodes, --gpus-per-node, and mem in the site file."
+    if "invalid feature" in said:
+        return "`sinfo --format=%f` lists the features that --constraint may name."
+    if "access/permission denied" in said or "user's group not permitted" in said:
+        return f"You may not use that partition. Partitions here: {names}." if names else ""
+    return ""
+
+
+def _offers(partitions: Sequence[Partition]) -> str:
+    if not partitions:
+        return ""
+    kinds = (f"{p.name}: {p.num_nodes} nodes with {p.gres or 'no GPUs'}" for p in partitions)
+    return f"Partitions here: {'; '.join(dict.fromkeys(kinds))}. "
