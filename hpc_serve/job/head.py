@@ -23,7 +23,7 @@ from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_h
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Ending, Outcome, PartFailedError, failure
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
-from hpc_serve.job.progress import error_of, stage_of
+from hpc_serve.job.progress import stage_of
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_node, watch_nodes_argv
 from hpc_serve.job.service import RecordKeeper
 from hpc_serve.plan.measured import parse_measured
@@ -49,7 +49,6 @@ class Head:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._ray_nodes = RayNodes({})
-        self._first_error: str | None = None
         port = node.command.port or node.head_ports.engine
         self._engine = EngineAddress(host=node.head, port=port, api_key=api_key)
 
@@ -225,9 +224,7 @@ class Head:
     async def _watch(self, child: Child) -> None:
         code = await child.wait()
         words = tuple(child.last_words)
-        reason = f"{child.name} exited with {code}" if code else f"{child.name} exited with 0 before it was stopped"
-        if child.name == "engine" and self._first_error:
-            reason += f": {self._first_error}"
+        reason = child.epitaph
         if self._keeper.record.state == "starting" and any(_PORT_CLASH.search(line) for line in words):
             code, reason = 75, f"{reason}: a port was taken"
         await self._ending.fail(Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_words=words))
@@ -236,8 +233,6 @@ class Head:
         print(line, flush=True)
         if (stage := stage_of(line)) and self._keeper.record.state == "starting":
             self._keeper.stage(stage.name, stage.done, stage.total)
-        if self._first_error is None:
-            self._first_error = error_of(line)
         self._keeper.measure(parse_measured(line))
 
     # -- the way down

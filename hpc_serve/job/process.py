@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpc_serve.job.progress import error_of
+
 _LAST_WORDS = 30
 _LONGEST_LINE = 4_000
 MARK = "HPC_SERVE_RUN_MARK"
@@ -27,11 +29,12 @@ _END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.e
 
 
 class Child:
-    """A running child. `last_words` are its latest lines of output, stdout and stderr together."""
+    """A running child. `last_words` are its latest lines of output, `first_error` the error it reported first."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
         self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self.first_error: str | None = None
         self.last_output_s = time.monotonic()
         self._process = process
         self._on_line = on_line
@@ -46,6 +49,12 @@ class Child:
         """None while it runs; as a shell would say, 128 + n for an end by signal n."""
         code = self._process.returncode
         return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def epitaph(self) -> str:
+        """How it ended, and why as far as it said."""
+        how = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
+        return f"{self.name} {how}" + (f": {self.first_error}" if self.first_error else "")
 
     async def wait(self) -> int:
         """Wait for the end, and for its last lines, which a left-behind descendant may hold open for ever."""
@@ -89,6 +98,7 @@ class Child:
         line = raw.decode(errors="replace").rstrip()
         if line:
             self.last_words.append(line[:_LONGEST_LINE])
+            self.first_error = self.first_error or error_of(line)
             self._on_line(line)
 
 

@@ -85,7 +85,7 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
         ended = asyncio.create_task(child.wait())
         await asyncio.wait({heard, stop, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not heard.done():
-            return await _say_failed(link, heard, stop, name, ended.result(), f"{name} ended", tuple(child.last_words))
+            return await _say_failed(link, heard, stop, name, ended.result(), child.epitaph, tuple(child.last_words))
         return 0
     except (HpcServeError, OSError) as error:
         code = error.exit_code if isinstance(error, HpcServeError) else 1
