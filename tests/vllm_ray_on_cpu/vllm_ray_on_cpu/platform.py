@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
-    import os
-
-from vllm.config import VllmConfig  # which itself imports the platform
+    from vllm.config import VllmConfig  # which itself imports the platform
 
 
 class RayOnCpuPlatform(CpuPlatform):
