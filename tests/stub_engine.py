@@ -108,7 +108,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             unhealthy = self.server.options.stub_unhealthy_file
             status = 503 if unhealthy and os.path.exists(unhealthy) else 200
-            self.answer(status, b"", {"X-HPC-Serve": "draining"} if self.server.draining else {})
+            headers = {"X-HPC-Serve": "draining"} if self.server.draining else {}
+            if self.server.key and (challenge := self.headers.get("X-HPC-Serve-Challenge")):
+                proof = hmac.new(self.server.key, b"hpc-serve-probe:" + challenge.encode(), "sha256")
+                headers["X-HPC-Serve-Proof"] = proof.hexdigest()
+            self.answer(status, b"", headers)
         elif self.enters():
             models = [{"id": name, "object": "model", "owned_by": "stub"} for name in self.server.names]
             found = self.path == "/v1/models"

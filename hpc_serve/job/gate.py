@@ -25,6 +25,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 DRAINING_HEADER: Header = (b"x-hpc-serve", b"draining")
+CHALLENGE_HEADER = b"x-hpc-serve-challenge"
+PROOF_HEADER = b"x-hpc-serve-proof"
+_LONGEST_CHALLENGE = 128
 _RETRY_AFTER: Header = (b"retry-after", b"2")
 _DRAIN_CHECK_S = 0.25
 _DISCARD_BYTES = 64 << 20
@@ -44,7 +47,7 @@ class Gate:
     """Asks for the key of HPC_SERVE_API_KEY_FILE, and turns new requests away once HPC_SERVE_DRAIN_FILE exists.
 
     The key is read once, at start; without one nobody is let in. `/health` (GET and HEAD) is open: it tells the
-    engine's health, and that it drains in a header.
+    engine's health and, in headers, that it drains and that it knows the key (see `prove`).
     """
 
     def __init__(self, app: App) -> None:
@@ -58,7 +61,7 @@ class Gate:
         elif scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"hpc-serve's gate knows no {scope['type']} connections and lets none through.")
         elif _is_health(scope):
-            await self._app(scope, receive, _with_header(send, DRAINING_HEADER) if self._drain.exists() else send)
+            await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
         elif not self._may_enter(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
         elif self._drain.exists():
@@ -67,13 +70,23 @@ class Gate:
             await self._app(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        if self._key is None:
-            return False
-        for name, value in scope["headers"]:
-            if name.lower() == b"authorization":
-                scheme, _, given = value.partition(b" ")
-                return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key)
-        return False
+        scheme, _, given = _header(scope, b"authorization").partition(b" ")
+        return self._key is not None and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key)
+
+    def _health_headers(self, scope: Scope) -> list[Header]:
+        headers = [DRAINING_HEADER] if self._drain.exists() else []
+        challenge = _header(scope, CHALLENGE_HEADER)
+        if self._key is not None and 0 < len(challenge) <= _LONGEST_CHALLENGE:
+            headers.append((PROOF_HEADER, prove(self._key, challenge)))
+        return headers
+
+
+def prove(key: bytes, challenge: bytes) -> bytes:
+    """What only a holder of the key can answer to `challenge`, without showing the key.
+
+    A client asks for it before it sends the key: the port of an engine that died may be somebody else's by now.
+    """
+    return hmac.new(key, b"hpc-serve-probe:" + challenge, "sha256").hexdigest().encode()
 
 
 class _DrainFile:
@@ -117,13 +130,17 @@ def _is_health(scope: Scope) -> bool:
     )
 
 
-def _with_header(send: Send, header: Header) -> Send:
-    async def send_with_header(message: Message) -> None:
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((bytes(value) for given, value in scope["headers"] if given.lower() == name), b"")
+
+
+def _with_headers(send: Send, headers: list[Header]) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), header]}
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
         await send(message)
 
-    return send_with_header
+    return send_with_headers if headers else send
 
 
 async def _refuse(

@@ -142,6 +142,23 @@ def test_draining_does_not_touch_health_but_says_so(key_file, drain_file):
     assert gate.DRAINING_HEADER in start["headers"]
 
 
+def test_health_proves_that_the_engine_knows_the_key(key_file):
+    def proof_of(app, *headers):
+        return dict(ask(app, "/health", headers=headers)[0]["headers"]).get(gate.PROOF_HEADER)
+
+    app = Gate(_engine)
+    assert proof_of(app) is None
+    assert proof_of(app, (gate.CHALLENGE_HEADER, b"")) is None
+    assert proof_of(app, (gate.CHALLENGE_HEADER, b"x" * 10_000)) is None
+    first = proof_of(app, (gate.CHALLENGE_HEADER, b"one"))
+    assert first == gate.prove(KEY.encode(), b"one")
+    assert first != proof_of(app, (gate.CHALLENGE_HEADER, b"two"))
+    key_file.write_text("another-key-0123456789")
+    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) != first
+    key_file.write_text("")
+    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) is None, "no key proves nothing"
+
+
 def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
     monkeypatch.setattr(gate, "_DRAIN_CHECK_S", 3600.0)
     looks = []
