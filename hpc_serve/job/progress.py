@@ -22,7 +22,9 @@ _STAGES = (
     (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
 )
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
-# vLLM's front end ends with this whatever the cause was.
+# Ray's C++ side logs what it retries or merely notes in the same words.
+_RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
+# vLLM's front end ends with these whatever the cause was.
 _CONSEQUENCES = (
     "Engine core initialization failed",
     "EngineCore encountered",
@@ -52,6 +54,6 @@ def stage_of(line: str) -> Stage | None:
 def error_of(line: str) -> str | None:
     """The error that `line` reports ("ValueError: …"), unless it only reports another one's consequence."""
     match = _ERROR.search(line)
-    if match is None or any(words in line for words in _CONSEQUENCES):
+    if match is None or _RAY_LOG.search(line) or any(words in line for words in _CONSEQUENCES):
         return None
     return f"{match[1]}: {match[2]}".strip()

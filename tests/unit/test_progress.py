@@ -38,6 +38,10 @@ def test_stage_of_a_line(line, stage):
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
         ("RuntimeError: Engine core initialization failed. See root cause above.", None),
         ("INFO errors: none", None),
+        (
+            "[2026-11-21 02:30:20,1 E 9 9] core_worker_process.cc:841: RpcError: Running out of retries. rpc_code: 14",
+            None,
+        ),
     ],
 )
 def test_cause_is_the_error_and_not_its_consequence(line, cause):
