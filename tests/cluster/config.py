@@ -35,7 +35,7 @@ class ClusterConfig:
     num_nodes: int = 3
     gpus_per_node: int = 8
     gpu_type: str = "h100"
-    cpus_per_node: int = 8
+    cpus_per_node: int = 64
     memory_per_node_mib: int = field(default_factory=machine_memory_mib)
     users: tuple[str, ...] = ("alice", "mallory")
     root: Path = field(
