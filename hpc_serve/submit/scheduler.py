@@ -5,8 +5,8 @@ Nothing is concluded from silence: a controller that does not answer makes a job
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -50,8 +50,9 @@ class Completed:
 def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Completed:
     """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
     try:
+        environ = _environ(os.environ)
         done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", env=_environ(os.environ), timeout=timeout_s, check=False
+            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=timeout_s, check=False
         )
     except FileNotFoundError:
         raise command_missing(argv[0]) from None
@@ -67,8 +68,8 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Complete
 def command_missing(name: str) -> SchedulerUnavailableError:
     """What to say where Slurm is not installed."""
     return SchedulerUnavailableError(
-        f"There is no `{name}` here. Slurm's commands are on a cluster's login nodes (on some after `module load slurm`); "
-        "--cluster local runs on this machine without Slurm."
+        f"There is no `{name}` here: Slurm is on a cluster's login nodes (on some after `module load slurm`). "
+        "--cluster local runs on this machine, without Slurm."
     )
 
 
@@ -108,7 +109,7 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. Never raises for silence: the
     state is UNKNOWN then, with the reason as `detail`.
     """
-    user = getpass.getuser()
+    user = _user_name()
     try:
         shown = run_slurm(scontrol_show_job_argv(job_id))
     except SchedulerUnavailableError as error:
@@ -122,7 +123,7 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
 
 
 def job_states(submitted_at: Mapping[str, float | None]) -> dict[str, JobState]:
-    """What Slurm knows of several of our jobs (id -> time of submission or None), with one question for all that run."""
+    """What Slurm knows of several of our jobs (id: time of submission or None); one question for all that are live."""
     try:
         queued = queue() if submitted_at else []
     except SchedulerUnavailableError as error:
@@ -155,6 +156,13 @@ def _answer(argv: Sequence[str]) -> str:
     if done.exit_code:
         raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
     return done.stdout
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container may not know its user
+        return str(os.getuid())
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -19,9 +19,9 @@ from hpc_serve.submit.slurm import (
     parse_sinfo,
     parse_squeue,
     sacct_argv,
-    sbatch_argv,
     says_no_such_job,
     says_unreachable,
+    sbatch_argv,
     scancel_argv,
     scontrol_show_job_argv,
     sinfo_argv,
@@ -210,7 +210,7 @@ def test_a_job_nobody_knows_is_told_from_a_silent_controller():
 
 def test_unknown_is_neither_running_nor_over_and_gone_is_over():
     unknown = JobState(job_id="1", state=UNKNOWN)
-    assert not (unknown.is_pending or unknown.is_running or unknown.is_over)
+    assert not any([unknown.is_pending, unknown.is_running, unknown.is_over])
     assert JobState(job_id="1", state=GONE).is_over
 
 

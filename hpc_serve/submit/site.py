@@ -1,0 +1,175 @@
+"""The site file: what one cluster needs of every request (partition, account, modules, container, network).
+
+A small YAML file of flat settings. It gives defaults; flags and HPC_SERVE_… variables win over it. What it does not
+know it refuses, so that a misspelt setting is not a silent one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.submit.request import Environment, JobSettings, SlurmOptions
+
+_PATHS = ("venv", "apptainer", "log_dir", "templates_dir")
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteProfile:
+    """The settings of a site file, all optional.
+
+    Slurm's own options under Slurm's names: `partition`, `account`, `qos`, `time` ("24:00:00"), `constraint`,
+    `reservation`, `nodelist`, `exclude`, `mem` (per node), `cpus_per_task`, `exclusive`; `sbatch_extra` holds further
+    `--name=value` words. `gpu` is the accelerator of the nodes as `hpc-serve plan --gpu` names it, `gpus_per_node` how
+    many a node has; `gpu_directive` (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
+    Of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with `binds`) at most one says where
+    Python is; `modules` are loaded first. `interface` is the network interface between nodes, `tmpdir` and `cache_dir`
+    are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own script templates.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    mem: str | None = None
+    cpus_per_task: int | None = None
+    exclusive: bool | None = None
+    sbatch_extra: tuple[str, ...] = ()
+    gpu: str | None = None
+    gpus_per_node: int | None = None
+    gpu_directive: str | None = None
+    gres_type: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    apptainer: str | None = None
+    binds: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    interface: str | None = None
+    tmpdir: str | None = None
+    cache_dir: str | None = None
+    log_dir: str | None = None
+    templates_dir: str | None = None
+
+    def slurm_options(self, **asked: Any) -> SlurmOptions:
+        """sbatch's options: what was asked for (None: nothing), else the site's. Raises InvalidRequestError."""
+        ours = {field.name for field in fields(SlurmOptions)}
+        site = {name: getattr(self, name) for name in ours if hasattr(self, name)} | {"extra": self.sbatch_extra}
+        return SlurmOptions(**(_given(site) | _given(asked)))
+
+    def environment(self, environ: Mapping[str, str]) -> Environment:
+        """Where the script finds Python; HPC_SERVE_ENV, if set, wins over the site's. Raises InvalidRequestError."""
+        if not environ.get("HPC_SERVE_ENV"):
+            for kind in ("venv", "conda", "apptainer"):
+                if path := getattr(self, kind):
+                    return Environment(kind=kind, path=path, modules=self.modules, binds=self.binds)
+        return Environment(modules=self.modules)
+
+    def job_settings(self, environ: Mapping[str, str]) -> JobSettings:
+        """What the job is told; a HPC_SERVE_… variable, if set, wins over the site's."""
+        return JobSettings(
+            interface=environ.get("HPC_SERVE_INTERFACE") or self.interface,
+            tmpdir=environ.get("HPC_SERVE_TMPDIR") or self.tmpdir,
+            cache_dir=environ.get("HPC_SERVE_CACHE_DIR") or self.cache_dir,
+        )
+
+
+def find_site_file(environ: Mapping[str, str], named: str | None = None) -> Path | None:
+    """The file named by `--site`, else by HPC_SERVE_SITE, else `~/.config/hpc-serve/site.yaml` if there is one."""
+    if chosen := named or environ.get("HPC_SERVE_SITE"):
+        return Path(chosen).expanduser()
+    default = Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpc-serve" / "site.yaml"
+    return default if default.exists() else None
+
+
+def load_site(path: Path | None) -> SiteProfile:
+    """Read a site file; without one every setting is unset. Raises SiteFileError, naming file, line and setting."""
+    if path is None:
+        return SiteProfile()
+    try:
+        text = path.read_text(encoding="utf-8")
+        # Composed, not loaded: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SiteFileError(f"site file {path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise SiteFileError(f"site file {path} is not YAML: {' '.join(str(error).split())}") from error
+    profile = SiteProfile(**dict(_settings(document, path)))
+    _check(profile, path)
+    return profile
+
+
+def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any]]:
+    if document is None:  # an empty file
+        return
+    if not isinstance(document, yaml.MappingNode):
+        raise SiteFileError(f"site file {path} must hold settings, one `name: value` a line.")
+    kinds = get_type_hints(SiteProfile)
+    seen: set[str] = set()
+    for key, value in document.value:
+        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        if name not in kinds:
+            raise SiteFileError(f"{where}: unknown setting {name!r}.{_suggestion(name, kinds)}")
+        if name in seen:
+            raise SiteFileError(f"{where}: {name} is set twice; keep one of the two.")
+        seen.add(name)
+        converted = _value(value, kinds[name], f"{where}: {name}")
+        if name in _PATHS and converted is not None:
+            converted = os.path.expanduser(converted)
+        yield name, converted
+
+
+def _value(node: yaml.Node, kind: Any, where: str) -> Any:
+    if kind == tuple[str, ...]:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if all(isinstance(item, yaml.ScalarNode) for item in items):
+            return tuple(str(item.value) for item in items if item.value)
+        raise SiteFileError(f"{where} must be a list of words, as [one, two].")
+    if not isinstance(node, yaml.ScalarNode):
+        raise SiteFileError(f"{where} must be one value, not a list or a mapping.")
+    text = str(node.value)
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    if kind == int | None:
+        if not re.fullmatch(r"\d+", text):
+            raise SiteFileError(f"{where} is {text!r}: it must be a whole number.")
+        return int(text)
+    if kind == bool | None:
+        if text.lower() not in (*_YES, *_NO):
+            raise SiteFileError(f"{where} is {text!r}: it must be true or false.")
+        return text.lower() in _YES
+    return text
+
+
+def _check(profile: SiteProfile, path: Path) -> None:
+    named = [kind for kind in ("venv", "conda", "apptainer") if getattr(profile, kind)]
+    if len(named) > 1:
+        raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")
+    if profile.templates_dir and not Path(profile.templates_dir).is_dir():
+        raise SiteFileError(f"site file {path}: templates_dir {profile.templates_dir} is not a folder.")
+    try:
+        profile.slurm_options()
+    except InvalidRequestError as error:
+        raise SiteFileError(f"site file {path}: {error}") from error
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    guess = f" Did you mean {close[0]}?" if close else ""
+    return f"{guess} The settings are: {', '.join(known)}."
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and value != ()}

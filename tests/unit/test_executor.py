@@ -1,0 +1,214 @@
+"""submitit's executors with our script: the hooks they rest on, sbatch's answers, and a local job's life."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import submitit
+from submitit.core import core, utils
+
+from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
+from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.submit.executor import (
+    ScriptLocalExecutor,
+    ScriptSlurmExecutor,
+    start_locally,
+    submit_to_slurm,
+)
+from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
+from hpc_serve.submit.slurm import GONE, UNKNOWN
+
+DEADLINE_S = 20.0
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    """Put a stand-in for a Slurm command into `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def bin_folder(tmp_path, monkeypatch):
+    """A folder of stand-ins that comes before everything else; Slurm itself is not to be found."""
+    folder = tmp_path / "bin"
+    command(folder, "sinfo", "echo 'gpu*|up|1-00:00:00|3|gpu:h100:8'")
+    for name in ("bash", "cat", "sleep", "env", "cp", "printenv"):
+        found = subprocess.run(["which", name], capture_output=True, text=True, check=True)
+        (folder / name).symlink_to(found.stdout.strip())
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+# The contract with submitit
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        (submitit.SlurmExecutor, "_make_submission_file_text", ["self", "command", "uid"]),
+        (submitit.SlurmExecutor, "_make_submission_command", ["self", "submission_file_path"]),
+        (submitit.SlurmExecutor, "_get_job_id_from_submission_command", ["string"]),
+        (core.PicklingExecutor, "_submit_command", ["self", "command"]),
+        (submitit.LocalExecutor, "_submit_command", ["self", "command"]),
+        (submitit.LocalExecutor, "_make_submission_file_text", ["self", "command", "uid"]),
+        (utils.JobPaths, "move_temporary_file", ["self", "tmp_path", "name", "keep_as_symlink"]),
+    ],
+)
+def test_submitit_still_has_what_we_override_or_call(owner, name, parameters):
+    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+
+
+def test_our_hooks_are_the_ones_that_submitit_calls():
+    for ours, theirs in ((ScriptSlurmExecutor, submitit.SlurmExecutor), (ScriptLocalExecutor, submitit.LocalExecutor)):
+        hooks = [name for name in vars(ours) if name.startswith("_") and not name.startswith("__")]
+        hooks = [name for name in hooks if callable(getattr(ours, name))]
+        assert hooks
+        assert all(hasattr(theirs, name) for name in hooks)
+    assert issubclass(utils.FailedJobError, RuntimeError)
+
+
+# sbatch
+
+
+def test_sbatch_gets_our_script_and_it_is_kept_privately(bin_folder, tmp_path):
+    command(bin_folder, "sbatch", f'cat "$1" > {tmp_path}/seen; echo "Submitted batch job 4711 on cluster x"')
+    done = submit_to_slurm("#!/bin/bash\necho 'ü'\n", tmp_path / "scripts")
+    assert done.job_id == "4711"
+    assert (tmp_path / "seen").read_text() == done.script.read_text() == "#!/bin/bash\necho 'ü'\n"
+    assert list((tmp_path / "scripts").iterdir()) == [done.script]
+    assert stat.S_IMODE((tmp_path / "scripts").stat().st_mode) == 0o700
+
+
+def test_what_sbatch_says_when_it_refuses_is_told_once_with_a_hint(bin_folder, tmp_path, capfd):
+    words = "sbatch: error: invalid partition specified: nope"
+    command(bin_folder, "sbatch", f"echo '{words}' >&2; exit 1")
+    with pytest.raises(SubmissionRefusedError) as caught:
+        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+    assert str(caught.value) == (
+        "sbatch refused the job: invalid partition specified: nope. Partitions here: gpu (default)."
+    )
+    assert capfd.readouterr() == ("", "")
+    assert list((tmp_path / "scripts").iterdir()) == []
+
+
+def test_a_missing_sbatch_is_told_as_such(bin_folder, tmp_path):
+    with pytest.raises(SchedulerUnavailableError, match="no `sbatch` here"):
+        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+    assert list((tmp_path / "scripts").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("Unable to contact slurm controller (connect failure)", "Nothing was submitted"),
+        ("Socket timed out on send/recv operation", "may have taken the job all the same"),
+    ],
+)
+def test_a_silent_controller_is_told_apart_from_a_refusal(bin_folder, tmp_path, words, told):
+    command(bin_folder, "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
+    with pytest.raises(SchedulerUnavailableError, match=told):
+        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+
+
+def test_an_answer_without_an_id_is_an_error(bin_folder, tmp_path):
+    command(bin_folder, "sbatch", "echo done")
+    with pytest.raises(SchedulerError, match="no job id"):
+        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+
+
+def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypatch):
+    command(bin_folder, "sbatch", f"env > {tmp_path}/env; echo 'Submitted batch job 1'")
+    for name, value in {"SLURM_JOB_ID": "9", "SLURM_MEM_PER_CPU": "100", "SLURM_CONF": "/etc/x"}.items():
+        monkeypatch.setenv(name, value)
+    submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+    seen = [line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()]
+    assert [name for name in seen if name.startswith("SLURM")] == ["SLURM_CONF"]
+    assert os.environ["SLURM_MEM_PER_CPU"] == "100"
+
+
+# A local job
+
+
+def start(tmp_path: Path, text: str) -> SubmittedJob:
+    done = start_locally(f"#!/bin/bash\n{text}\n", tmp_path / "scripts", tmp_path)
+    assert done.pid is not None
+    return local_job(pid=done.pid, pid_start_time=process_start_time(done.pid))
+
+
+def local_job(*, pid: int, pid_start_time: int | None, host: str = os.uname().nodename) -> SubmittedJob:
+    return SubmittedJob(
+        service="x",
+        model="m",
+        cluster="local",
+        job_id=f"local-{pid}",
+        submitted_at=0.0,
+        pid=pid,
+        pid_start_time=pid_start_time,
+        host=host,
+    )
+
+
+def wait_for(what, told: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline, told
+        time.sleep(0.02)
+
+
+def test_a_local_job_writes_its_log_and_keeps_the_gpus_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    job = start(tmp_path, "echo $CUDA_VISIBLE_DEVICES; echo oops >&2; echo local-$$")
+    log = tmp_path / f"{job.job_id}.log"
+    wait_for(lambda: log.read_text() == f"3,5\noops\n{job.job_id}\n", "the log is not complete")
+    wait_for(lambda: local_job_state(job).state == GONE, "it does not end")
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert not list(tmp_path.glob(".starting*"))
+
+
+def test_a_local_job_is_its_own_session_and_is_stopped_in_order(tmp_path):
+    job = start(tmp_path, f"trap 'echo asked > {tmp_path}/asked; exit 0' TERM\necho up\nwhile :; do sleep 0.05; done")
+    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), "it does not start")
+    assert local_job_state(job).state == "RUNNING"
+    assert job.pid is not None
+    assert os.getsid(job.pid) == job.pid
+    stop_local_job(job, grace_s=DEADLINE_S)
+    assert local_job_state(job).state == GONE
+    assert (tmp_path / "asked").read_text() == "asked\n"
+    stop_local_job(job, grace_s=0)  # once more is no error
+
+
+def test_a_local_job_that_does_not_listen_is_killed(tmp_path):
+    job = start(tmp_path, "trap '' TERM\necho up\nwhile :; do sleep 0.05; done")
+    wait_for(lambda: "up" in (tmp_path / f"{job.job_id}.log").read_text(), "it does not start")
+    stop_local_job(job, grace_s=0.2)
+    assert local_job_state(job).state == GONE
+
+
+def test_a_pid_that_was_used_again_is_not_our_job():
+    alive = process_start_time(os.getpid())
+    assert alive is not None
+    job = local_job(pid=os.getpid(), pid_start_time=alive - 1)
+    assert local_job_state(job).state == GONE
+    stop_local_job(job, grace_s=0)  # must not signal this very process
+
+
+def test_from_another_host_a_local_job_is_unknown_and_cannot_be_stopped():
+    job = local_job(pid=1, pid_start_time=1, host="other")
+    state = local_job_state(job)
+    assert state.state == UNKNOWN
+    assert "other" in state.detail
+    with pytest.raises(SchedulerError, match="cannot be stopped from here"):
+        stop_local_job(job, grace_s=0)
+
+
+def test_a_zombie_is_over():
+    child = subprocess.Popen(["true"])
+    wait_for(lambda: process_start_time(child.pid) is None, "a zombie counts as alive")
+    child.wait()

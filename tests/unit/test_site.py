@@ -1,0 +1,127 @@
+"""The site file: what it gives, what wins over it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import SiteFileError
+from hpc_serve.submit.site import SiteProfile, find_site_file, load_site
+
+FULL = """
+partition: gpu
+account: 0123            # a number to YAML, a name to Slurm
+qos: on                  # a boolean to YAML 1.1
+time: 24:00:00           # 86400 to YAML 1.1
+mem: 0
+cpus_per_task: 8
+exclusive: yes
+sbatch_extra: [--switches=1, --mail-type=END]
+gpu: h100-80gb
+gpus_per_node: 4
+gpu_directive: gres
+gres_type: h100
+modules:
+  - cuda/12.8
+  - gcc
+venv: ~/envs/serve
+interface: ib0
+tmpdir: /local
+cache_dir: /local/cache
+log_dir: ~/logs
+constraint:
+"""
+
+
+def site_file(folder: Path, text: str) -> Path:
+    path = folder / "site.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_every_value_is_taken_as_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    site = load_site(site_file(tmp_path, FULL))
+    assert (site.account, site.qos, site.time, site.mem) == ("0123", "on", "24:00:00", "0")
+    assert (site.cpus_per_task, site.exclusive, site.gpus_per_node) == (8, True, 4)
+    assert site.modules == ("cuda/12.8", "gcc")
+    assert (site.venv, site.log_dir) == ("/home/alice/envs/serve", "/home/alice/logs")
+    assert site.constraint is None
+
+
+def test_it_becomes_sbatch_options_and_what_is_asked_for_wins(tmp_path):
+    site = load_site(site_file(tmp_path, FULL))
+    options = site.slurm_options(partition="short", account=None, extra=())
+    assert (options.partition, options.account, options.time) == ("short", "0123", "24:00:00")
+    assert (options.gpu_directive, options.gres_type, options.exclusive) == ("gres", "h100", True)
+    assert options.extra == ("--switches=1", "--mail-type=END")
+    assert site.slurm_options(extra=("--begin=now",)).extra == ("--begin=now",)
+
+
+def test_a_flag_may_be_false_where_the_site_says_true(tmp_path):
+    site = load_site(site_file(tmp_path, "exclusive: true\n"))
+    assert site.slurm_options(exclusive=False).exclusive is False
+
+
+def test_the_environment_is_the_site_s_unless_a_person_names_one():
+    site = SiteProfile(apptainer="/images/vllm.sif", binds=("/scratch",), modules=("apptainer",))
+    assert site.environment({}).kind == "apptainer"
+    assert site.environment({}).binds == ("/scratch",)
+    own = site.environment({"HPC_SERVE_ENV": "/home/alice/env"})
+    assert (own.kind, own.modules) == ("auto", ("apptainer",))
+
+
+def test_a_variable_wins_over_the_site_s_network():
+    site = SiteProfile(interface="ib0", tmpdir="/local")
+    settings = site.job_settings({"HPC_SERVE_INTERFACE": "eth1"})
+    assert (settings.interface, settings.tmpdir, settings.cache_dir) == ("eth1", "/local", None)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "partition:\n"])
+def test_an_empty_file_sets_nothing(tmp_path, text):
+    assert load_site(site_file(tmp_path, text)) == SiteProfile()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("partition: gpu\npartitoin: gpu\n", ["site.yaml:2", "'partitoin'", "Did you mean partition?"]),
+        ("gpus-per-node: 4\n", ["site.yaml:1", "Did you mean gpus_per_node?"]),
+        ("zzz: 1\n", ["unknown setting 'zzz'", "The settings are: partition, account"]),
+        ("gpus_per_node: four\n", ["site.yaml:1: gpus_per_node is 'four'", "whole number"]),
+        ("\ncpus_per_task: 1.5\n", ["site.yaml:2: cpus_per_task is '1.5'"]),
+        ("exclusive: perhaps\n", ["exclusive is 'perhaps'", "true or false"]),
+        ("partition: [a, b]\n", ["partition must be one value"]),
+        ("modules: {a: b}\n", ["modules must be a list of words"]),
+        ("modules: [[a], b]\n", ["modules must be a list of words"]),
+        ("partition: a\npartition: b\n", ["site.yaml:2", "set twice"]),
+        ("venv: /a\nconda: b\n", ["venv and conda", "one of them"]),
+        ("- partition\n", ["must hold settings"]),
+        ("partition: 'a\n", ["not YAML"]),
+        ("partition: 'a b'\n", ["partition is 'a b'"]),
+        ("gpu_directive: gpus\n", ["gpu_directive is 'gpus'"]),
+        ("time: soon\n", ["time is 'soon'"]),
+        ("templates_dir: /nonexistent\n", ["/nonexistent is not a folder"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(tmp_path, text, words):
+    with pytest.raises(SiteFileError) as caught:
+        load_site(site_file(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_named_file_that_is_missing_is_an_error(tmp_path):
+    with pytest.raises(SiteFileError, match="No such file"):
+        load_site(tmp_path / "none.yaml")
+
+
+def test_which_file_is_read(tmp_path):
+    (tmp_path / "hpc-serve").mkdir()
+    site_file(tmp_path / "hpc-serve", "")
+    config = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert find_site_file(config) == tmp_path / "hpc-serve" / "site.yaml"
+    assert find_site_file(config | {"HPC_SERVE_SITE": "/a.yaml"}) == Path("/a.yaml")
+    assert find_site_file(config | {"HPC_SERVE_SITE": "/a.yaml"}, "/b.yaml") == Path("/b.yaml")
+    assert find_site_file({"XDG_CONFIG_HOME": "/nonexistent"}) is None
