@@ -17,7 +17,7 @@ _STAGES = (
     (re.compile(r"Model loading took|Loading weights took"), "weights loaded"),
     (re.compile(r"GPU KV cache size|# (?:GPU|cuda|CPU) blocks"), "sizing the KV cache"),
     (re.compile(r"Capturing CUDA graph|Graph capturing"), "capturing CUDA graphs"),
-    (re.compile(r"Warming up model|warmup"), "warming up"),
+    (re.compile(r"Warming up"), "warming up"),
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
     (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
 )
