@@ -22,6 +22,8 @@ _STAGES = (
     (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
 )
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
+# How `ray start --block` names the one of its processes that ended.
+_RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
 # Ray's C++ side logs what it retries or merely notes in the same words.
 _RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
 # vLLM's front end ends with these whatever the cause was.
@@ -53,6 +55,8 @@ def stage_of(line: str) -> Stage | None:
 
 def error_of(line: str) -> str | None:
     """The error that `line` reports ("ValueError: …"), unless it only reports another one's consequence."""
+    if part := _RAY_PART.search(line):
+        return f"{part[1]} ended with {part[2]}"
     match = _ERROR.search(line)
     if match is None or _RAY_LOG.search(line) or any(words in line for words in _CONSEQUENCES):
         return None

@@ -37,6 +37,7 @@ def test_stage_of_a_line(line, stage):
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
         ("RuntimeError: Engine core initialization failed. See root cause above.", None),
+        ("2026-11-21 02:36:08,7\tERR scripts.py:1300 -- raylet [exit code=-9]", "raylet ended with -9"),
         ("INFO errors: none", None),
         (
             "[2026-11-21 02:30:20,1 E 9 9] core_worker_process.cc:841: RpcError: Running out of retries. rpc_code: 14",
