@@ -1,0 +1,21 @@
+"""Finding a service and talking to it from any other job.
+
+    client = connect("405b", wait=600)          # an openai.OpenAI, ready to use
+    client.chat.completions.create(model=client.model, messages=[{"role": "user", "content": "Hello"}])
+
+The OpenAI SDK is imported when the first client is made, not here.
+"""
+
+from hpc_serve.client.access import Endpoint, connect, connect_async, endpoint, pick_service, services
+from hpc_serve.client.views import ReplicaView, ServiceView
+
+__all__ = [
+    "Endpoint",
+    "ReplicaView",
+    "ServiceView",
+    "connect",
+    "connect_async",
+    "endpoint",
+    "pick_service",
+    "services",
+]

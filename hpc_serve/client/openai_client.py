@@ -1,0 +1,99 @@
+"""OpenAI clients that know their service: the SDK's own classes, with a transport that finds the replicas.
+
+They add the service's name and model, and say in our words when there is no replica; all else is the SDK's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_serve.client.patience import Patience, Wait, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.sdk import openai
+from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
+from hpc_serve.client.watch import ServiceWatch
+
+# A replica that was there a moment ago and is gone when the request comes: look again, but not for ever.
+_MOST_ROUNDS = 3
+
+
+class _OfService:
+    _watch: ServiceWatch
+    _wait: Wait
+
+    @property
+    def service(self) -> str:
+        """The service's name."""
+        return self._watch.service
+
+    @property
+    def model(self) -> str:
+        """The name of its model, for `model=client.model`."""
+        return self._watch.model
+
+    @property
+    def _inherited(self) -> dict[str, Any]:
+        return {"watch": self._watch, "wait": self._wait}
+
+
+class ServiceClient(_OfService, openai.OpenAI):
+    """An `openai.OpenAI` for one service; `base_url` is that of one replica, requests go to any."""
+
+    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, **options: Any) -> None:
+        self._watch = watch
+        self._wait = wait
+        if options.get("http_client") is None:
+            options["http_client"] = openai.DefaultHttpxClient(transport=ServiceTransport(watch), trust_env=False)
+        super().__init__(**_with_endpoint(watch, options))
+
+    def copy(self, **changes: Any) -> ServiceClient:
+        """A client for the same service with other options, as the SDK's `copy`."""
+        return super().copy(**changes, _extra_kwargs=self._inherited)
+
+    with_options = copy
+
+    def request(self, *args: Any, **options: Any) -> Any:
+        """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
+        patience = Patience(self._wait)
+        for rounds_left in reversed(range(_MOST_ROUNDS)):
+            wait_for_replica(self._watch, patience)
+            try:
+                return super().request(*args, **options)
+            except openai.APIConnectionError as error:
+                if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
+                    raise
+
+
+class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
+    """An `openai.AsyncOpenAI` for one service; `base_url` is that of one replica, requests go to any."""
+
+    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, **options: Any) -> None:
+        self._watch = watch
+        self._wait = wait
+        if options.get("http_client") is None:
+            transport = AsyncServiceTransport(watch)
+            options["http_client"] = openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
+        super().__init__(**_with_endpoint(watch, options))
+
+    def copy(self, **changes: Any) -> AsyncServiceClient:
+        """A client for the same service with other options, as the SDK's `copy`."""
+        return super().copy(**changes, _extra_kwargs=self._inherited)
+
+    with_options = copy
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
+        patience = Patience(self._wait)
+        for rounds_left in reversed(range(_MOST_ROUNDS)):
+            await wait_for_replica_async(self._watch, patience)
+            try:
+                return await super().request(*args, **options)
+            except openai.APIConnectionError as error:
+                if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
+                    raise
+
+
+def _with_endpoint(watch: ServiceWatch, options: dict[str, Any]) -> dict[str, Any]:
+    """The SDK wants an address and a key; the transport puts in those of the moment."""
+    if "base_url" in options:  # a copy has both
+        return options
+    return {**options, "base_url": watch.view.live[0].base_url, "api_key": watch.api_key}
