@@ -1,21 +1,34 @@
 """What the engine is asked for, in vLLM's own names, and vLLM's own defaults for what is left out.
 
-Defaults depend on the version and on the accelerator; both are looked up here and nowhere else.
+Defaults depend on the version and on the accelerator; both are looked up here and nowhere else. One version is pinned;
+earlier ones are known as far as published measurements need them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 
 PINNED_VERSION = "0.32.0"
+_POSITIVE = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of `vllm serve` that decide memory. None: vLLM's default (or, for the layout, the planner's choice)."""
+    """Options of `vllm serve` that decide memory. None: vLLM's default (or, for the layout, the planner's choice).
+
+    `use_v1` False is the engine generation before V1 (vLLM ≤ 0.9 could run either).
+    """
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
@@ -30,28 +43,49 @@ class EngineConfig:
     enforce_eager: bool = False
     enable_expert_parallel: bool = False
     vllm_version: str = PINNED_VERSION
+    use_v1: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "kv_cache_memory_bytes",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-        ):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0 < utilization <= 1:
             raise InvalidRequestError(f"gpu_memory_utilization is {utilization}: it must be above 0 and at most 1.")
+        if not re.match(r"\d+\.\d+", self.vllm_version):
+            raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
 
     @property
     def version(self) -> tuple[int, int]:
         """(major, minor) of the vLLM assumed."""
-        parts = self.vllm_version.split(".")
-        return int(parts[0]), int(parts[1])
+        major, minor = self.vllm_version.split(".")[:2]
+        return int(major), int(re.match(r"\d+", minor).group())  # type: ignore[union-attr]
+
+    @property
+    def is_v0(self) -> bool:
+        """Whether the engine is of the generation before V1 (the default up to 0.7)."""
+        return not self.use_v1 if self.use_v1 is not None else self.version < (0, 8)
+
+    @property
+    def saves_windows(self) -> bool:
+        """Whether layers behind a sliding window keep only it: V1's hybrid cache manager, on by default since 0.10."""
+        return not self.is_v0 and self.version >= (0, 10)
+
+    @property
+    def caches_state_prefixes(self) -> bool:
+        """Whether hybrids hold a second state per request for prefix caching (mamba_cache_mode "align")."""
+        return self.version >= (0, 20)
+
+    @property
+    def subtracts_cuda_graphs(self) -> bool:
+        """Whether the cache makes room for CUDA graphs (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, on since 0.21)."""
+        return self.version >= (0, 21)
+
+    @property
+    def prints_request_tokens(self) -> bool:
+        """Whether "KV cache size" is concurrency times context, rather than blocks per group times their size."""
+        return self.version >= (0, 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +105,44 @@ class Workload:
             raise InvalidRequestError(f"concurrency is {self.concurrency}: it must be at least 1.")
 
 
-def default_gpu_memory_utilization(engine: EngineConfig) -> float:
-    """vLLM's default: 0.92 since 0.20 (config/cache.py), 0.9 before."""
-    return 0.92 if engine.version >= (0, 20) else 0.9
+def gpu_memory_utilization(engine: EngineConfig) -> float:
+    """What is asked for, else vLLM's default: 0.92 in 0.32 (config/cache.py), 0.9 before graphs were subtracted."""
+    return engine.gpu_memory_utilization or (0.92 if engine.subtracts_cuda_graphs else 0.9)
 
 
-def default_max_num_batched_tokens(accelerator: AcceleratorSpec) -> int:
-    """Tokens of one step of the API server (engine/arg_utils.py, `_get_default_batched_tokens_and_seqs`)."""
-    if accelerator.total_bytes >= 160 * GIB:
-        return 16384
-    if accelerator.total_bytes >= 70 * GIB and not accelerator.name.startswith("a100"):
-        return 8192
+def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, max_model_len: int) -> int:
+    """Tokens of one step: what is asked for, else the API server's default.
+
+    Source: `get_batch_defaults` in vLLM's engine/arg_utils.py; before V1 a step held a whole prompt, unless contexts
+    above 32k turned chunked prefill on.
+    """
+    if engine.max_num_batched_tokens:
+        return engine.max_num_batched_tokens
+    if engine.is_v0:
+        return max(max_model_len, 2048) if max_model_len <= 32768 else 2048
+    if accelerator.kind == "tpu":
+        return {"v6e": 1024, "v5e": 512, "v5p": 256}.get(accelerator.name, 1024)
+    if _is_large(accelerator):
+        return 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 20) else 8192
     return 2048
 
 
-def default_max_num_seqs(accelerator: AcceleratorSpec) -> int:
-    """Sequences of one step of the API server, from the same table."""
-    return 1024 if default_max_num_batched_tokens(accelerator) > 2048 else 256
+def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
+    """Sequences of one step: what is asked for, else the API server's default, from the same place."""
+    if engine.max_num_seqs:
+        return engine.max_num_seqs
+    if accelerator.kind == "cpu":
+        return 128
+    return 1024 if not engine.is_v0 and _is_large(accelerator) else 256
+
+
+def default_block_size(accelerator: AcceleratorSpec) -> int:
+    """Tokens of a block: 16, and 128 on CPUs (platforms/cpu.py)."""
+    return 128 if accelerator.kind == "cpu" else 16
+
+
+def _is_large(accelerator: AcceleratorSpec) -> bool:
+    """Whether vLLM counts it among H100 and better: 70 GiB or more, and no A100."""
+    if accelerator.kind != "gpu":
+        return False
+    return accelerator.total_bytes >= 70 * GIB and not accelerator.name.startswith("a100")

@@ -1,7 +1,7 @@
-"""The architectures the planner knows, by the name in a config's `architectures`.
+"""The architectures the planner knows, by the name in a config's `architectures`, and how a model is put together.
 
-Each family says which modules vLLM builds for a layer, and with which biases and norms; the names are the checkpoint's,
-so that a quantisation's list of skipped modules can be matched.
+A family (families_*.py) describes one decoder layer; embeddings, head, vision tower and tables are added here. An
+architecture that is not listed is an error that names it, never a guess.
 """
 
 from __future__ import annotations
@@ -10,115 +10,95 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model import DecoderLayer, LayerCache, ModelSpec
-from hpc_serve.plan.quantization import Quantization, plain_scheme, quantization_from_config
-from hpc_serve.plan.weights import Block, Linear, Part, Vector, Vocabulary, Weight
-
-
-class Reader:
-    """The (text part of a) config with its defaults, and the weights every family shares."""
-
-    def __init__(self, config: Mapping[str, Any], quantization: Quantization, dtype: str) -> None:
-        self.config = config
-        self.quantization = quantization
-        self.dtype = dtype
-        self.hidden_size: int = self.need("hidden_size")
-        self.vocab_size: int = self.need("vocab_size")
-        self.num_layers: int = self.need("num_hidden_layers")
-        self.heads: int = self.need("num_attention_heads")
-        self.kv_heads: int = self.get("num_key_value_heads") or self.heads
-        self.head_dim: int = self.get("head_dim") or self.hidden_size // self.heads
-        self.intermediate_size: int = self.get("intermediate_size") or 0
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A field, or `default` where it is missing or null."""
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        """A field without which nothing can be said. Raises InvalidRequestError."""
-        value = self.config.get(key)
-        if value is None:
-            raise InvalidRequestError(f"config.json has no {key!r}, without which its size is unknown.")
-        return value
-
-    def linear(
-        self, name: str, inputs: Part | int, outputs: list[Part | int], split: Any = "none", *, bias: bool = False
-    ) -> Linear:
-        """A linear module, in the scheme the checkpoint gives it."""
-        return Linear(
-            name=name,
-            inputs=inputs if isinstance(inputs, Part) else Part(inputs),
-            outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
-            split=split,
-            bias=bias,
-            scheme=self.quantization.of(name),
-        )
-
-    def norm(self, name: str, size: int) -> Vector:
-        """A norm's weights."""
-        return Vector(name=name, size=size, element_bytes=4 if self.dtype == "float32" else 2)
-
-    def attention(self, prefix: str, *, bias: bool = False, output_bias: bool = False) -> list[Weight]:
-        """q, k, v fused, and the output projection, of grouped-query attention."""
-        kv = Part(self.kv_heads, self.head_dim, replicate=True)
-        heads = Part(self.heads, self.head_dim)
-        return [
-            self.linear(f"{prefix}.q_proj", self.hidden_size, [heads, kv, kv], "column", bias=bias),
-            self.linear(f"{prefix}.o_proj", heads, [self.hidden_size], "row", bias=output_bias),
-        ]
-
-    def mlp(self, prefix: str, size: int, *, bias: bool = False) -> list[Weight]:
-        """Gate and up fused, and down."""
-        return [
-            self.linear(f"{prefix}.gate_proj", self.hidden_size, [size, size], "column", bias=bias),
-            self.linear(f"{prefix}.down_proj", size, [self.hidden_size], "row", bias=bias),
-        ]
-
-    def full_cache(self) -> LayerCache:
-        """Keys and values of all tokens."""
-        return LayerCache(kind="full", kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim)
-
+from hpc_serve.plan import families_dense as dense
+from hpc_serve.plan import families_hybrid as hybrid
+from hpc_serve.plan import families_moe as moe
+from hpc_serve.plan import vision
+from hpc_serve.plan.model import DecoderLayer, ModelSpec
+from hpc_serve.plan.quantization import plain_scheme, quantization_from_config
+from hpc_serve.plan.reader import Reader, block
+from hpc_serve.plan.weights import Block, Vocabulary
 
 Family: TypeAlias = Callable[[Reader, int], DecoderLayer]
 
-
-def _llama(reader: Reader, index: int) -> DecoderLayer:
-    prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", reader.get("bias", False)))
-    weights = [
-        *reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        *reader.mlp(f"{prefix}.mlp", reader.intermediate_size, bias=bool(reader.get("mlp_bias", False))),
-        reader.norm("input_layernorm", reader.hidden_size),
-        reader.norm("post_attention_layernorm", reader.hidden_size),
-    ]
-    return DecoderLayer(block=Block(weights=tuple(weights)), cache=reader.full_cache())
-
-
-_FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama,
+FAMILIES: dict[str, Family] = {
+    "ApertusForCausalLM": dense.apertus,
+    "DeciLMForCausalLM": dense.nemotron_nas,
+    "DeepseekForCausalLM": moe.deepseek,
+    "DeepseekV2ForCausalLM": moe.deepseek,
+    "DeepseekV3ForCausalLM": moe.deepseek,
+    "FalconForCausalLM": dense.falcon,
+    "Gemma2ForCausalLM": dense.gemma2,
+    "Gemma3ForCausalLM": dense.gemma3,
+    "Gemma3ForConditionalGeneration": dense.gemma3,
+    "Glm4ForCausalLM": dense.glm4,
+    "Glm4MoeForCausalLM": moe.glm4_moe,
+    "GptOssForCausalLM": moe.gpt_oss,
+    "Llama4ForConditionalGeneration": moe.llama4,
+    "LlamaForCausalLM": dense.llama,
+    "Mistral3ForConditionalGeneration": dense.llama,
+    "MistralForCausalLM": dense.llama,
+    "MixtralForCausalLM": moe.mixtral,
+    "NemotronHForCausalLM": hybrid.nemotron_h,
+    "Olmo2ForCausalLM": dense.olmo2,
+    "Olmo3ForCausalLM": dense.olmo2,
+    "Phi3ForCausalLM": dense.llama,
+    "Qwen2ForCausalLM": dense.qwen2,
+    "Qwen2MoeForCausalLM": moe.qwen2_moe,
+    "Qwen3ForCausalLM": dense.qwen3,
+    "Qwen3MoeForCausalLM": moe.qwen3_moe,
+    "Qwen3NextForCausalLM": hybrid.qwen3_next,
 }
+
+_TOWERS: dict[str, Callable[[Mapping[str, Any], int], Block]] = {
+    "Gemma3ForConditionalGeneration": vision.siglip,
+    "Llama4ForConditionalGeneration": vision.llama4_vision,
+    "Mistral3ForConditionalGeneration": vision.pixtral,
+}
+
+_TIED_UNLESS_SAID = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+"""Architectures whose transformers config ties the output head to the embedding by default."""
+
+_ENDS = frozenset({"embedding", "final", "head"})
+_ON_EVERY_STAGE: dict[str, frozenset[str]] = {
+    "FalconForCausalLM": _ENDS,
+    "Gemma2ForCausalLM": frozenset({"embedding", "final"}),
+    "Gemma3ForCausalLM": frozenset({"embedding", "final"}),
+    "Gemma3ForConditionalGeneration": frozenset({"embedding", "final"}),
+    "GptOssForCausalLM": _ENDS,
+    "MixtralForCausalLM": _ENDS,
+    "NemotronHForCausalLM": _ENDS,
+    "Qwen2MoeForCausalLM": _ENDS,
+    "Qwen3MoeForCausalLM": _ENDS,
+    "Qwen3NextForCausalLM": frozenset({"embedding", "head"}),
+}
+"""What each pipeline stage builds, whether it uses it or not, as the model's file in vLLM 0.32 has it."""
+
+_DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 
 
 def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str | None) -> ModelSpec:
     """Read a config into a ModelSpec; see `model_from_config`."""
-    architecture = (config.get("architectures") or ["(none named)"])[0]
-    family = _FAMILIES.get(architecture)
+    architecture = str((config.get("architectures") or ["(none named)"])[0])
+    family = FAMILIES.get(architecture)
     if family is None:
         raise InvalidRequestError(
-            f"{name} is of architecture {architecture!r}, which this planner does not know; it knows "
-            f"{', '.join(sorted(_FAMILIES))}."
+            f"{name} is of architecture {architecture}, which this planner does not know, and it does not guess. "
+            f"It knows {', '.join(sorted(FAMILIES))}."
         )
-    declared = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
-    chosen = (declared if dtype == "auto" else dtype).removeprefix("torch.")
-    if dtype == "auto" and chosen == "float32":
-        chosen = "bfloat16"
+    text = _text_config(config)
+    chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
-    scheme = quantization_from_config(config.get("quantization_config"), plain=plain, override=quantization)
-    reader = Reader(config, scheme, chosen)
-    tied = bool(reader.get("tie_word_embeddings", False))
-    head = Vocabulary(name="lm_head", rows=reader.vocab_size, width=reader.hidden_size, scheme=scheme.head)
+    declared = config.get("quantization_config") or text.get("quantization_config")
+    scheme = quantization_from_config(declared, plain=plain, override=quantization)
+    reader = Reader(text, scheme, chosen)
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if tied is None:
+        tied = architecture in _TIED_UNLESS_SAID
+    rows, width = reader.vocab_size, reader.hidden_size
+    tower = _TOWERS.get(architecture)
+    vision_config = config.get("vision_config")
+    final = reader.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else reader.norms("norm")
     return ModelSpec(
         name=name,
         architecture=architecture,
@@ -127,11 +107,61 @@ def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str
         vocab_size=reader.vocab_size,
         num_attention_heads=reader.heads,
         num_key_value_heads=reader.kv_heads,
-        max_model_len=int(reader.get("max_position_embeddings", 2048)),
+        max_model_len=_max_model_len(reader),
         quantization=scheme,
-        embedding=Vocabulary(name="embed_tokens", rows=reader.vocab_size, width=reader.hidden_size, scheme=plain),
-        layers=tuple(family(reader, index) for index in range(reader.num_layers)),
-        final=Block(weights=(reader.norm("norm", reader.hidden_size),)),
-        head=None if tied else head,
+        embedding=Vocabulary(name="embed_tokens", rows=rows, width=width, scheme=plain),
+        layers=_layers(reader, family),
+        final=block(final),
+        head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
+        everywhere=tower(vision_config, reader.hidden_size) if tower and vision_config else Block(),
+        on_every_stage=_ON_EVERY_STAGE.get(architecture, frozenset()),
         intermediate_size=reader.intermediate_size,
+        rotary_bytes=_rotary_bytes(reader),
+        num_experts=reader.get("num_experts", reader.get("n_routed_experts", reader.get("num_local_experts", 0))),
+        num_experts_per_tok=reader.get("num_experts_per_tok", reader.get("experts_per_token", 0)),
+        moe_intermediate_size=reader.get("moe_intermediate_size", reader.intermediate_size),
+        is_multimodal=tower is not None,
     )
+
+
+def _layers(reader: Reader, family: Family) -> tuple[DecoderLayer, ...]:
+    """All layers; those that are equal are one object, so that what is computed for one is computed once."""
+    known: dict[DecoderLayer, DecoderLayer] = {}
+    layers = (family(reader, index) for index in range(reader.num_layers))
+    return tuple(known.setdefault(layer, layer) for layer in layers)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the decoder, with the defaults of transformers where a multimodal config omits them."""
+    text = config.get("text_config") or config
+    return {**_DEFAULT_HEADS.get(str(text.get("model_type")), {}), **text}
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> str:
+    """The type weights are loaded in: what is asked for, else the checkpoint's, 32 bit becoming 16 as in vLLM."""
+    declared = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
+    if asked not in ("auto", ""):
+        return {"half": "float16", "float": "float32"}.get(asked, asked)
+    name = str(declared or "bfloat16").removeprefix("torch.")
+    return "bfloat16" if name == "float32" else name
+
+
+def _max_model_len(reader: Reader) -> int:
+    """The longest context the config allows, as `_get_and_verify_max_len` in vLLM's config/model.py derives it."""
+    length = int(reader.get("max_position_embeddings", reader.get("model_max_length", 2048)))
+    scaling = reader.get("rope_scaling", reader.get("rope_parameters", {}))
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in (None, "default", "llama3", "mrope", "longrope", "su"):
+        return length
+    factor = float(scaling.get("factor", 1.0))
+    if kind == "yarn":
+        return int(scaling.get("original_max_position_embeddings", length) * factor)
+    return length if "gemma3" in str(reader.get("model_type")) else int(length * factor)
+
+
+def _rotary_bytes(reader: Reader) -> int:
+    """Bytes of the table of sines and cosines (`_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py)."""
+    if reader.get("hybrid_override_pattern"):
+        return 0
+    width: int = reader.get("qk_rope_head_dim", int(reader.head_dim * reader.get("partial_rotary_factor", 1.0)))
+    return _max_model_len(reader) * width * reader.dtype_bytes

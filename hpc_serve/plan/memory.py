@@ -1,8 +1,8 @@
 """What a layout takes on the GPU that holds most, in the terms vLLM prints when it starts.
 
-    KV cache = total × gpu_memory_utilization − weights − non-torch − activation peak − CUDA graphs
+    KV cache = total × gpu_memory_utilization − weights − loading − activation peak − CUDA graphs − non-torch
 
-as `determine_available_memory` in vLLM's v1/worker/gpu_worker.py computes it.
+as `determine_available_memory` in vLLM's v1/worker/gpu_worker.py computes it from measurements.
 """
 
 from __future__ import annotations
@@ -10,26 +10,33 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.accelerator import AcceleratorSpec
 from hpc_serve.plan.engine import (
     EngineConfig,
-    default_gpu_memory_utilization,
-    default_max_num_batched_tokens,
+    default_block_size,
+    gpu_memory_utilization,
+    max_num_batched_tokens,
 )
-from hpc_serve.plan.model import DecoderLayer, ModelSpec
-from hpc_serve.plan.weights import Block
+from hpc_serve.plan.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.model import ModelSpec
+from hpc_serve.plan.overhead import StageRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
+from hpc_serve.plan.stages import Stage, stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on one GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache (below 0: it does not fit).
+    """Bytes on one GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache (below 0: no fit).
 
-    `kv_cache_tokens` and `max_concurrency` are what vLLM logs as "GPU KV cache size" and "Maximum concurrency".
+    `weight_bytes` are the checkpoint's; with `loading_bytes` they are vLLM's "Model loading took". `kv_cache_tokens`
+    and `max_concurrency` are its "KV cache size" and "Maximum concurrency"; `blocks_per_request` are those of one
+    request of the longest context. `cuda_graph_bytes` lie outside the budget where `graphs_outside` (vLLM before 0.21).
     """
 
     total_bytes: int
     requested_bytes: int
     weight_bytes: int
+    loading_bytes: int
     activation_bytes: int
     cuda_graph_bytes: int
     non_torch_bytes: int
@@ -37,56 +44,15 @@ class MemoryEstimate:
     kv_bytes_per_token: int
     block_size: int
     num_blocks: int
+    blocks_per_request: int
     kv_cache_tokens: int
     max_concurrency: float
     pipeline_rank: int
+    graphs_outside: bool = False
 
-
-def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list[int]:
-    """Layers of each stage, as vLLM deals them (`get_pp_indices` in distributed/utils.py).
-
-    What is left over goes to the last stages but one, never to the last.
-
-    >>> pipeline_layers(61, 4)
-    [15, 15, 16, 15]
-    """
-    layers = [num_hidden_layers // pipeline_parallel_size] * pipeline_parallel_size
-    for index in range(2, num_hidden_layers % pipeline_parallel_size + 2):
-        layers[-index] += 1
-    return layers
-
-
-def stage_weight_bytes(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> list[int]:
-    """Bytes of weights on a rank of each pipeline stage. Raises DoesNotFitError where vLLM refuses the layout."""
-    known: dict[int, int] = {}
-
-    def of(block: Block) -> int:
-        if id(block) not in known:
-            known[id(block)] = block.bytes_per_rank(tensor_parallel_size)
-        return known[id(block)]
-
-    stages, start = [], 0
-    counts = pipeline_layers(model.num_hidden_layers, pipeline_parallel_size)
-    for rank, count in enumerate(counts):
-        total = sum(of(layer.block) for layer in model.layers[start : start + count]) + of(model.everywhere)
-        is_last = rank == len(counts) - 1
-        if rank == 0 or (is_last and model.head is None):
-            total += model.embedding.bytes_per_rank(tensor_parallel_size)
-        if is_last:
-            total += of(model.final)
-            if model.head is not None:
-                total += model.head.bytes_per_rank(tensor_parallel_size)
-        stages.append(total)
-        start += count
-    return stages
-
-
-def _cache_bytes_per_token(layer: DecoderLayer, tensor_parallel_size: int, element_bytes: int) -> int:
-    cache = layer.cache
-    if cache is None:
-        return 0
-    heads = max(1, cache.kv_heads // tensor_parallel_size)
-    return heads * (cache.head_dim + cache.value_dim) * element_bytes
+    def holds(self, concurrency: int) -> bool:
+        """Whether so many requests of the longest context fit; one block is vLLM's own (the null block)."""
+        return self.kv_cache_bytes > 0 and self.num_blocks - 1 >= concurrency * self.blocks_per_request
 
 
 def estimate_memory(
@@ -98,45 +64,73 @@ def estimate_memory(
     pipeline_parallel_size: int,
     max_model_len: int,
 ) -> MemoryEstimate:
-    """The memory of the tightest rank of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
-    utilization = engine.gpu_memory_utilization or default_gpu_memory_utilization(engine)
-    requested = math.ceil(accelerator.total_bytes * utilization)
-    batched_tokens = engine.max_num_batched_tokens or default_max_num_batched_tokens(accelerator)
-    activation = batched_tokens * (4 * model.hidden_size + 3 * model.intermediate_size // tensor_parallel_size) * 2
-    graphs = 0 if engine.enforce_eager else GIB
-    non_torch = GIB // 8 if tensor_parallel_size * pipeline_parallel_size == 1 else GIB
-    element_bytes = 1 if engine.kv_cache_dtype.startswith("fp8") else model.dtype_bytes
-    block_size = engine.block_size or 16
-    tightest: MemoryEstimate | None = None
-    start = 0
-    stages = stage_weight_bytes(model, tensor_parallel_size, pipeline_parallel_size)
-    for rank, (weights, count) in enumerate(
-        zip(stages, pipeline_layers(model.num_hidden_layers, pipeline_parallel_size))
-    ):
-        layers = model.layers[start : start + count]
-        start += count
-        per_token = sum(_cache_bytes_per_token(layer, tensor_parallel_size, element_bytes) for layer in layers)
-        available = requested - weights - activation - graphs - non_torch
-        blocks = max(0, available) // (per_token * block_size)
-        estimate = MemoryEstimate(
-            total_bytes=accelerator.total_bytes,
-            requested_bytes=requested,
-            weight_bytes=weights,
-            activation_bytes=activation,
-            cuda_graph_bytes=graphs,
-            non_torch_bytes=non_torch,
-            kv_cache_bytes=available,
-            kv_bytes_per_token=per_token,
-            block_size=block_size,
-            num_blocks=blocks,
-            kv_cache_tokens=blocks * block_size,
-            max_concurrency=blocks / math.ceil(max_model_len / block_size),
-            pipeline_rank=rank,
+    """The memory of the tightest rank of a layout: of the stage with the fewest blocks, which vLLM gives to all.
+
+    Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context beyond the model's.
+    """
+    if max_model_len > model.max_model_len:
+        raise InvalidRequestError(
+            f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
         )
-        if tightest is None or (estimate.num_blocks, estimate.kv_cache_bytes) < (
-            tightest.num_blocks,
-            tightest.kv_cache_bytes,
-        ):
-            tightest = estimate
-    assert tightest is not None
-    return tightest
+    layout = cache_layout(model, engine, tensor_parallel_size, default_block_size=default_block_size(accelerator))
+    batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
+    per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
+    expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
+    estimates = []
+    for stage in stages(model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel):
+        run = StageRun(
+            model=model,
+            layers=stage.layers,
+            is_last=stage.is_last,
+            ranks=tensor_parallel_size,
+            expert_ranks=tensor_parallel_size if expert_parallel else 1,
+            accelerator=accelerator,
+            engine=engine,
+            max_model_len=max_model_len,
+        )
+        estimates.append(_stage_estimate(run, stage, layout, per_request, pipeline_parallel_size))
+    return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
+
+
+def _stage_estimate(
+    run: StageRun, stage: Stage, layout: CacheLayout, per_request: int, pipeline_parallel_size: int
+) -> MemoryEstimate:
+    engine, total = run.engine, run.accelerator.total_bytes
+    requested = math.ceil(total * gpu_memory_utilization(engine))
+    activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
+    non_torch = non_torch_bytes(run, pipeline_parallel_size)
+    taken = stage.weight_bytes + stage.loading_bytes + activation + non_torch
+    if engine.subtracts_cuda_graphs:
+        taken += graphs
+    available = engine.kv_cache_memory_bytes or requested - taken
+    bytes_per_block = layout.bytes_per_block(stage.first_layer, stage.end_layer)
+    blocks = max(0, available) // bytes_per_block if bytes_per_block else 0
+    concurrency = blocks / per_request if per_request else 0.0
+    if engine.prints_request_tokens:
+        tokens = int(concurrency * run.max_model_len)
+    else:
+        tokens = blocks // max(1, len(layout.groups)) * layout.block_size
+    return MemoryEstimate(
+        total_bytes=total,
+        requested_bytes=requested,
+        weight_bytes=stage.weight_bytes,
+        loading_bytes=stage.loading_bytes,
+        activation_bytes=activation,
+        cuda_graph_bytes=graphs,
+        non_torch_bytes=non_torch,
+        kv_cache_bytes=available,
+        kv_bytes_per_token=layout.token_bytes(stage.first_layer, stage.end_layer),
+        block_size=layout.block_size,
+        num_blocks=blocks,
+        blocks_per_request=per_request,
+        kv_cache_tokens=tokens,
+        max_concurrency=concurrency,
+        pipeline_rank=stage.rank,
+        graphs_outside=not engine.subtracts_cuda_graphs,
+    )
+
+
+def _batches(engine: EngineConfig, pipeline_parallel_size: int) -> int:
+    """Batches in flight at once (`max_concurrent_batches` in vLLM's config/vllm.py): one per stage, one more when
+    scheduling runs ahead, as it does by default since 0.15."""
+    return pipeline_parallel_size + (1 if engine.version >= (0, 15) else 0)

@@ -37,10 +37,11 @@ class LayerCache:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
-    """One layer of a pipeline stage."""
+    """One layer of a pipeline stage. `derived` is not in the checkpoint: vLLM makes it from the weights on loading."""
 
     block: Block
     cache: LayerCache | None
+    derived: Block = field(default_factory=Block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,9 @@ class ModelSpec:
     """A model as the planner sees it. Sizes in elements; `dtype` is torch's name of the 16-bit (or 32-bit) type.
 
     `max_model_len` is the longest context the config allows (vLLM's default). `head` is None where the output head is
-    the embedding. `everywhere` is held by each pipeline stage (a vision tower).
+    the embedding. `everywhere` is held by each pipeline stage (a vision tower), and so are those of "embedding",
+    "final" and "head" that `on_every_stage` names (some of vLLM's models do not look at the stage). `rotary_bytes` is
+    the table of sines and cosines that each rank keeps.
     """
 
     name: str
@@ -65,12 +68,13 @@ class ModelSpec:
     final: Block
     head: Vocabulary | None
     everywhere: Block = field(default_factory=Block)
+    on_every_stage: frozenset[str] = frozenset()
     intermediate_size: int = 0
+    rotary_bytes: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     is_multimodal: bool = False
-    notes: tuple[str, ...] = ()
 
     @property
     def num_hidden_layers(self) -> int:

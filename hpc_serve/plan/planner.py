@@ -88,7 +88,7 @@ def plan(
         except DoesNotFitError as error:
             refused.append(f"{layout}: {error}")
             continue
-        if memory.max_concurrency >= workload.concurrency:
+        if memory.holds(workload.concurrency):
             return _plan(model, layout, memory, max_model_len, engine, served_model_names, tuple(refused))
         refused.append(f"{layout}: {_shortfall(memory, workload, max_model_len)}")
     raise DoesNotFitError(f"{model.name} does not fit. " + "; ".join(refused[-4:]))

@@ -21,7 +21,8 @@ Granularity = Literal["none", "tensor", "channel", "group", "block"]
 class Scheme:
     """One storage format. `group` is in input features, `block` in (output, input) features.
 
-    `bias_bytes` is the type in which biases (never quantised) are kept.
+    `bias_bytes` is the type in which biases (never quantised) are kept. `expert_align`: multiples to which fused
+    kernels pad the experts' hidden and intermediate sizes on each rank.
     """
 
     name: str
@@ -32,9 +33,10 @@ class Scheme:
     group: int = 0
     block: tuple[int, int] = (0, 0)
     bias_bytes: int = 2
+    expert_align: tuple[int, int] = (1, 1)
 
-    def linear_bytes(self, outputs: Sequence[int], inputs: int, bias: bool, name: str) -> int:
-        """Bytes of one fused matrix as one rank holds it. Raises DoesNotFitError where vLLM refuses the cut."""
+    def linear_bytes(self, outputs: Sequence[int], inputs: int, *, bias: bool) -> int:
+        """Bytes of one fused matrix of these shapes, its scales and its bias."""
         rows = sum(outputs)
         total = rows * inputs * self.weight_bits / 8
         if self.granularity == "tensor":
@@ -42,19 +44,31 @@ class Scheme:
         elif self.granularity == "channel":
             total += self.scale_bytes * rows
         elif self.granularity == "group":
-            if inputs % self.group and inputs > self.group:
-                raise DoesNotFitError(
-                    f"{name} would have {inputs} inputs on a rank, "
-                    f"which its {self.name} groups of {self.group} do not divide"
-                )
             groups = max(1, inputs // self.group)
             total += rows * groups * (self.scale_bytes + self.zero_point_bits / 8)
         elif self.granularity == "block":
             out_block, in_block = self.block
             total += self.scale_bytes * sum(-(-out // out_block) for out in outputs) * -(-inputs // in_block)
-        if bias:
-            total += rows * self.bias_bytes
-        return int(total)
+        return int(total) + (rows * self.bias_bytes if bias else 0)
+
+    def check_cut(self, shares: Sequence[int], *, is_output: bool, name: str) -> None:
+        """Raise DoesNotFitError where a rank's share would cut through a block or group, which vLLM refuses.
+
+        Sources: `validate_fp8_block_shape` in quantization/utils/fp8_utils.py, `verify_marlin_supports_shape` in
+        quantization/utils/marlin_utils.py.
+        """
+        if self.granularity == "block":
+            unit = self.block[0] if is_output else self.block[1]
+        elif self.granularity == "group" and not is_output:
+            unit = self.group
+        else:
+            return
+        for share in shares:
+            if share % unit:
+                side = "outputs" if is_output else "inputs"
+                raise DoesNotFitError(
+                    f"{name} would have {share} {side} on a rank, which its {self.name} of {unit} do not divide"
+                )
 
 
 BF16 = Scheme(name="bfloat16", weight_bits=16)
@@ -64,7 +78,11 @@ FP8_TENSOR = Scheme(name="fp8", weight_bits=8, granularity="tensor", scale_bytes
 FP8_CHANNEL = Scheme(name="fp8 (per channel)", weight_bits=8, granularity="channel", scale_bytes=4)
 FP8_BLOCK = Scheme(name="fp8 (blocks)", weight_bits=8, granularity="block", scale_bytes=4, block=(128, 128))
 INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", scale_bytes=4)
-MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32)
+MXFP4 = Scheme(
+    name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128)
+)
+"""Padded as Marlin and TensorRT-LLM kernels want it: `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's
+fused_moe/oracle/mxfp4.py."""
 NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)
 BNB_INT4 = Scheme(name="bitsandbytes nf4", weight_bits=4, granularity="group", scale_bytes=4, group=64)
 BNB_INT8 = Scheme(name="bitsandbytes int8", weight_bits=8, granularity="channel", scale_bytes=4)
@@ -90,6 +108,7 @@ def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
 class Quantization:
     """Which scheme each module has: `linear` for linear layers, `experts` for fused experts, but for `skipped` names.
 
+    `kv_cache_dtype` is the type the checkpoint asks for, if any.
     `skipped` are patterns: a full module name, a prefix or suffix of whole dotted parts, `*` for any run, or `re:…`.
     """
 
@@ -99,6 +118,7 @@ class Quantization:
     experts: Scheme
     head: Scheme
     skipped: tuple[str, ...] = ()
+    kv_cache_dtype: str | None = None
 
     def of(self, module: str, *, is_expert: bool = False) -> Scheme:
         """The scheme of a linear module by its name in the checkpoint."""
@@ -150,7 +170,15 @@ def quantization_from_config(
         for name in config.get(key) or ()
     )
     linear, experts, head = _schemes(method, config, plain)
-    return Quantization(method=method, plain=plain, linear=linear, experts=experts, head=head, skipped=skipped)
+    return Quantization(
+        method=method,
+        plain=plain,
+        linear=linear,
+        experts=experts,
+        head=head,
+        skipped=skipped,
+        kv_cache_dtype=_kv_cache_dtype(config),
+    )
 
 
 _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
@@ -207,6 +235,15 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
         "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt (FP8, NVFP4) and compressed-tensors."
     )
+
+
+def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
+    """The cache's type as checkpoints name it (`get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py)."""
+    inner = config.get("quantization") or config
+    algorithm = inner.get("kv_cache_scheme") or config.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    if isinstance(algorithm, Mapping):
+        return "fp8" if algorithm.get("type") == "float" and algorithm.get("num_bits") == 8 else None
+    return {"FP8": "fp8", "NVFP4": "nvfp4"}.get(str(algorithm).upper()) if algorithm else None
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:

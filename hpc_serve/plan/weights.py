@@ -5,7 +5,7 @@ A model is a list of these; how many bytes one takes follows from its scheme (qu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hpc_serve.errors import DoesNotFitError
@@ -28,12 +28,14 @@ def round_up(number: int, multiple: int) -> int:
 class Part:
     """A run of features made of `units` that are never cut, each `width` wide.
 
-    `replicate`: where the ranks outnumber the units, each unit is held by several ranks (KV heads).
+    `replicate`: where the ranks outnumber the units, each unit is held by several ranks (KV heads). `align`: a rank's
+    share is padded to a multiple of this (some kernels' tiles).
     """
 
     units: int
     width: int = 1
     replicate: bool = False
+    align: int = 1
 
     @property
     def size(self) -> int:
@@ -43,9 +45,9 @@ class Part:
     def per_rank(self, ranks: int, name: str) -> int:
         """Features one of `ranks` holds. Raises DoesNotFitError where vLLM would refuse to cut."""
         if self.units % ranks == 0:
-            return self.units // ranks * self.width
+            return round_up(self.units // ranks * self.width, self.align)
         if self.replicate and ranks % self.units == 0:
-            return self.width
+            return round_up(self.width, self.align)
         what = f"{self.units} units of {self.width}" if self.width > 1 else f"{self.units} features"
         raise DoesNotFitError(f"{name} has {what}, which {ranks} ranks do not divide")
 
@@ -55,7 +57,7 @@ class Linear:
     """A matrix, or several fused ones that share their input (`outputs` of q, k, v; of gate and up).
 
     `split`: "column" divides the outputs among the ranks, "row" the inputs (its bias is whole on each rank), "none" is
-    copied. `copies`: how many such matrices lie in one tensor (experts); `expert_parallel` may divide those.
+    copied. `copies` > 1: so many matrices in one tensor, the experts; expert parallelism may divide those instead.
     """
 
     name: str
@@ -86,7 +88,10 @@ class Linear:
         if self.is_expert and expert_ranks > 1:
             copies, ranks = -(-self.copies // expert_ranks), 1
         outputs, inputs = self.shard(ranks)
-        return copies * self.scheme.linear_bytes(outputs, inputs, self.bias, self.name)
+        if ranks > 1 and self.split != "none":
+            cut = outputs if self.split == "column" else [inputs]
+            self.scheme.check_cut(cut, is_output=self.split == "column", name=self.name)
+        return copies * self.scheme.linear_bytes(outputs, inputs, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,38 +101,36 @@ class Vocabulary:
     name: str
     rows: int
     width: int
-    bias: bool = False
     scheme: Scheme = BF16
 
     @property
     def parameters(self) -> int:
         """Elements in the checkpoint."""
-        return self.rows * (self.width + self.bias)
+        return self.rows * self.width
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
         """Bytes one rank holds."""
         rows = Part(round_up(self.rows, VOCAB_PADDING)).per_rank(ranks, f"the padded vocabulary of {self.name}")
-        return self.scheme.linear_bytes([rows], self.width, self.bias, self.name)
+        return self.scheme.linear_bytes([rows], self.width, bias=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vector:
-    """Norms, sinks, biases of routers: small, never quantised; `split` where each rank holds its heads' share."""
+    """Norms, sinks, convolutions, positions: small, never quantised; `split` where each rank holds its heads' share."""
 
     name: str
     size: int
     split: bool = False
     element_bytes: int = 2
-    copies: int = 1
 
     @property
     def parameters(self) -> int:
         """Elements in the checkpoint."""
-        return self.copies * self.size
+        return self.size
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
         """Bytes one rank holds."""
-        return self.copies * self.element_bytes * Part(self.size).per_rank(ranks if self.split else 1, self.name)
+        return self.element_bytes * Part(self.size).per_rank(ranks if self.split else 1, self.name)
 
 
 Weight: TypeAlias = Linear | Vocabulary | Vector
@@ -137,7 +140,7 @@ Weight: TypeAlias = Linear | Vocabulary | Vector
 class Block:
     """Weights that live and move together: one decoder layer, a vision tower, the final norm."""
 
-    weights: tuple[Weight, ...] = field(default=())
+    weights: tuple[Weight, ...] = ()
 
     @property
     def parameters(self) -> int:

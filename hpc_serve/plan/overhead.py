@@ -1,0 +1,184 @@
+"""What a rank takes beside weights and KV cache: the activation peak of vLLM's profile run, CUDA graphs, and memory
+that torch does not see (NCCL, the CUDA context). Each number that is not arithmetic is named here, with its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
+from hpc_serve.plan.model import DecoderLayer, ModelSpec
+from hpc_serve.plan.weights import Linear
+
+MIB = 2**20
+
+HIDDEN_COPIES = 4
+"""Tensors of the hidden size alive at the peak of a layer: residual, normed input, a projection's output, one more.
+Llama-3.1-8B on MI300X with 131,072 tokens to a step: 14.63 GiB measured, 14.50 by this
+(github.com/cmontemuino/amd-mi300x-ml-benchmarks)."""
+
+SORTED_LOGITS_COPIES = 9.5
+"""Copies, in 32 bit, of the logits of max_num_seqs sequences while top-p sorts them: 16-bit logits ½, 32-bit 1, sorted
+values 1, their indices (64 bit) 2, the sort's indices 2 and its double buffers 3. Seen in V0 and in V1 up to 0.16:
+Qwen3-0.6B on H100 5.56 GiB, gpt-oss 7.38 (github.com/llm-d-incubation/llm-d-planner, empirical results)."""
+
+FILTERED_LOGITS_COPIES = 3.5
+"""The same with the Triton filter that came with 0.17 (vLLM #33538): logits ½ and 1, probabilities 1, noise 1."""
+
+PLAIN_LOGITS_COPIES = 0.5
+"""The same in model runner V2, whose profile run samples without filter from 16-bit logits (v1/worker/gpu/sample)."""
+
+FILTER_BUFFER_BYTES = 80 * MIB
+"""Buffers of that Triton filter, from the same pull request."""
+
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+GRAPH_BYTES_PER_DENSE_LAYER = MIB // 4
+GRAPH_BYTES_PER_OTHER_LAYER = 2 * MIB // 5
+"""Driver memory of one captured graph, per layer; layers with experts or states launch more kernels. Published totals
+divided by layers and graphs: Qwen3-4B 0.23 MiB, DeepSeek-R1-Distill-Qwen-1.5B 0.22, Qwen3-Next 0.38, GLM-5.2 0.39."""
+
+NON_TORCH_BASE_BYTES = GIB * 13 // 100
+"""CUDA context and kernels as they grow while profiling: 0.13 GiB on H100, 0.03-0.10 on older GPUs."""
+
+NON_TORCH_PER_PEER_BYTES = GIB * 27 // 100
+"""NCCL's buffers per further rank of the group: 2 GPUs 0.55 GiB, 4 GPUs 0.95, 8 GPUs 2.1 (same sources)."""
+
+MLA_WORKSPACE_TOKENS = 64 * 1024
+"""Most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """The profile run of one pipeline stage on one rank."""
+
+    model: ModelSpec
+    layers: tuple[DecoderLayer, ...]
+    is_last: bool
+    ranks: int
+    expert_ranks: int
+    accelerator: AcceleratorSpec
+    engine: EngineConfig
+    max_model_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step that is profiled."""
+        return max_num_batched_tokens(self.engine, self.accelerator, self.max_model_len)
+
+
+def activation_bytes(run: StageRun) -> int:
+    """Peak of what torch allocates during the profile run: the larger of forward pass and sampling."""
+    return max(_forward_bytes(run), _sampling_bytes(run) if run.is_last else 0)
+
+
+def _forward_bytes(run: StageRun) -> int:
+    element = run.model.dtype_bytes
+    widest = max(
+        (_layer_elements_per_token(layer, run) for layer in dict.fromkeys(run.layers)),
+        default=0,
+    )
+    per_token = HIDDEN_COPIES * run.model.hidden_size + widest
+    return run.tokens * per_token * element + _latent_expansion_bytes(run)
+
+
+def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
+    """Elements a token needs at once in the widest half of a layer: the MLP's up (and gate) output with its product,
+    or the experts' with theirs, or q, k and v with attention's output."""
+    widest, experts = 0, 0
+    for weight in layer.block.weights:
+        if not isinstance(weight, Linear):
+            continue
+        if weight.is_expert:
+            experts = max(experts, _expert_elements_per_token(weight, run))
+        elif weight.split == "column":
+            outputs, _ = weight.shard(run.ranks)
+            widest = max(widest, sum(outputs) + outputs[0])
+    return max(widest, experts)
+
+
+def _expert_elements_per_token(weight: Linear, run: StageRun) -> int:
+    """The workspaces of vLLM's fused experts: first output or result, whichever is wider, and the activation."""
+    if weight.split != "column":
+        return 0
+    outputs, hidden = weight.shard(run.ranks if run.expert_ranks == 1 else 1)
+    chosen = max(1, run.model.num_experts_per_tok)
+    return chosen * (max(sum(outputs), hidden) + outputs[0])
+
+
+def _latent_expansion_bytes(run: StageRun) -> int:
+    if not run.model.is_mla or run.engine.is_v0:
+        return 0
+    rows = min(8 * run.max_model_len, MLA_WORKSPACE_TOKENS)
+    for weight in run.layers[0].block.weights:
+        if isinstance(weight, Linear) and weight.name.endswith("kv_b_proj"):
+            outputs, _ = weight.shard(run.ranks)
+            return rows * sum(outputs) * run.model.dtype_bytes
+    return 0
+
+
+def _sampling_bytes(run: StageRun) -> int:
+    sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
+    hidden = (run.tokens + sequences) * run.model.hidden_size * run.model.dtype_bytes
+    logits = sequences * run.model.vocab_size * 4
+    copies, buffers = _logits_copies(run)
+    return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES
+
+
+def _logits_copies(run: StageRun) -> tuple[float, int]:
+    version = run.engine.version
+    if run.engine.is_v0 or version < (0, 17):
+        return SORTED_LOGITS_COPIES, 0
+    is_plain = version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
+    gathered = PLAIN_LOGITS_COPIES if run.ranks > 1 else 0.0
+    if is_plain:
+        return PLAIN_LOGITS_COPIES + gathered, 0
+    return FILTERED_LOGITS_COPIES, FILTER_BUFFER_BYTES
+
+
+def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
+    """Batch sizes for which CUDA graphs are captured, up to `limit` (`_set_cudagraph_sizes` in vLLM's config/vllm.py).
+
+    >>> len(capture_sizes(512))
+    51
+    """
+    sizes = [size for size in (1, 2, 4) if size <= limit]
+    sizes += range(8, min(limit + 1, 256), 8)
+    return sizes + list(range(256, limit + 1, step_above_256))
+
+
+def cuda_graph_bytes(run: StageRun) -> int:
+    """Memory of the CUDA graphs: piecewise ones for mixed batches and full ones for decoding (before V1 full alone)."""
+    if run.engine.enforce_eager or run.accelerator.kind != "gpu":
+        return 0
+    sequences = max_num_seqs(run.engine, run.accelerator)
+    step = 16 if run.engine.version >= (0, 12) else 8
+    if run.engine.is_v0:
+        graphs = len(capture_sizes(min(sequences, 256)))
+    else:
+        limit = min(2 * sequences, 1024 if _is_data_centre_blackwell(run.accelerator) else 512, run.tokens)
+        sizes = capture_sizes(limit, step_above_256=step)
+        graphs = len(sizes) + sum(size <= sequences for size in sizes)
+    per_graph = sum(
+        GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER for layer in run.layers
+    )
+    return graphs * per_graph
+
+
+def _is_plain_dense(layer: DecoderLayer) -> bool:
+    has_experts = any(isinstance(weight, Linear) and weight.is_expert for weight in layer.block.weights)
+    return not has_experts and (layer.cache is None or layer.cache.kind != "state")
+
+
+def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
+    return accelerator.name.split("-")[0] in ("b200", "gb200", "b300", "gb300")
+
+
+def non_torch_bytes(run: StageRun, pipeline_parallel_size: int) -> int:
+    """Memory torch does not see: context and kernels, and NCCL's buffers."""
+    if run.accelerator.kind != "gpu":
+        return 0
+    peers = run.ranks - 1 + (1 if pipeline_parallel_size > 1 else 0)
+    return NON_TORCH_BASE_BYTES + peers * NON_TORCH_PER_PEER_BYTES
