@@ -1,0 +1,201 @@
+"""The record as JSON: what is written is read, what is not a record is refused by name of the field."""
+
+import json
+import math
+from dataclasses import fields, replace
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError, RecordError, RendezvousError
+from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
+from hpc_serve.rendezvous.record import STATES, EndpointRecord, NodeRecord, Progress, SubmittedJob
+
+FULL = EndpointRecord(
+    service="405b",
+    model="meta-llama/Llama-3.1-405B-Instruct",
+    served_model_names=("meta-llama/Llama-3.1-405B-Instruct", "405b"),
+    cluster="slurm",
+    job_id="123_4",
+    restart=1,
+    replica=2,
+    user="älice",
+    state="failed",
+    stage="loading weights",
+    progress=Progress(done=3, total=5),
+    reason="engine exited with -9: CUDA out of memory",
+    failed_part="engine",
+    exit_code=-9,
+    last_words=("Traceback", "OutOfMemoryError: …"),
+    hosts=("10.77.0.11", "fd00::11"),
+    port=18000,
+    nodes=(NodeRecord(name="n1", address="10.77.0.11"), NodeRecord(name="n2", address="10.77.0.12")),
+    tensor_parallel_size=8,
+    pipeline_parallel_size=2,
+    num_nodes=2,
+    gpus_per_node=8,
+    counter=7,
+    lease_s=30.0,
+    started_at=1.5,
+    updated_at=2.5,
+    log_dir="/scratch/logs",
+    measured={"kv_cache_tokens": 1024, "weights_s": 1.5},
+    predicted={"kv_cache_tokens": 1000},
+)
+
+# The contract of ARCHITECTURE.md, in its order.
+CONTRACT = """version, service, model, served_model_names, cluster, job_id, restart, replica, user, state, stage,
+progress, reason, failed_part, exit_code, last_words, hosts, port, nodes, tensor_parallel_size, pipeline_parallel_size, num_nodes,
+gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted"""
+
+
+def changed(**values):
+    return json.dumps({**json.loads(FULL.to_json()), **values})
+
+
+def test_what_is_written_is_read():
+    assert EndpointRecord.from_json(FULL.to_json()) == FULL
+
+
+def test_the_fields_are_the_contracts():
+    names = {name.strip() for name in CONTRACT.replace("\n", " ").split(",")}
+    assert {field.name for field in fields(EndpointRecord)} == names
+    assert json.loads(FULL.to_json()).keys() == names
+
+
+def test_a_newer_versions_fields_are_ignored():
+    text = changed(version=2, colour="blue", progress={"done": 3, "total": 5, "unit": "shards"})
+    assert EndpointRecord.from_json(text) == replace(FULL, version=2)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EndpointRecord)])
+def test_a_missing_field_is_named(name):
+    values = json.loads(FULL.to_json())
+    del values[name]
+    with pytest.raises(RecordError, match=rf"x\.json has no field {name}\b"):
+        EndpointRecord.from_json(json.dumps(values), source="x.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("service", 405),
+        ("service", None),
+        ("restart", True),
+        ("restart", -1),
+        ("restart", 1.0),
+        ("restart", 10**30),
+        ("port", 65536),
+        ("port", "18000"),
+        ("state", "sleeping"),
+        ("state", ["ready"]),
+        ("progress", 3),
+        ("exit_code", "1"),
+        ("hosts", "10.77.0.11"),
+        ("hosts", [1]),
+        ("nodes", {}),
+        ("nodes", ["n1"]),
+        ("lease_s", "30"),
+        ("lease_s", None),
+        ("lease_s", 10**400),
+        ("measured", []),
+        ("measured", {"a": "b"}),
+        ("measured", {"a": None}),
+        ("predicted", None),
+        ("last_words", None),
+        ("log_dir", 1),
+    ],
+)
+def test_a_field_of_another_kind_is_named(name, value):
+    with pytest.raises(RecordError, match=rf"x\.json: {name} is "):
+        EndpointRecord.from_json(changed(**{name: value}), source="x.json")
+
+
+def test_a_field_within_a_field_is_named():
+    with pytest.raises(RecordError, match=r"nodes\[1\]\.address is 7, not a text"):
+        EndpointRecord.from_json(changed(nodes=[{"name": "n1", "address": "a"}, {"name": "n2", "address": 7}]))
+    with pytest.raises(RecordError, match=r"no field progress\.total"):
+        EndpointRecord.from_json(changed(progress={"done": 1}))
+
+
+@pytest.mark.parametrize("end", [0, 1, 50, -3])
+def test_a_half_written_record_is_refused(end):
+    with pytest.raises(RecordError, match=r"half-written"):
+        EndpointRecord.from_json(FULL.to_json()[:end])
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "NaN", "[" * 100_000, '{"lease_s": NaN}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(RecordError):
+        EndpointRecord.from_json(text)
+
+
+@pytest.mark.parametrize(("value", "written"), [(math.nan, "NaN"), (math.inf, "Infinity")])
+def test_a_record_never_holds_what_json_cannot(value, written):
+    with pytest.raises(ValueError, match="JSON"):
+        replace(FULL, lease_s=value).to_json()
+    with pytest.raises(RecordError, match="lease_s"):
+        EndpointRecord.from_json(FULL.to_json().replace("30.0", written))
+
+
+def test_a_long_value_is_shown_short():
+    with pytest.raises(RecordError) as refusal:
+        EndpointRecord.from_json(changed(port="x" * 10_000))
+    assert len(str(refusal.value)) < 200
+
+
+def test_the_error_is_one_of_the_rendezvous():
+    assert issubclass(RecordError, RendezvousError)
+    assert RecordError.exit_code == 5
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_stopped_and_failed_are_final(state):
+    assert replace(FULL, state=state).is_final == (state in ("stopped", "failed"))
+
+
+def test_a_record_has_a_file_of_its_own_for_every_run():
+    assert FULL.name == "123_4-r1-2.json"
+    assert is_record_file_name(FULL.name)
+    assert not any(map(is_record_file_name, ["service.json", ".123-r0-0.json.ab.tmp", "123-r0-0.json~", "-r0-0.json"]))
+    with pytest.raises(InvalidRequestError):
+        _ = replace(FULL, job_id="../../etc/1").name
+
+
+def test_a_submitted_job_is_written_and_read():
+    job = SubmittedJob(
+        service="405b",
+        model="m",
+        cluster="local",
+        job_id="local-77",
+        submitted_at=1.0,
+        script="/s",
+        log_path="/l",
+        pid=77,
+        pid_start_time=123456,
+        host="login1",
+        predicted={"weight_bytes": 10**12},
+    )
+    assert SubmittedJob.from_json(job.to_json()) == job
+    assert job.name == "local-77.json"
+    with pytest.raises(RecordError, match=r"job\.json has no field submitted_at"):
+        SubmittedJob.from_json(job.to_json().replace("submitted_at", "submitted"), source="job.json")
+
+
+@pytest.mark.parametrize("name", ["405b", "a", "Llama-70b.test_2", "0", "x" * 63])
+def test_service_names(name):
+    assert validate_service_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".x", "-x", "_x", "a/b", "a b", "a\n", "a\0", "ä", "x" * 64, "a;b", "$(a)"]
+)
+def test_names_that_cannot_be_a_service(name):
+    with pytest.raises(InvalidRequestError, match="letters, digits, dots, dashes and underscores"):
+        validate_service_name(name)
+
+
+def test_job_ids():
+    assert [validate_job_id(job) for job in ("123", "123_4", "local-4567")] == ["123", "123_4", "local-4567"]
+    for job in ("", "a/b", "1\n", "x" * 64):
+        with pytest.raises(InvalidRequestError, match="no job id"):
+            validate_job_id(job)
