@@ -24,7 +24,9 @@ fi
 # shellcheck disable=SC1091
 source "$environment/bin/activate"
 
-trap : TERM INT  # the launcher hears the signal as well and ends in order; this shell waits for it
+# The launcher hears the signal as well and ends in order; this shell waits for it.
+cancelled=
+trap 'cancelled=yes' TERM INT
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
@@ -42,7 +44,7 @@ for attempt in 1 2 3; do
             --pipeline-parallel-size 1 \
             --max-model-len 131072 \
         || status=$?
-    [[ $status -eq 75 ]] || exit "$status"
+    [[ $status -eq 75 && -z $cancelled ]] || exit "$status"
     echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
 done
 exit "$status"

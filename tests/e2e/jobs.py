@@ -1,0 +1,156 @@
+"""What tests of whole jobs share: submit as a user would, read the records, say what is left on the nodes.
+
+Tests run as root outside the cluster's hosts; everything that a user does is done on a host as that user.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.hub import find_model
+from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import ServeRequest, SlurmOptions
+from tests.cluster import SlurmCluster, wait_for
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+STUB = CHECKOUT / "tests" / "stub_engine.py"
+ENDS_WITHIN_S = 45.0  # KillWait is 30 s; measured: 3 to 8 s on an idle machine
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class User:
+    """Alice on the login host of the cluster, with her environment."""
+
+    cluster: SlurmCluster
+    environ: Mapping[str, str] = field(default_factory=dict)
+    name: str = "alice"
+
+    @property
+    def home(self) -> Path:
+        return self.cluster.home(self.name)
+
+    def run(
+        self, *argv: str, env: Mapping[str, str] | None = None, node: str | None = None, timeout: float = 120, **options
+    ):
+        """Run a command as this user; raises nothing for an exit code."""
+        environ = {**self.environ, **(env or {})}
+        return self.cluster.run(argv, user=self.name, env=environ, node=node, timeout=timeout, **options)
+
+    def hpc_serve(self, *words: str, **options):
+        return self.run("hpc-serve", *words, **options)
+
+    def sbatch(self, script: Path | str, *options: str, env: Mapping[str, str] | None = None) -> str:
+        """Submit a script by hand; returns the job's id."""
+        done = self.run("sbatch", *options, str(script), env=env)
+        assert done.returncode == 0, done.stderr
+        return re.search(r"\d+", done.stdout).group()
+
+    def write(self, name: str, text: str) -> Path:
+        """A file of this user's, in the home that all hosts see."""
+        path = self.home / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o644)
+        return path
+
+    def record(self, service: str, job_id: str) -> Record | None:
+        try:
+            return json.loads((self.home / ".hpc-serve" / "services" / service / f"{job_id}-r0-0.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def wait_for_record(self, service: str, job_id: str, is_it: Callable[[Record], bool], timeout_s: float) -> Record:
+        """The record once `is_it`; a job that fails on the way ends the wait at once, with its log."""
+
+        def look() -> Record | None:
+            record = self.record(service, job_id)
+            if record and is_it(record):
+                return record
+            if record and record["state"] == "failed":
+                raise AssertionError(f"{record['failed_part']}: {record['reason']}\n" + "\n".join(record["last_words"]))
+            if not record and not self.is_queued(job_id):
+                raise AssertionError(f"job {job_id} ended without a record: {self.log(service, job_id)}")
+            return None
+
+        return wait_for(look, timeout_s, what=f"{service} of job {job_id}")
+
+    def wait_until_ready(self, service: str, job_id: str, timeout_s: float = 300) -> Record:
+        return self.wait_for_record(service, job_id, lambda record: record["state"] == "ready", timeout_s)
+
+    def is_queued(self, job_id: str) -> bool:
+        """Whether Slurm still holds the job: pending, running or completing."""
+        seen = self.run("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format=%T").stdout.strip()
+        return seen in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+    def wait_until_gone(self, job_id: str, timeout_s: float = ENDS_WITHIN_S) -> None:
+        """Until Slurm has ended the job and no process of the user is left on any node."""
+        wait_for(lambda: not self.is_queued(job_id), timeout_s, what=f"the end of job {job_id}")
+        wait_for(lambda: not self.processes(), timeout_s, what=f"no process left of {self.name}")
+
+    def processes(self) -> list[Any]:
+        """This user's processes on the compute nodes."""
+        return [process for process in self.cluster.processes(self.name) if process.host in self.cluster.nodes]
+
+    def cancel(self, job_id: str) -> None:
+        done = self.run("scancel", job_id)
+        assert done.returncode == 0, done.stderr
+
+    def log(self, service: str, job_id: str) -> str:
+        logs = sorted((self.home / ".hpc-serve" / "services" / service / "logs").glob(f"{job_id}*"))
+        return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in logs)
+
+
+def layout_script(
+    service: str,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    num_nodes: int = 1,
+    model: str = "405b",
+    backend: str = "auto",
+    engine_args: Sequence[str] = (),
+    slurm: SlurmOptions | None = None,
+) -> str:
+    """A script for any layout of a scaled-down model; the planner is not asked whether the real one would fit."""
+    found = find_model(model)
+    ranks = tensor_parallel_size * pipeline_parallel_size
+    real = plan(model_from_config(found.config, name=found.name), ClusterSpec(accelerator=accelerator("h100-80gb")))
+    sizes = [
+        "--tensor-parallel-size",
+        str(tensor_parallel_size),
+        "--pipeline-parallel-size",
+        str(pipeline_parallel_size),
+    ]
+    small = replace(
+        real,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        num_nodes=num_nodes,
+        gpus_per_node=-(-ranks // num_nodes),
+        vllm_args=tuple(sizes),
+        served_model_names=found.served_model_names,
+    )
+    request = ServeRequest(
+        model=model,
+        service=service,
+        num_nodes=num_nodes,
+        backend=backend,
+        engine_args=tuple(engine_args),
+        slurm=slurm or SlurmOptions(exclusive=False, cpus_per_task=4, mem="4G"),
+    )
+    return render_script(request, small)
+
+
+def stub_script(service: str, *stub_args: str, **layout: Any) -> str:
+    """The same with the stub engine in vLLM's place, as a person would by editing the line."""
+    text = layout_script(service, engine_args=stub_args, **layout)
+    return text.replace("vllm serve", f"{sys.executable} {STUB} serve")

@@ -1,0 +1,176 @@
+"""Whatever part ends, the job ends with it, says which part it was and why, and leaves no process on any node.
+
+Real Slurm, real Ray over two hosts; the engine is the stub (tests/stub_engine.py), because what is tested is what
+stands around it. test_serving.py does the same to a real vLLM where the engine's own reaction matters.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import User, stub_script
+
+pytestmark = [pytest.mark.slurm]
+
+
+@pytest.fixture
+def alice(cluster, alice_env):
+    user = User(cluster, alice_env)
+    yield user
+    user.run("scancel", "--user", "alice")
+    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
+
+
+def submit(alice: User, service: str, *stub_args: str, num_nodes: int = 2, env=None, edit=str) -> str:
+    layout = {"num_nodes": num_nodes, "tensor_parallel_size": 2, "pipeline_parallel_size": num_nodes}
+    script = alice.write(f"{service}.sh", edit(stub_script(service, *stub_args, **layout)))
+    return alice.sbatch(script, env=env)
+
+
+def on_one_node_only(script: str) -> str:
+    """The script of somebody who edited the srun line: the second node gets no launcher."""
+    edited = script.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1', "--nodes=1 --ntasks=1")
+    assert edited != script
+    return edited
+
+
+def is_loading(record) -> bool:
+    return record["stage"] == "loading weights"
+
+
+def failed(alice: User, service: str, job_id: str):
+    record = wait_for(
+        lambda: (found := alice.record(service, job_id)) and found["state"] == "failed" and found, 90, what="failed"
+    )
+    alice.wait_until_gone(job_id)
+    return record
+
+
+def test_an_engine_that_dies_while_loading(alice):
+    job_id = submit(
+        alice, "dies", "--stub-fail", "torch.OutOfMemoryError: CUDA out of memory.", "--stub-exit-code", "3"
+    )
+    record = failed(alice, "dies", job_id)
+    assert record["failed_part"] == "engine"
+    assert "torch.OutOfMemoryError: CUDA out of memory." in record["reason"]
+    assert record["last_words"][-1] == "torch.OutOfMemoryError: CUDA out of memory."
+    assert "FAILED" in alice.run("scontrol", "show", "job", job_id).stdout
+
+
+def test_an_engine_that_exits_with_0_before_it_was_stopped_has_failed(alice):
+    job_id = submit(alice, "leaves", "--stub-exit-after-s", "2", "--stub-exit-code", "0", num_nodes=1)
+    record = failed(alice, "leaves", job_id)
+    assert (record["failed_part"], record["exit_code"]) == ("engine", 1)
+    assert "exited with 0 before it was stopped" in record["reason"]
+
+
+def test_a_workers_raylet_is_killed(alice):
+    job_id = submit(alice, "raylet")
+    record = alice.wait_until_ready("raylet", job_id, 120)
+    other = next(node["name"] for node in record["nodes"][1:])
+    for process in alice.processes():
+        if process.host == other and process.argv[0].endswith("raylet/raylet"):
+            os.kill(process.pid, signal.SIGKILL)
+    record = failed(alice, "raylet", job_id)
+    assert record["failed_part"] == f"ray worker on {other}"
+    assert "raylet ended with -9" in record["reason"]
+
+
+def test_a_node_that_never_joins_is_named_after_a_deadline(alice):
+    job_id = submit(alice, "absent", env={"HPC_SERVE_JOIN_S": "3"}, edit=on_one_node_only)
+    record = failed(alice, "absent", job_id)
+    assert record["failed_part"] == "nodes"
+    assert "no launcher from node rank 1" in record["reason"]
+
+
+def test_a_node_whose_ray_cannot_start_is_named(alice):
+    """On the second node alone, `ray` ends at once."""
+    broken = alice.write(
+        "bin/ray",
+        '#!/bin/bash\n[[ $SLURM_NODEID == 0 ]] || { echo "no such library"; exit 9; }\nexec "$REAL_RAY" "$@"\n',
+    )
+    broken.chmod(0o755)
+    job_id = submit(
+        alice,
+        "noray",
+        edit=lambda text: text.replace(
+            "\ncancelled=\n", f"\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={broken.parent}:$PATH\ncancelled=\n"
+        ),
+    )
+    record = failed(alice, "noray", job_id)
+    assert record["failed_part"].startswith("ray worker on ")
+    assert record["exit_code"] == 9
+    assert record["last_words"] == ["no such library"]
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_a_launcher_is_killed(alice, role):
+    job_id = submit(alice, f"killed-{role}")
+    record = alice.wait_until_ready(f"killed-{role}", job_id, 120)
+    host = record["nodes"][0 if role == "head" else 1]["name"]
+    launchers = [
+        p for p in alice.processes() if p.host == host and "hpc_serve.job" in p.argv and "srun" not in p.argv[0]
+    ]
+    for process in launchers:
+        os.kill(process.pid, signal.SIGKILL)
+    alice.wait_until_gone(job_id)
+    if role == "worker":
+        assert f"launcher on node {host} ended" in alice.record(f"killed-{role}", job_id)["reason"]
+
+
+def test_cancelled_while_pending(alice):
+    job_id = submit(
+        alice,
+        "pending",
+        edit=lambda text: text.replace("#SBATCH --nodes", "#SBATCH --begin=now+1hour\n#SBATCH --nodes"),
+    )
+    alice.cancel(job_id)
+    alice.wait_until_gone(job_id)
+    assert alice.record("pending", job_id) is None
+
+
+STAGES = {
+    "nodes": (lambda record: record["stage"] == "waiting for the nodes' launchers", ()),
+    "ray": (lambda record: record["stage"] in ("starting Ray's head", "waiting for Ray nodes"), ()),
+    "loading": (is_loading, ("--stub-hang-loading",)),
+    "ready": (lambda record: record["state"] == "ready", ()),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cancelled_in_every_stage(alice, stage):
+    is_there, stub_args = STAGES[stage]
+    edit = on_one_node_only if stage == "nodes" else str
+    job_id = submit(alice, f"cancel-{stage}", *stub_args, edit=edit)
+    alice.wait_for_record(f"cancel-{stage}", job_id, is_there, 120)
+    alice.cancel(job_id)
+    alice.wait_until_gone(job_id)
+    record = alice.record(f"cancel-{stage}", job_id)
+    assert record["state"] == "stopped"
+    assert "SIGTERM" in record["reason"]
+    assert not list((alice.home / ".hpc-serve" / "jobs").glob(f"{job_id}-*"))
+
+
+def test_a_port_that_was_taken_is_answered_with_others(alice):
+    """The first attempt's control port is taken by another program on the head; the second finds a free block."""
+    listen = "s.bind(('', int(os.environ['HPC_SERVE_HEAD_PORT_BASE']))); s.listen(); time.sleep(600)"
+    thief = (
+        f'python -c "import os, socket, time; s = socket.socket(); {listen}" & '
+        "until (: <>/dev/tcp/127.0.0.1/$HPC_SERVE_HEAD_PORT_BASE) 2>/dev/null; do :; done"
+    )
+    job_id = submit(
+        alice,
+        "clash",
+        num_nodes=1,
+        edit=lambda text: text.replace(
+            "    status=0\n", f"    status=0\n    if [[ $attempt -eq 1 ]]; then {thief}; fi\n"
+        ),
+    )
+    alice.wait_until_ready("clash", job_id, 120)
+    assert "attempt 1 met a port or folder in use" in (alice.home / f"hpc-serve-clash-{job_id}.log").read_text()
+    alice.cancel(job_id)
+    alice.wait_until_gone(job_id)
