@@ -182,7 +182,7 @@ def _state_bytes(cache: LayerCache, dtype_bytes: int, ranks: int) -> int:
 
 
 def _block_size_for_states(block_size: int, state_bytes: int, token_bytes: int) -> int:
-    """Tokens to a block so that a page of attention holds a state (`_align_hybrid_block_size`, platforms/interface.py)."""
+    """Tokens to a block so that a page of attention holds a state: `_align_hybrid_block_size` in platforms/."""
     return max(block_size, block_size * -(-state_bytes // (block_size * token_bytes)))
 
 

@@ -177,8 +177,8 @@ def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
 
 
 def non_torch_bytes(run: StageRun, pipeline_parallel_size: int) -> int:
-    """Memory torch does not see: context and kernels, and NCCL's buffers."""
-    if run.accelerator.kind != "gpu":
+    """Memory torch does not see: context and kernels, and NCCL's buffers. vLLM 0.1 did not count it."""
+    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
     peers = run.ranks - 1 + (1 if pipeline_parallel_size > 1 else 0)
     return NON_TORCH_BASE_BYTES + peers * NON_TORCH_PER_PEER_BYTES

@@ -84,7 +84,7 @@ GIB = 2**30
             {"kv_cache_bytes": round(0.06 * GIB), "total_bytes": round(23.49 * GIB)},
         ),
         (
-            "INFO [core.py:403] init engine (profile, create kv cache, warmup model) took 21.30 s (compilation: 9.00 s)",
+            "INFO init engine (profile, create kv cache, warmup model) took 21.30 s (compilation: 9.00 s)",
             {"init_engine_s": 21.30},
         ),
         ("INFO:     Uvicorn running on http://0.0.0.0:8000 (Press CTRL+C to quit)", {}),
