@@ -7,6 +7,7 @@ that died may be another user's by now, and the key must not be sent to them. Wh
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import queue
@@ -32,14 +33,12 @@ _SILENT = Answer(verdict="silent", detail="no answer in time")
 def probe(host: str, port: int, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Answer:
     """Ask one address for its health, and for a proof that it knows `api_key`, which is not sent."""
     challenge = secrets.token_hex(16).encode()
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", "/health", headers={CHALLENGE_HEADER.decode(): challenge.decode()})
-        response = connection.getresponse()
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
+            connection.request("GET", "/health", headers={CHALLENGE_HEADER.decode(): challenge.decode()})
+            response = connection.getresponse()
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Answer(verdict="silent", host=host, detail=str(error) or type(error).__name__)
-    finally:
-        connection.close()
     proof = response.getheader(PROOF_HEADER.decode(), "").encode("latin-1")
     if not hmac.compare_digest(proof, prove(api_key.encode(), challenge)):
         return Answer(verdict="other key" if proof else "stranger", host=host, detail=f"HTTP {response.status}")

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
-
-# A record that nobody renewed for so long is lost at first sight, however far apart the clocks of its writer and ours.
-LONG_SILENCE_S = 900.0
+from hpc_serve.rendezvous.store import SILENT_S
 
 Verdict = Literal["live", "draining", "unhealthy", "other key", "stranger", "silent"]
 Condition = Literal["live", "draining", "coming", "unreachable", "lost", "failed", "stopped"]
@@ -92,7 +90,7 @@ def judge(record: EndpointRecord, *, lease_age_s: float, wall_age_s: float, answ
         return ReplicaView(record=record, condition="live", host=answer.host)
     if answer is not None and answer.verdict == "draining":
         return ReplicaView(record=record, condition="draining", note=job)
-    if lease_age_s > record.lease_s or wall_age_s > LONG_SILENCE_S:
+    if lease_age_s > record.lease_s or wall_age_s > SILENT_S:
         silent_s = max(lease_age_s, wall_age_s)
         what = f"{job} does not renew its record, for {_duration(silent_s)} now; it was {_stage(record)}"
         return ReplicaView(record=record, condition="lost", note=what)

@@ -30,7 +30,9 @@ from hpc_serve.rendezvous.names import is_record_file_name, validate_service_nam
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
-SILENT_S = 3600.0
+
+# A record that nobody renewed for so long is over, however far apart the clocks of its writer and its reader.
+SILENT_S = 900.0
 
 # A claim is checked and written in milliseconds; a holder that is silent for ten seconds has died.
 _LOCK_LEASE_S = 10.0

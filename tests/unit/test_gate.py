@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from hpc_serve.client.liveness import probe
 from hpc_serve.job import gate
 from hpc_serve.job.gate import Gate
 
@@ -321,6 +322,16 @@ def test_no_root_path_gets_round_the_key(key_file, http, root_path):
         for target in [*TRICKY_TARGETS, f"{root_path}/invocations", f"{root_path}/health/x", f"{root_path}invocations"]:
             assert b"secret" not in get(port, target), target
         assert b"secret" not in get(port, "/health")
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_the_clients_probe_understands_the_gate(key_file, drain_file, http):
+    pytest.importorskip(http)
+    with served(starlette_app(), http=http) as port:
+        assert probe("127.0.0.1", port, KEY).verdict == "live"
+        assert probe("127.0.0.1", port, "another-key-0123456789").verdict == "other key"
+        drain_file.touch()
+        assert probe("127.0.0.1", port, KEY).verdict == "draining"
 
 
 def test_a_refused_upload_still_reads_its_refusal(key_file):

@@ -44,7 +44,8 @@ FULL = EndpointRecord(
 
 # The contract of ARCHITECTURE.md, in its order.
 CONTRACT = """version, service, model, served_model_names, cluster, job_id, restart, replica, user, state, stage,
-progress, reason, failed_part, exit_code, last_words, hosts, port, nodes, tensor_parallel_size, pipeline_parallel_size, num_nodes,
+progress, reason, failed_part, exit_code, last_words, hosts, port, nodes, tensor_parallel_size,
+pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted"""
 
 
