@@ -115,7 +115,7 @@ class Head:
             node.allocation,
             address=node.head,
             ports=node.head_ports,
-            temp_dir=str(node.temp_dir),
+            temp_dir=node.ray_dir,
             num_gpus=node.options.gpus_per_node,
         )
         await self._start("ray head", head_argv(share), environ)

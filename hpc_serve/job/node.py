@@ -51,6 +51,11 @@ class Node:
     def gcs(self) -> str:
         return f"{self.head}:{self.head_ports.gcs}"
 
+    @property
+    def ray_dir(self) -> str:
+        """Ray opens its folder to everybody (0777), so it gets one inside ours."""
+        return ray_dir(str(self.temp_dir))
+
     def check_gpus(self) -> None:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
         given = self.allocation.num_gpus
@@ -82,6 +87,11 @@ class Node:
         if self.allocation.num_nodes > 1 and (interface := interface_of(address)):
             defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         return {**defaults, **self.environ, **ours}
+
+
+def ray_dir(node_tmp: str) -> str:
+    """Ray's folder inside the node-local one."""
+    return f"{node_tmp}/ray"
 
 
 @contextlib.contextmanager

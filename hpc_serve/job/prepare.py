@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import Allocation, read_allocation
 from hpc_serve.job.network import choose_port_block, node_address
+from hpc_serve.job.node import ray_dir
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 # Ray makes UNIX sockets below it; the kernel allows 107 characters, Ray's own part takes 64.
@@ -79,9 +80,10 @@ def make_job_dir(home: Path, allocation: Allocation) -> Path:
 def node_tmp_name(root: str) -> str:
     """A name nobody has for the node-local folder, the same on every node. Raises InvalidRequestError if too long."""
     name = f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
-    if len(name) > _LONGEST_TMPDIR:
+    longest = ray_dir(name)
+    if len(longest) > _LONGEST_TMPDIR:
         raise InvalidRequestError(
-            f"HPC_SERVE_TMPDIR={root} is too long: {name} has {len(name)} characters, and Ray's sockets below it "
+            f"HPC_SERVE_TMPDIR={root} is too long: {longest} has {len(longest)} characters, and Ray's sockets below it "
             f"leave room for {_LONGEST_TMPDIR}. Set it to a shorter node-local folder."
         )
     return name

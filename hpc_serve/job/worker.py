@@ -65,7 +65,7 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
                 node.allocation,
                 address=address,
                 ports=ports,
-                temp_dir=str(node.temp_dir),
+                temp_dir=node.ray_dir,
                 num_gpus=node.options.gpus_per_node,
             )
             argv, environ = worker_argv(raylet, head=node.gcs), ray_environ(environ)
