@@ -5,6 +5,7 @@ Nothing is concluded from silence: a controller that does not answer makes a job
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import subprocess
@@ -109,7 +110,7 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. Never raises for silence: the
     state is UNKNOWN then, with the reason as `detail`.
     """
-    user = _user_name()
+    user = user_name()
     try:
         shown = run_slurm(scontrol_show_job_argv(job_id))
     except SchedulerUnavailableError as error:
@@ -122,17 +123,45 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     return _accounted(job_id, user, submitted_at) or JobState(job_id=job_id, state=GONE)
 
 
-def job_states(submitted_at: Mapping[str, float | None]) -> dict[str, JobState]:
-    """What Slurm knows of several of our jobs (id: time of submission or None); one question for all that are live."""
-    try:
-        queued = queue() if submitted_at else []
-    except SchedulerUnavailableError as error:
-        return {job_id: JobState(job_id=job_id, state=UNKNOWN, detail=str(error)) for job_id in submitted_at}
-    active = {job.job_id: job for job in queued}
-    # An array's own id stands for its tasks, the running ones first.
-    for job in sorted(queued, key=lambda job: job.is_running):
-        active[job.job_id.partition("_")[0]] = job
-    return {job_id: active.get(job_id) or job_state(job_id, submitted_at=at) for job_id, at in submitted_at.items()}
+class SchedulerView:
+    """Slurm's answers, none older than `max_age_s`; a controller that is silent is remembered as `problem`.
+
+    One question tells of all jobs that wait or run; only one that is in no queue is asked for by itself, and never
+    again once it is over.
+    """
+
+    def __init__(self, *, max_age_s: float = math.inf) -> None:
+        self.problem: str | None = None
+        self._max_age_s = max_age_s
+        self._queue: list[JobState] | None = None
+        self._asked_s = 0.0
+        self._over: dict[str, JobState] = {}
+
+    def queue(self) -> list[JobState]:
+        """This user's waiting and running jobs; none, and `problem` set, if Slurm does not answer."""
+        if self._queue is None or time.monotonic() - self._asked_s > self._max_age_s:
+            try:
+                self._queue, self.problem = queue(), None
+            except SchedulerUnavailableError as error:
+                self._queue, self.problem = [], str(error)
+            self._asked_s = time.monotonic()
+        return self._queue
+
+    def queued(self, job_id: str) -> JobState | None:
+        """The job if it waits or runs; an array's own id stands for its tasks, running ones first."""
+        tasks = [job for job in self.queue() if job_id in (job.job_id, job.job_id.partition("_")[0])]
+        return max(tasks, key=lambda job: job.is_running, default=None)
+
+    def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
+        """What Slurm knows of one of our jobs; UNKNOWN if it does not answer."""
+        if found := self.queued(job_id) or self._over.get(job_id):
+            return found
+        if self.problem:
+            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem)
+        found = job_state(job_id, submitted_at=submitted_at)
+        if found.is_over:
+            self._over[job_id] = found
+        return found
 
 
 def _with_canceller(job: JobState, user: str, submitted_at: float | None) -> JobState:
@@ -158,7 +187,8 @@ def _answer(argv: Sequence[str]) -> str:
     return done.stdout
 
 
-def _user_name() -> str:
+def user_name() -> str:
+    """The name Slurm knows us by."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container may not know its user

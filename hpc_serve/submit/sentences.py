@@ -77,7 +77,7 @@ def ended_sentence(job: JobState) -> str:
     if job.state == "FAILED":
         return f"{_failed_sentence(job)} (FAILED)"
     if job.state == GONE:
-        return _ENDS[GONE]
+        return "its process has ended" if job.source == "process" else _ENDS[GONE]
     return f"{_ENDS.get(job.state, 'it ended')} ({job.state})"
 
 

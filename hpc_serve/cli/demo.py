@@ -1,0 +1,97 @@
+"""`demo`: everything once, on this machine: a tiny model is made, served by the real engine, asked, and stopped."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.submit.request import Environment, ServeRequest
+
+SERVICE = "demo"
+QUESTION = "Why is the sky blue?"
+# The engine's CPU backend would bind its threads to cores that containers and small machines do not give it.
+_CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@click.command("demo")
+@click.option("--keep", is_flag=True, help="Leave the service running at the end.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to make the model.")
+def demo_command(keep: bool, folder: Path | None) -> None:
+    """Serve a tiny model on this machine, ask it something, and stop it.
+
+    It needs no Slurm and no GPU, but an environment with vLLM in it. The model's weights are random numbers: its
+    answer is gibberish, and meant to be.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit import services
+
+    store = ServiceStore(default_home(os.environ))
+    for name, value in _CPU_ENGINE.items():
+        os.environ.setdefault(name, value)
+    submission = services.submit(_request(folder or store.home / "demo-model"))
+    click.echo(show.submission_text(submission))
+    job_id, answered = submission.job.job_id, False
+    try:
+        with show.Stages(SERVICE) as stages:
+            services.wait(store, SERVICE, job_id=job_id, on_change=stages.show)
+        click.echo(_ask())
+        answered = True
+    finally:
+        if not (keep and answered):
+            click.echo("\nStopping it ...")
+            for status in services.stop(store, job_id):
+                click.echo(f"{SERVICE} is over: {status.sentence}")
+    if keep:
+        click.echo(_how_to_call())
+
+
+def _request(folder: Path) -> ServeRequest:
+    from hpc_serve.demo_model import ARGS_FILE, make_demo_model
+
+    try:
+        make_demo_model(folder)
+        engine_args = shlex.split((folder / ARGS_FILE).read_text(), comments=True)
+    except OSError as error:
+        raise InvalidRequestError(f"The demo's model cannot be written to {folder}: {error}") from error
+    in_venv = sys.prefix != sys.base_prefix
+    return ServeRequest(
+        model=str(folder),
+        service=SERVICE,
+        cluster="local",
+        engine_args=tuple(engine_args),
+        environment=Environment(kind="venv", path=sys.prefix) if in_venv else Environment(kind="none"),
+    )
+
+
+def _ask() -> str:
+    """The question and the model's answer, through the client that any program would use."""
+    import hpc_serve.client
+
+    client = hpc_serve.client.connect(SERVICE)
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    answer = client.chat.completions.create(model=client.model, messages=messages, max_tokens=24)
+    return (
+        f"\n  you    {QUESTION}\n  model  {answer.choices[0].message.content}\n\n"
+        "(Its weights are random numbers, so this is gibberish, and meant to be. The engine is the real one.)"
+    )
+
+
+def _how_to_call() -> str:
+    return f"""
+It goes on running. Talk to it:   hpc-serve chat {SERVICE}
+From Python:                      hpc_serve.client.connect("{SERVICE}")
+With curl (the key stays out of the process list):
+
+  eval "$(hpc-serve env {SERVICE})"
+  printf 'header = "Authorization: Bearer %s"\\n' "$OPENAI_API_KEY" | curl -sK - "$OPENAI_BASE_URL/chat/completions" \\
+    -H 'Content-Type: application/json' \\
+    -d '{{"model": "{SERVICE}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 24}}'
+
+End it:                           hpc-serve stop {SERVICE}"""

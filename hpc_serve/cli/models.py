@@ -1,0 +1,30 @@
+"""`models`: the catalogue, as a list."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("models")
+@click.argument("word", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def models_command(word: str | None, as_json: bool) -> None:
+    """List the models of the catalogue, or those whose name holds WORD.
+
+    Any Hugging Face id or folder works as well: `--model` takes it as it is.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.plan import catalog
+
+    found = [
+        entry
+        for entry in catalog.models().values()
+        if word is None or any(word.lower() in name.lower() for name in (entry.name, *entry.aliases))
+    ]
+    if as_json:
+        keys = ("name", "aliases", "published_parameters", "note")
+        show.print_json([{key: getattr(entry, key) for key in keys} for entry in found])
+        return
+    if not found:
+        raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
+    show.print_models(found)

@@ -1,0 +1,242 @@
+"""What is shown on the screen: a submission, the way to ready, services. Text for people, JSON for scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.plan.catalog import CatalogModel
+    from hpc_serve.submit.services import Submission
+    from hpc_serve.submit.status import ServiceStatus, StatusReport
+
+_COLOURS = {
+    "ready": "green",
+    "starting": "cyan",
+    "pending": "yellow",
+    "draining": "yellow",
+    "unresponsive": "red",
+    "failed": "red",
+    "unknown": "magenta",
+    "stopped": "dim",
+}
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def submission_json(submission: Submission) -> dict[str, Any]:
+    """A submission under stable keys."""
+    job, plan = submission.job, submission.plan
+    return {
+        "service": job.service,
+        "model": job.model,
+        "cluster": job.cluster,
+        "job_id": job.job_id,
+        "script": job.script,
+        "log": job.log_path,
+        "num_nodes": plan.num_nodes,
+        "gpus_per_node": plan.gpus_per_node,
+        "tensor_parallel_size": plan.tensor_parallel_size,
+        "pipeline_parallel_size": plan.pipeline_parallel_size,
+    }
+
+
+def submission_text(submission: Submission) -> str:
+    """What was submitted, and what to type next."""
+    job, plan = submission.job, submission.plan
+    layout = f"TP={plan.tensor_parallel_size} PP={plan.pipeline_parallel_size}"
+    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+    where = f"{nodes} x {plan.gpus_per_node} GPUs, {layout}" if job.cluster == "slurm" else f"this machine, {layout}"
+    return "\n".join(
+        [
+            f"{job.service}: submitted as job {job.job_id} ({where})",
+            f"  model   {job.model}",
+            f"  log     {job.log_path}",
+            f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
+            f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
+        ]
+    )
+
+
+def follow_until_ready(
+    environ: Mapping[str, str], service: str, *, job_id: str | None = None, timeout_s: float | None = None
+) -> ServiceStatus:
+    """Show the stages of a service until it is ready. Ctrl-C leaves it as it is. Raises what `services.wait` raises."""
+    from hpc_serve.submit import services
+
+    store = ServiceStore(default_home(environ))
+    try:
+        with Stages(service) as stages:
+            status = services.wait(store, service, job_id=job_id, timeout_s=timeout_s, on_change=stages.show)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nNo longer watching; {service} goes on. Come back: hpc-serve wait {service}. "
+            f"End it: hpc-serve stop {service}.",
+            err=True,
+        )
+        raise click.exceptions.Exit(130) from None
+    click.echo(f"{service} is ready at {status.address}. Try: hpc-serve chat {service}", err=True)
+    return status
+
+
+class Stages:
+    """The stages of a start, on stderr: a line that moves on a terminal, elsewhere a line for each new stage."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(service)
+        self._began_s = self._stage_began_s = time.monotonic()
+        self._stage = ""
+
+    def __enter__(self) -> Stages:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, status: ServiceStatus) -> None:
+        """Show a status; a stage that only got further is no line of its own."""
+        stage, now_s = status.sentence, time.monotonic()
+        self._progress.update(self._task, description=f"{self._service} {stage}{_progress_text(status)}")
+        if stage == self._stage:
+            return
+        if not self._console.is_terminal:
+            self._console.print(Text(f"{_clock(now_s - self._began_s)} {self._service} {stage}"))
+        elif self._stage:
+            self._console.print(Text(f"  {_clock(now_s - self._stage_began_s)} {self._stage}", style="dim"))
+        self._stage, self._stage_began_s = stage, now_s
+
+
+def report_json(report: StatusReport) -> dict[str, Any]:
+    """A report under stable keys: those of ServiceStatus, and `logs`."""
+    return {
+        "services": [
+            dataclasses.asdict(status) | {"logs": [str(path) for path in status.log_files()]}
+            for status in report.services
+        ],
+        "problems": list(report.problems),
+    }
+
+
+def print_table(statuses: Sequence[ServiceStatus]) -> None:
+    """One line a service, in the width of the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in ("SERVICE", "JOB", "STATE"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("")
+    for status in statuses:
+        state = Text(status.state, style=_COLOURS[status.state])
+        table.add_row(Text(status.service), Text(status.job_id), state, Text(_summary(status)))
+    Console(highlight=False).print(table)
+
+
+def print_details(status: ServiceStatus) -> None:
+    """All there is to say about one replica."""
+    console = Console(highlight=False, soft_wrap=True)
+    layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
+    nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
+    rows = {
+        "model": status.model,
+        "state": status.sentence + _progress_text(status),
+        "address": status.address,
+        "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if status.gpus_per_node else nodes,
+        "layout": layout,
+        "started": _when(status.started_at or status.submitted_at),
+        "time left": status.time_left or "",
+        "exit code": "" if status.exit_code is None else str(status.exit_code),
+        "logs": "\n".join(str(path) for path in status.log_files()) or status.log_dir,
+    }
+    heading = Text(f"{status.service}  job {status.job_id}", style=f"bold {_COLOURS[status.state]}")
+    console.print(heading)
+    for name, value in rows.items():
+        if value:
+            first, *others = value.splitlines()
+            console.print(Text(f"  {name:<10} {first}"))
+            for line in others:
+                console.print(Text(f"  {'':<10} {line}"))
+    _print_figures(console, status)
+    if status.last_words and status.state != "ready":
+        console.print(Text("  last words"))
+        for line in status.last_words[-10:]:
+            console.print(Text(f"    {line}", style="dim"))
+
+
+def _print_figures(console: Console, status: ServiceStatus) -> None:
+    names = [name for name in status.predicted if name in status.measured]
+    if not names:
+        return
+    console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
+    for name in names:
+        predicted, measured = (_figure(name, figures[name]) for figures in (status.predicted, status.measured))
+        console.print(Text(f"  {name:<24} {predicted:>14} {measured:>14}"))
+
+
+def _progress_text(status: ServiceStatus) -> str:
+    return f" {status.progress.done}/{status.progress.total}" if status.progress else ""
+
+
+def _summary(status: ServiceStatus) -> str:
+    if status.state == "ready":
+        left = f", {status.time_left} left" if status.time_left else ""
+        return f"{status.model} at {status.address}{left}"
+    return status.detail + _progress_text(status)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds))
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
+
+
+def _when(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+
+
+def warn(lines: Sequence[str]) -> None:
+    """Say what is not as it should be, on stderr."""
+    for line in lines:
+        click.echo(f"warning: {line}", err=True)
+
+
+def print_models(entries: Sequence[CatalogModel]) -> None:
+    """The catalogue: short name, repository, size."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("NAME", no_wrap=True)
+    table.add_column("MODEL", overflow="fold")
+    table.add_column("PARAMETERS", justify="right", no_wrap=True)
+    for entry in entries:
+        size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
+        table.add_row(Text(" ".join(entry.aliases)), Text(entry.name), Text(size))
+    Console(highlight=False).print(table)

@@ -1,0 +1,52 @@
+"""`render` and `submit`: the script, and the job made of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_serve.cli.options import Duration, EngineCommand, make_request, request_options
+
+_ENGINE_WORDS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"
+
+
+@click.command(
+    "render", cls=EngineCommand, help="Print the batch script that `submit` would hand to sbatch." + _ENGINE_WORDS
+)
+@request_options
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
+def render_command(output: Path | None, **options: Any) -> None:
+    from hpc_serve.submit.layout import plan_request
+    from hpc_serve.submit.render import render_script
+
+    request = make_request(options)
+    script = render_script(request, plan_request(request))
+    if output is None:
+        click.echo(script, nl=False)
+        return
+    try:
+        output.write_text(script)
+    except OSError as error:
+        raise click.FileError(str(output), hint=error.strerror) from error
+
+
+@click.command("submit", cls=EngineCommand, help="Start a model as a service: plan it, submit its job." + _ENGINE_WORDS)
+@request_options
+@click.option("--wait/--no-wait", default=False, help="Follow it until it is ready; Ctrl-C only detaches.")
+@click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
+@click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
+def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: Any) -> None:
+    from hpc_serve.cli import show
+    from hpc_serve.submit import services
+
+    request = make_request(options)
+    submission = services.submit(request)
+    if as_json:
+        show.print_json(show.submission_json(submission))
+    else:
+        click.echo(show.submission_text(submission))
+    if wait:
+        show.follow_until_ready(os.environ, request.service, job_id=submission.job.job_id, timeout_s=timeout)

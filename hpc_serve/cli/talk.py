@@ -1,0 +1,123 @@
+"""`env` and `chat`: talking to a service, with another tool or at once."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_serve.cli.options import Duration
+from hpc_serve.errors import HpcServeError
+
+if TYPE_CHECKING:
+    from hpc_serve.client.openai_client import ServiceClient
+
+_WAIT = click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+
+
+@click.command("env")
+@click.argument("service", required=False)
+@_WAIT
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
+    """Print OPENAI_BASE_URL and OPENAI_API_KEY as export lines, for any tool that speaks to OpenAI.
+
+    eval "$(hpc-serve env 405b)"
+
+    Without a name the one live service is meant. It is the address of one replica, now; programs in Python do better
+    with hpc_serve.client.connect(), which follows the service when it moves.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.client import endpoint
+
+    found = endpoint(service, wait=wait)
+    if as_json:
+        names = ("service", "model", "base_url", "api_key")
+        show.print_json({name: getattr(found, name) for name in names})
+        return
+    click.echo(f"export OPENAI_BASE_URL={shlex.quote(found.base_url)}")
+    click.echo(f"export OPENAI_API_KEY={shlex.quote(found.api_key)}")
+
+
+@click.command("chat")
+@click.argument("service", required=False)
+@click.argument("prompt", required=False)
+@click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@click.option("--max-tokens", type=int, metavar="N", help="Longest answer, in tokens.")
+@click.option("--temperature", type=float, metavar="T", help="0 for the likeliest answer.")
+@_WAIT
+def chat_command(
+    service: str | None,
+    prompt: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    wait: float | None,
+) -> None:
+    """Ask a service one thing, or talk to it.
+
+    The question is PROMPT, or what comes through a pipe; on a terminal without either it is a conversation. Without a
+    name the one live service is meant.
+    """
+    import hpc_serve.client
+
+    client = hpc_serve.client.connect(service, wait=wait)
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in asked.items() if value is not None}
+    if prompt is None and sys.stdin.isatty():
+        _converse(client, messages, options)
+        return
+    question = prompt if prompt is not None else sys.stdin.read()
+    if not question.strip():
+        raise click.UsageError("There is no question: give a PROMPT, or pipe one in.")
+    _ask(client, [*messages, {"role": "user", "content": question}], options)
+
+
+def _converse(client: ServiceClient, messages: list[dict[str, str]], options: dict[str, Any]) -> None:
+    import readline  # noqa: F401  -- line editing and history for input()
+
+    click.echo(f"{client.service}: {client.model}. Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
+    while True:
+        try:
+            question = input("> ")
+        except EOFError:
+            click.echo()
+            return
+        if not question.strip():
+            continue
+        messages.append({"role": "user", "content": question})
+        try:
+            answer = _ask(client, messages, options)
+        except KeyboardInterrupt:
+            click.echo("\n(interrupted)", err=True)
+            messages.pop()
+            continue
+        except HpcServeError as error:
+            click.echo(f"error: {error}", err=True)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    """Print the answer as it comes, and return it. Raises HpcServeError."""
+    import openai
+
+    answer = []
+    create: Any = client.chat.completions.create  # the SDK's types want a literal for each role
+    try:
+        stream = create(model=client.model, messages=messages, stream=True, **options)
+        for chunk in stream:
+            if chunk.choices and (text := chunk.choices[0].delta.content):
+                answer.append(text)
+                click.echo(text, nl=False)
+                sys.stdout.flush()
+    except openai.APIStatusError as error:
+        raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error
+    except openai.OpenAIError as error:
+        raise HpcServeError(f"{client.service} cannot be asked: {error}") from error
+    click.echo()
+    return "".join(answer)

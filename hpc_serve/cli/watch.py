@@ -1,0 +1,143 @@
+"""`status`, `wait`, `logs` and `stop`: looking after services that were submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.options import Duration
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.submit.status import ServiceStatus
+
+_A_DAY_S = 24 * 3600.0
+
+
+@click.command("status")
+@click.argument("service", required=False)
+@click.option("--all", "everything", is_flag=True, help="Also what ended more than a day ago.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def status_command(service: str | None, everything: bool, as_json: bool) -> None:
+    """Show all services, or all about one.
+
+    States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
+    requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine).
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit import services
+    from hpc_serve.submit.status import StatusReport, look
+
+    store = _store()
+    report = look(store, service)
+    if service is not None and not report.services:
+        raise services.not_found(store, service)
+    if not everything:
+        report = StatusReport(services=tuple(_recent(report.services)), problems=report.problems)
+    if as_json:
+        show.print_json(show.report_json(report))
+        return
+    if service is not None:
+        for status in report.services:
+            show.print_details(status)
+    elif report.services:
+        show.print_table(report.services)
+    else:
+        click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
+    show.warn(report.problems)
+
+
+@click.command("wait")
+@click.argument("service")
+@click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
+def wait_command(service: str, timeout: float | None, as_json: bool) -> None:
+    """Wait until a service is ready, and show its stages.
+
+    Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
+    """
+    from hpc_serve.cli import show
+
+    status = show.follow_until_ready(os.environ, service, timeout_s=timeout)
+    if as_json:
+        show.print_json(dataclasses.asdict(status))
+
+
+@click.command("logs")
+@click.argument("target", metavar="SERVICE|JOB")
+@click.option("--follow", "-f", is_flag=True, help="Go on with new lines until the job is over.")
+@click.option("--node", type=int, metavar="K", help="Only the launcher of the job's K-th node, from 0.")
+@click.option("--tail", "lines", type=click.IntRange(min=0), default=100, help="Last lines of a file [default: 100].")
+@click.option("--files", is_flag=True, help="Print the names of the files instead.")
+def logs_command(target: str, follow: bool, node: int | None, lines: int, files: bool) -> None:
+    """Show what the batch script and the launcher of each node have written.
+
+    Of a service, the logs of its latest job are shown.
+    """
+    from hpc_serve.submit import logs, services
+
+    store = _store()
+    status = services.find_job(store, target)
+
+    def find_files() -> list[Path]:
+        of_node = f"{status.job_id}-node{node}.log"
+        return [path for path in status.log_files() if node is None or path.name == of_node]
+
+    found = find_files()
+    if not found and not follow:
+        raise click.ClickException(f"{status.service} (job {status.job_id}) has no such logs yet in {status.log_dir}.")
+    if files:
+        click.echo("\n".join(map(str, found)))
+    elif follow:
+        _print_lines(logs.follow(find_files, first_lines=lines, is_over=services.end_of(store, status)))
+    else:
+        _print_lines((path, line) for path in found for line in logs.tail(path, lines))
+
+
+@click.command("stop")
+@click.argument("targets", metavar="SERVICE|JOB...", nargs=-1, required=True)
+@click.option("--timeout", type=Duration(), default=120.0, help="How long to wait for the end [default: 120].")
+def stop_command(targets: Sequence[str], timeout: float) -> None:
+    """End services, or single jobs, and wait until they have ended.
+
+    A service gets the time it needs to end in order; Slurm kills what is left.
+    """
+    from hpc_serve.submit import services
+
+    store = _store()
+    for target in targets:
+        live = [status for status in services.find(store, target) if not status.is_over]
+        if not live:
+            click.echo(f"{target} is not running.")
+            continue
+        for status in live:
+            click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
+        for status in services.stop(store, target, timeout_s=timeout):
+            click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
+
+
+def _store() -> ServiceStore:
+    return ServiceStore(default_home(os.environ))
+
+
+def _recent(statuses: Sequence[ServiceStatus]) -> Iterator[ServiceStatus]:
+    for status in statuses:
+        last_s = status.updated_at or status.submitted_at
+        if not status.is_over or last_s is None or time.time() - last_s < _A_DAY_S:
+            yield status
+
+
+def _print_lines(lines: Iterator[tuple[Path, str]]) -> None:
+    """Print lines as `tail` does with several files: a heading whenever the file is another."""
+    last: Path | None = None
+    for path, line in lines:
+        if path != last:
+            click.echo(f"{'' if last is None else chr(10)}==> {path} <==")
+            last = path
+        click.echo(line)

@@ -1,0 +1,90 @@
+"""From a request to a plan: finds the model, reads what the engine's own words ask for, and lets the planner decide.
+
+The arithmetic is the planner's; here is only who tells it what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub import find_model
+from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, model_from_config, plan
+from hpc_serve.submit.request import ServeRequest
+
+_VALUES: dict[str, Callable[[str], Any]] = {
+    "tensor_parallel_size": int,
+    "pipeline_parallel_size": int,
+    "max_model_len": int,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
+    "kv_cache_memory_bytes": int,
+    "block_size": int,
+    "gpu_memory_utilization": float,
+    "dtype": str,
+    "quantization": str,
+    "kv_cache_dtype": str,
+}
+_SWITCHES = ("enforce_eager", "enable_expert_parallel")
+_SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-q": "quantization"}
+
+
+def plan_request(request: ServeRequest) -> ServePlan:
+    """The layout for a request. Raises UnknownModelError, InvalidRequestError, DoesNotFitError."""
+    found = find_model(request.model)
+    spec = model_from_config(found.config, name=found.name)
+    asked = engine_words(request.engine_args)
+    flags = {
+        "tensor_parallel_size": request.tensor_parallel_size,
+        "pipeline_parallel_size": request.pipeline_parallel_size,
+        "max_model_len": request.max_model_len,
+    }
+    engine = flags | asked
+    workload = Workload(max_model_len=engine.pop("max_model_len"))
+    cluster = ClusterSpec(
+        accelerator=accelerator(request.gpu),
+        num_nodes=request.num_nodes,
+        gpus_per_node=request.gpus_per_node or None,  # 0, no GPUs: planned as if for one, and none are asked for
+    )
+    names = found.served_model_names
+    chosen = plan(spec, cluster, EngineConfig(**engine), workload, served_model_names=names)
+    chosen = replace(chosen, vllm_args=_without(chosen.vllm_args, asked))
+    return replace(chosen, gpus_per_node=0) if request.gpus_per_node == 0 else chosen
+
+
+def engine_words(words: Sequence[str]) -> dict[str, Any]:
+    """What the words for `vllm serve` say that decides memory and layout, by EngineConfig's names and `max_model_len`.
+
+    >>> engine_words(["--max-num-seqs=16", "-tp", "2", "--seed", "1", "--enforce-eager"])
+    {'max_num_seqs': 16, 'tensor_parallel_size': 2, 'enforce_eager': True}
+    """
+    found: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        name = _SHORT.get(option) or (option[2:].replace("-", "_") if option.startswith("--") else "")
+        if name in _SWITCHES:
+            found[name] = True
+        elif name in _VALUES:
+            if not equals:
+                value = words[position + 1] if position + 1 < len(words) else ""
+            try:
+                found[name] = _VALUES[name](value)
+            except ValueError:
+                raise InvalidRequestError(
+                    f"{option} is {value!r}, which the planner cannot read: write it as a plain number."
+                ) from None
+    return found
+
+
+def _without(vllm_args: Sequence[str], asked: Container[str]) -> tuple[str, ...]:
+    """The planner's words but for those that the person's own say again."""
+    kept: list[str] = []
+    said_again = False
+    for word in vllm_args:
+        if word.startswith("--"):
+            said_again = word[2:].replace("-", "_") in asked
+        if not said_again:
+            kept.append(word)
+    return tuple(kept)

@@ -1,0 +1,66 @@
+"""What can be found wrong on the login node, before a job waits hours in the queue to find it.
+
+It only looks at files: weights, the Python environment, the log folder. Models, layouts and options were checked when
+the request and its plan were made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError, StoreError
+from hpc_serve.plan import ServePlan
+from hpc_serve.submit.request import Environment, ServeRequest
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+
+
+def check_files(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError for what the job would not find."""
+    if stand_in := environ.get("HPC_SERVE_MODEL"):
+        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request)
+    elif plan.model.startswith("/"):
+        _check_weights(Path(plan.model), f"the model's folder {plan.model}", request)
+    _check_environment(request.environment, environ)
+
+
+def make_log_dir(request: ServeRequest) -> Path:
+    """The log folder, made if it is missing (0700). Raises StoreError if it cannot be written to."""
+    assert request.log_dir is not None
+    folder = Path(request.log_dir)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"the log folder {folder} cannot be made: {error.strerror}. Set --log-dir.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"the log folder {folder} cannot be written to. Set --log-dir to one that can.")
+    return folder
+
+
+def _check_weights(folder: Path, called: str, request: ServeRequest) -> None:
+    if not folder.is_dir():
+        raise InvalidRequestError(f"{called} is not a folder here: weights are looked for on the shared file system.")
+    if not (folder / "config.json").is_file():
+        raise InvalidRequestError(f"{called} holds no config.json, so it is not a model as Hugging Face lays them out.")
+    random_weights = "dummy" in " ".join(request.engine_args).replace("=", " ").split()
+    if not random_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise InvalidRequestError(
+            f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."
+        )
+
+
+def _check_environment(environment: Environment, environ: Mapping[str, str]) -> None:
+    if environment.kind == "auto":
+        named = environ.get("HPC_SERVE_ENV")
+        folder = Path(named) if named else Path.cwd() / ".venv"
+        if not (folder / "bin" / "activate").is_file():
+            raise InvalidRequestError(
+                f"There is no Python environment in {folder} (no bin/activate): set HPC_SERVE_ENV, or venv, conda or "
+                "apptainer in the site file, to one that has hpc-serve and vLLM in it and that the nodes see."
+            )
+    elif environment.kind == "venv" and not Path(f"{environment.path}/bin/activate").is_file():
+        raise InvalidRequestError(f"The site file's venv {environment.path} holds no bin/activate.")
+    elif environment.kind == "apptainer" and not (":" in str(environment.path) or Path(str(environment.path)).exists()):
+        raise InvalidRequestError(f"The site file's apptainer image {environment.path} is not there.")

@@ -1,0 +1,278 @@
+"""The verbs: submit a service, wait for it, stop it, find its logs. No printing, no command line.
+
+`submit` does everything that can fail before it claims a name, and leaves no claim behind if sbatch refuses. What has
+become of a service is `status.look`'s to say; here it is acted upon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
+from hpc_serve.plan import ServePlan
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
+from hpc_serve.submit import scheduler
+from hpc_serve.submit.layout import plan_request
+from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
+from hpc_serve.submit.preflight import check_files, make_log_dir
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.scheduler import SchedulerView
+from hpc_serve.submit.sentences import ended_sentence
+from hpc_serve.submit.slurm import UNKNOWN
+from hpc_serve.submit.status import ServiceStatus, job_of, look
+
+_RECORDS_S = 1.0
+_SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files
+_LAST_WORD_S = 5.0  # a record's last state may reach us after the scheduler's, on a shared filesystem
+_LOCAL_GRACE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job that was handed over."""
+
+    job: SubmittedJob
+    plan: ServePlan
+
+
+def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
+    """Check the request, claim its name, and hand its script to the scheduler.
+
+    Raises HpcServeError of every kind; then nothing is submitted and the name is free.
+    """
+    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
+
+    store = ServiceStore(default_home(environ))
+    request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(request.service)))
+    plan = plan_request(request)
+    script = render_script(request, plan)
+    check_files(request, plan, environ)
+    store.ensure_service(request.service)
+    log_dir = make_log_dir(request)
+    judge = _judge(store, request.service)
+    store.sweep(request.service, is_over=judge)
+    store.claim(request.service, plan.model, is_over=judge)
+    try:
+        store.ensure_api_key(request.service)
+        folder = store.service_dir(request.service) / "scripts"
+        if request.cluster == "local":
+            done = executor.start_locally(script, folder, log_dir)
+        else:
+            done = executor.submit_to_slurm(script, folder)
+        job = SubmittedJob(
+            service=request.service,
+            model=plan.model,
+            cluster=request.cluster,
+            job_id=done.job_id,
+            submitted_at=time.time(),
+            script=str(done.script),
+            log_path=str(log_dir / f"{done.job_id}.log"),
+            user=scheduler.user_name(),
+            num_nodes=plan.num_nodes,
+            gpus_per_node=plan.gpus_per_node,
+            pid=done.pid,
+            pid_start_time=process_start_time(done.pid) if done.pid else None,
+            host=socket.gethostname() if done.pid else None,
+            predicted=_figures(plan),
+        )
+    except BaseException:
+        store.release(request.service, plan.model)
+        raise
+    try:
+        store.write_submitted(job)
+    except BaseException:
+        _end(job)
+        store.release(request.service, plan.model)
+        raise
+    return Submission(job=job, plan=plan)
+
+
+def wait(
+    store: ServiceStore,
+    service: str,
+    *,
+    job_id: str | None = None,
+    timeout_s: float | None = None,
+    on_change: Callable[[ServiceStatus], None] = lambda status: None,
+) -> ServiceStatus:
+    """Return once a replica of the service (or its job `job_id`) is ready; `on_change` hears of each new stage.
+
+    Raises ServiceFailedError when every job of it has ended, WaitTimeoutError after `timeout_s` seconds,
+    ServiceNotFoundError if there is none.
+    """
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+    told: ServiceStatus | None = None
+    silent_end_s: float | None = None
+    while True:
+        status = _foremost(look(store, service, slurm=slurm).services, job_id)
+        if status is None:
+            raise not_found(store, service)
+        if told is None or _news(status) != _news(told):
+            on_change(status)
+            told = status
+        if status.state == "ready":
+            return status
+        if status.is_over:
+            silent_end_s = silent_end_s or time.monotonic()
+            if status.has_last_word or time.monotonic() - silent_end_s > _LAST_WORD_S:
+                raise ServiceFailedError(epitaph(status))
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeoutError(
+                f"{service} is not ready after {timeout_s:.0f} s, its job goes on: {status.sentence}. "
+                f"Wait again with `hpc-serve wait {service}`, or end it with `hpc-serve stop {service}`."
+            )
+        time.sleep(_RECORDS_S)
+
+
+def stop(
+    store: ServiceStore,
+    target: str,
+    *,
+    timeout_s: float = 120.0,
+    on_change: Callable[[ServiceStatus], None] = lambda status: None,
+) -> tuple[ServiceStatus, ...]:
+    """End every job of a service, or the one job `target`, and return how they ended, once they have.
+
+    Nothing is returned if all had ended before. Raises ServiceNotFoundError, SchedulerError, WaitTimeoutError.
+    """
+    live = [status for status in find(store, target) if not status.is_over]
+    notes = {note.job_id: note for status in live for note in store.read_submitted(status.service)}
+    for job_id in dict.fromkeys(status.job_id for status in live):
+        note = notes.get(job_id)
+        if note is not None and note.cluster == "local":
+            stop_local_job(note, grace_s=_LOCAL_GRACE_S)
+        elif next(status.cluster for status in live if status.job_id == job_id) == "local":
+            raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
+        else:
+            scheduler.cancel(job_id)
+    return tuple(_until_over(store, status, notes.get(status.job_id), timeout_s, on_change) for status in live)
+
+
+def find(store: ServiceStore, target: str) -> list[ServiceStatus]:
+    """What there is of a service, or of a job by its id, oldest first. Raises ServiceNotFoundError."""
+    found = look(store, target).services or [s for s in look(store).services if s.job_id == target]
+    if not found:
+        raise not_found(store, target)
+    return list(found)
+
+
+def find_job(store: ServiceStore, target: str) -> ServiceStatus:
+    """The latest job of a service, or the job itself, with its batch script's log. Raises ServiceNotFoundError."""
+    status = find(store, target)[-1]
+    if status.batch_log is None and status.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
+        return dataclasses.replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
+    return status
+
+
+def end_of(store: ServiceStore, status: ServiceStatus) -> Callable[[], bool]:
+    """A question that may be asked often: whether that job is over."""
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+    looked_s, over = -math.inf, False
+
+    def is_over() -> bool:
+        nonlocal looked_s, over
+        if not over and time.monotonic() - looked_s > _SCHEDULER_S:
+            found = look(store, status.service, slurm=slurm).services
+            over = all(one.is_over for one in found if one.job_id == status.job_id)
+            looked_s = time.monotonic()
+        return over
+
+    return is_over
+
+
+def not_found(store: ServiceStore, target: str) -> ServiceNotFoundError:
+    """The error that lists what there is."""
+    report = look(store)
+    names = [status.service for status in report.services]
+    known = f"There are: {', '.join(dict.fromkeys(names))}." if names else "Nothing is there yet."
+    problems = "".join(f"\nNot trusted: {problem}" for problem in report.problems)
+    return ServiceNotFoundError(f"There is no service or job {target!r} in {store.home}. {known}{problems}")
+
+
+def epitaph(status: ServiceStatus) -> str:
+    """How a replica ended, with its last words and where to read on."""
+    words = "".join(f"\n    {line}" for line in status.last_words[-10:])
+    last = f"\nLast words:{words}" if words else ""
+    logs = f"\nLogs: {status.log_dir}/{status.job_id}*.log"
+    return f"{status.service} (job {status.job_id}) {status.sentence}{last}{logs}"
+
+
+def _figures(plan: ServePlan) -> dict[str, float]:
+    estimate = dataclasses.asdict(plan.memory).items()
+    return {name: value for name, value in estimate if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def _end(job: SubmittedJob) -> None:
+    if job.cluster == "local":
+        stop_local_job(job, grace_s=_LOCAL_GRACE_S)
+    else:
+        scheduler.cancel(job.job_id)
+
+
+def _judge(store: ServiceStore, service: str) -> Callable[[Holder], bool]:
+    """Whether what holds a service's name is over, by asking the scheduler."""
+    slurm = SchedulerView()
+    notes = {note.job_id: note for note in store.read_submitted(service)}
+
+    def is_over(holder: Holder) -> bool:
+        job = job_of(holder, notes.get(holder.job_id), slurm)
+        if job is not None and job.state == UNKNOWN and isinstance(holder, EndpointRecord):
+            return time.time() - holder.updated_at > SILENT_S
+        return job is None or job.is_over
+
+    return is_over
+
+
+def _foremost(statuses: Sequence[ServiceStatus], job_id: str | None) -> ServiceStatus | None:
+    """The one to wait for: one that is ready, else the latest that may become so, else the latest."""
+    candidates = [status for status in statuses if job_id in (None, status.job_id)]
+    ready = [status for status in candidates if status.state == "ready"]
+    coming = [status for status in candidates if not status.is_over]
+    best = ready or coming or candidates
+    return best[-1] if best else None
+
+
+def _news(status: ServiceStatus) -> tuple[object, ...]:
+    return (status.job_id, status.restart, status.state, status.stage, status.progress, status.reason)
+
+
+def _until_over(
+    store: ServiceStore,
+    status: ServiceStatus,
+    note: SubmittedJob | None,
+    timeout_s: float,
+    on_change: Callable[[ServiceStatus], None],
+) -> ServiceStatus:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_local = note is not None and note.cluster == "local"
+        job = local_job_state(note) if is_local and note else scheduler.job_state(status.job_id)
+        seen = [found for found in look(store, status.service).services if _same(found, status)]
+        if seen and _news(seen[0]) != _news(status):
+            status = seen[0]
+            on_change(status)
+        if job.is_over and not seen:  # submitted by hand, and it had not begun
+            return dataclasses.replace(status, state="stopped", reason=ended_sentence(job))
+        if job.is_over and status.is_over:
+            if note is not None and not status.has_last_word:
+                store.remove_submitted(note)  # it had not begun, and Slurm will soon have forgotten how it ended
+            return status
+        if time.monotonic() >= deadline:
+            detail = f" ({job.detail})" if job.detail else ""
+            raise WaitTimeoutError(
+                f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
+                f"look with `squeue --jobs={status.job_id}`."
+            )
+        time.sleep(_RECORDS_S)
+
+
+def _same(one: ServiceStatus, other: ServiceStatus) -> bool:
+    return (one.job_id, one.replica) == (other.job_id, other.replica)
