@@ -27,7 +27,7 @@ _log = logging.getLogger("hpc_serve.client")
 
 
 class ServiceWatch:
-    """Safe to share between threads. `look` and `refresh` block on files and probes; the rest is instant."""
+    """Safe to share between threads. `look` blocks on files and probes, `is_leaving` on files; the rest is instant."""
 
     def __init__(
         self,
