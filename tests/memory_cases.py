@@ -1,7 +1,7 @@
 """Scores the planner against figures that real vLLM runs printed: `python -m tests.memory_cases` prints the table.
 
-tests/data/memory_cases.jsonl holds the figures with their sources; memory_case_models.json says which catalogue entry or
-config each is about, what had to be assumed, and why a case is left out.
+tests/data/memory_cases.jsonl holds the figures with their sources; memory_case_models.json says which catalogue entry
+or config each is about, what had to be assumed, and why a case is left out.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def _figures(
     measured = case["measured"]
     figures: dict[str, tuple[float, float]] = {}
     if "weights_gib_per_gpu" in measured and not case.get("enable_lora") and "weights" not in about.get("skip", ()):
-        loaded = estimate.weight_bytes + estimate.loading_bytes
-        figures["weights"] = (loaded / GIB, measured["weights_gib_per_gpu"])
+        figures["weights"] = (estimate.model_loading_bytes / GIB, measured["weights_gib_per_gpu"])
     if about.get("only") == ["weights"]:
         return figures
     if "kv_cache_gib_per_gpu" in measured:

@@ -92,17 +92,21 @@ class EngineConfig:
 class Workload:
     """What the service must hold at once: `concurrency` requests of `max_model_len` tokens each.
 
-    The defaults are vLLM's own condition for starting: one request of the longest context the model allows.
+    The defaults are vLLM's own condition for starting: one request of the longest context the model allows. `replicas`
+    engines share the machines, each holding that much; None is one engine, on as few GPUs as it needs.
     """
 
     max_model_len: int | None = None
     concurrency: int = 1
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:
             raise InvalidRequestError(f"max_model_len is {self.max_model_len}: it must be at least 1.")
         if self.concurrency < 1:
             raise InvalidRequestError(f"concurrency is {self.concurrency}: it must be at least 1.")
+        if self.replicas is not None and self.replicas < 1:
+            raise InvalidRequestError(f"replicas is {self.replicas}: it must be at least 1.")
 
 
 def gpu_memory_utilization(engine: EngineConfig) -> float:

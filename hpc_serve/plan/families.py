@@ -103,6 +103,7 @@ def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str
         name=name,
         architecture=architecture,
         dtype=chosen,
+        dtype_asked=dtype not in ("auto", ""),
         hidden_size=reader.hidden_size,
         vocab_size=reader.vocab_size,
         num_attention_heads=reader.heads,

@@ -28,7 +28,7 @@ from hpc_serve.plan.stages import Stage, stages
 class MemoryEstimate:
     """Bytes on one GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache (below 0: no fit).
 
-    `weight_bytes` are the checkpoint's; with `loading_bytes` they are vLLM's "Model loading took". `kv_cache_tokens`
+    `weight_bytes` are the checkpoint's, `model_loading_bytes` vLLM's "Model loading took". `kv_cache_tokens`
     and `max_concurrency` are its "KV cache size" and "Maximum concurrency"; `blocks_per_request` are those of one
     request of the longest context. `cuda_graph_bytes` lie outside the budget where `graphs_outside` (vLLM before 0.21).
     """
@@ -36,13 +36,14 @@ class MemoryEstimate:
     total_bytes: int
     requested_bytes: int
     weight_bytes: int
-    loading_bytes: int
+    model_loading_bytes: int
     activation_bytes: int
     cuda_graph_bytes: int
     non_torch_bytes: int
     kv_cache_bytes: int
     kv_bytes_per_token: int
     block_size: int
+    bytes_per_block: int
     num_blocks: int
     blocks_per_request: int
     kv_cache_tokens: int
@@ -75,21 +76,47 @@ def estimate_memory(
     layout = cache_layout(model, engine, tensor_parallel_size, default_block_size=default_block_size(accelerator))
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
-    expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
-    estimates = []
-    for stage in stages(model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel):
-        run = StageRun(
-            model=model,
-            layers=stage.layers,
-            is_last=stage.is_last,
-            ranks=tensor_parallel_size,
-            expert_ranks=tensor_parallel_size if expert_parallel else 1,
-            accelerator=accelerator,
-            engine=engine,
+    estimates = [
+        _stage_estimate(run, stage, layout, per_request, pipeline_parallel_size)
+        for stage, run in stage_runs(
+            model,
+            accelerator,
+            engine,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             max_model_len=max_model_len,
         )
-        estimates.append(_stage_estimate(run, stage, layout, per_request, pipeline_parallel_size))
+    ]
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
+
+
+def stage_runs(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    engine: EngineConfig,
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    max_model_len: int,
+) -> list[tuple[Stage, StageRun]]:
+    """Each stage of a layout with its profile run. Raises DoesNotFitError where vLLM refuses the layout."""
+    expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
+    return [
+        (
+            stage,
+            StageRun(
+                model=model,
+                layers=stage.layers,
+                is_last=stage.is_last,
+                ranks=tensor_parallel_size,
+                expert_ranks=tensor_parallel_size if expert_parallel else 1,
+                accelerator=accelerator,
+                engine=engine,
+                max_model_len=max_model_len,
+            ),
+        )
+        for stage in stages(model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel)
+    ]
 
 
 def _stage_estimate(
@@ -114,13 +141,14 @@ def _stage_estimate(
         total_bytes=total,
         requested_bytes=requested,
         weight_bytes=stage.weight_bytes,
-        loading_bytes=stage.loading_bytes,
+        model_loading_bytes=stage.weight_bytes + stage.loading_bytes,
         activation_bytes=activation,
         cuda_graph_bytes=graphs,
         non_torch_bytes=non_torch,
         kv_cache_bytes=available,
         kv_bytes_per_token=layout.token_bytes(stage.first_layer, stage.end_layer),
         block_size=layout.block_size,
+        bytes_per_block=bytes_per_block,
         num_blocks=blocks,
         blocks_per_request=per_request,
         kv_cache_tokens=tokens,

@@ -46,7 +46,8 @@ class DecoderLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model as the planner sees it. Sizes in elements; `dtype` is torch's name of the 16-bit (or 32-bit) type.
+    """A model as the planner sees it. Sizes in elements; `dtype` is torch's name of the 16-bit (or 32-bit) type, which
+    was asked for by name where `dtype_asked`.
 
     `max_model_len` is the longest context the config allows (vLLM's default). `head` is None where the output head is
     the embedding. `everywhere` is held by each pipeline stage (a vision tower), and so are those of "embedding",
@@ -57,6 +58,7 @@ class ModelSpec:
     name: str
     architecture: str
     dtype: str
+    dtype_asked: bool
     hidden_size: int
     vocab_size: int
     num_attention_heads: int

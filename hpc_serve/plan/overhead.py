@@ -68,20 +68,32 @@ class StageRun:
         """Tokens of the step that is profiled."""
         return max_num_batched_tokens(self.engine, self.accelerator, self.max_model_len)
 
+    @property
+    def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
+        """Each different layer once, and how often it is there."""
+        counts: dict[int, int] = {}
+        layers: dict[int, DecoderLayer] = {}
+        for layer in self.layers:
+            layers[id(layer)] = layer
+            counts[id(layer)] = counts.get(id(layer), 0) + 1
+        return [(layers[key], count) for key, count in counts.items()]
+
 
 def activation_bytes(run: StageRun) -> int:
     """Peak of what torch allocates during the profile run: the larger of forward pass and sampling."""
-    return max(_forward_bytes(run), _sampling_bytes(run) if run.is_last else 0)
+    return max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
 
 
-def _forward_bytes(run: StageRun) -> int:
+def forward_bytes(run: StageRun) -> int:
+    """Peak of the forward pass over a full step."""
     element = run.model.dtype_bytes
-    widest = max(
-        (_layer_elements_per_token(layer, run) for layer in dict.fromkeys(run.layers)),
-        default=0,
-    )
-    per_token = HIDDEN_COPIES * run.model.hidden_size + widest
-    return run.tokens * per_token * element + _latent_expansion_bytes(run)
+    return run.tokens * elements_per_token(run) * element + _latent_expansion_bytes(run)
+
+
+def elements_per_token(run: StageRun) -> int:
+    """Elements that one token of the step needs at the peak of the widest layer."""
+    widest = max((_layer_elements_per_token(layer, run) for layer, _ in run.distinct_layers), default=0)
+    return HIDDEN_COPIES * run.model.hidden_size + widest
 
 
 def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
@@ -119,15 +131,17 @@ def _latent_expansion_bytes(run: StageRun) -> int:
     return 0
 
 
-def _sampling_bytes(run: StageRun) -> int:
+def sampling_bytes(run: StageRun) -> int:
+    """Peak of sampling for as many sequences as a step may hold."""
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
     hidden = (run.tokens + sequences) * run.model.hidden_size * run.model.dtype_bytes
     logits = sequences * run.model.vocab_size * 4
-    copies, buffers = _logits_copies(run)
+    copies, buffers = logits_copies(run)
     return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES
 
 
-def _logits_copies(run: StageRun) -> tuple[float, int]:
+def logits_copies(run: StageRun) -> tuple[float, int]:
+    """(32-bit copies of the logits alive at once, bytes of buffers) in the sampler of this version."""
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
         return SORTED_LOGITS_COPIES, 0
@@ -149,22 +163,26 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
     return sizes + list(range(256, limit + 1, step_above_256))
 
 
-def cuda_graph_bytes(run: StageRun) -> int:
-    """Memory of the CUDA graphs: piecewise ones for mixed batches and full ones for decoding (before V1 full alone)."""
+def graph_count(run: StageRun) -> int:
+    """CUDA graphs captured: piecewise ones for mixed batches, full ones for decoding (before V1 full ones alone)."""
     if run.engine.enforce_eager or run.accelerator.kind != "gpu":
         return 0
     sequences = max_num_seqs(run.engine, run.accelerator)
-    step = 16 if run.engine.version >= (0, 12) else 8
     if run.engine.is_v0:
-        graphs = len(capture_sizes(min(sequences, 256)))
-    else:
-        limit = min(2 * sequences, 1024 if _is_data_centre_blackwell(run.accelerator) else 512, run.tokens)
-        sizes = capture_sizes(limit, step_above_256=step)
-        graphs = len(sizes) + sum(size <= sequences for size in sizes)
+        return len(capture_sizes(min(sequences, 256)))
+    step = 16 if run.engine.version >= (0, 12) else 8
+    limit = min(2 * sequences, 1024 if _is_data_centre_blackwell(run.accelerator) else 512, run.tokens)
+    sizes = capture_sizes(limit, step_above_256=step)
+    return len(sizes) + sum(size <= sequences for size in sizes)
+
+
+def cuda_graph_bytes(run: StageRun) -> int:
+    """Memory of the CUDA graphs."""
     per_graph = sum(
-        GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER for layer in run.layers
+        count * (GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER)
+        for layer, count in run.distinct_layers
     )
-    return graphs * per_graph
+    return graph_count(run) * per_graph
 
 
 def _is_plain_dense(layer: DecoderLayer) -> bool:

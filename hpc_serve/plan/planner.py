@@ -1,30 +1,33 @@
 """Chooses the layout: the fewest nodes, then the fewest GPUs, that hold the weights and the requests asked for.
 
-Tensor parallelism stays within a node, pipeline parallelism crosses nodes. What is asked for explicitly is kept, and
-checked. The estimate behind each choice is memory.py's.
+What is asked for explicitly is kept, and checked. Memory is estimated in memory.py, layouts are listed in layout.py
+and judged in candidates.py; what would help where nothing fits is found in remedies.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpc_serve.errors import DoesNotFitError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, ClusterSpec
+from hpc_serve.plan.candidates import Candidate, Question, alternatives, just_below, nearest, room, widest
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.memory import MemoryEstimate, estimate_memory
+from hpc_serve.plan.layout import layouts
+from hpc_serve.plan.memory import MemoryEstimate
+from hpc_serve.plan.minimum import MinimumGpus, minimum_gpus
 from hpc_serve.plan.model import ModelSpec
+from hpc_serve.plan.remedies import remedies
+from hpc_serve.plan.vllm_args import assumption, vllm_args
 
-MAX_NODES = 64
-"""Nodes beyond which the search for a layout stops."""
+_SHOWN_WHEN_NOTHING_FITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
     """A layout that fits, and how to ask vLLM for it.
 
-    `num_nodes` and `gpus_per_node` are those one replica uses; `vllm_args` are the flags after the model, without the
-    served names, host, port and backend. `memory` is of the tightest rank.
+    `num_nodes` and `gpus_per_node` are those of one replica; `vllm_args` are the flags after the model, without served
+    names, host, port and backend. `memory` is of the tightest rank.
     """
 
     model: str
@@ -38,25 +41,20 @@ class ServePlan:
     vllm_args: tuple[str, ...]
     memory: MemoryEstimate
     reasons: tuple[str, ...]
+    minimum_gpus: MinimumGpus
+    candidates: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Ranks and where they are."""
+class NoLayoutError(DoesNotFitError):
+    """Nothing fits; `candidates` are the nearest layouts, `remedies` what would make one fit."""
 
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    num_nodes: int
-    gpus_per_node: int
-
-    @property
-    def num_gpus(self) -> int:
-        """Ranks in all."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    def __str__(self) -> str:
-        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
-        return f"TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size} ({nodes} x {self.gpus_per_node})"
+    def __init__(
+        self, text: str, *, candidates: tuple[Candidate, ...], remedies: tuple[str, ...], minimum_gpus: MinimumGpus
+    ) -> None:
+        super().__init__(text)
+        self.candidates = candidates
+        self.remedies = remedies
+        self.minimum_gpus = minimum_gpus
 
 
 def plan(
@@ -69,109 +67,34 @@ def plan(
 ) -> ServePlan:
     """The smallest layout that holds the model and the workload.
 
-    Raises DoesNotFitError with the nearest candidates and what would make them fit.
+    Raises DoesNotFitError (NoLayoutError, with the nearest candidates and what would make them fit, where layouts were
+    tried), InvalidRequestError for a context the model does not have.
     """
-    engine = engine or EngineConfig()
-    workload = workload or Workload()
-    max_model_len = workload.max_model_len or model.max_model_len
-    refused: list[str] = []
-    for layout in _candidates(cluster, engine):
-        try:
-            memory = estimate_memory(
-                model,
-                cluster.accelerator,
-                engine,
-                tensor_parallel_size=layout.tensor_parallel_size,
-                pipeline_parallel_size=layout.pipeline_parallel_size,
-                max_model_len=max_model_len,
-            )
-        except DoesNotFitError as error:
-            refused.append(f"{layout}: {error}")
-            continue
-        if memory.holds(workload.concurrency):
-            return _plan(model, layout, memory, max_model_len, engine, served_model_names, tuple(refused))
-        refused.append(f"{layout}: {_shortfall(memory, workload, max_model_len)}")
-    raise DoesNotFitError(f"{model.name} does not fit. " + "; ".join(refused[-4:]))
-
-
-def _shortfall(memory: MemoryEstimate, workload: Workload, max_model_len: int) -> str:
-    if memory.kv_cache_bytes <= 0:
-        return (
-            f"needs {(memory.requested_bytes - memory.kv_cache_bytes) / GIB:.1f} GiB per GPU without any KV cache, "
-            f"{memory.requested_bytes / GIB:.1f} usable"
-        )
-    wanted = workload.concurrency * max_model_len
-    return f"holds {memory.kv_cache_tokens:,} tokens of KV cache, {wanted:,} wanted"
-
-
-def _candidates(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts from the smallest to the largest."""
-    size = cluster.node_size
-    tensor = engine.tensor_parallel_size
-    pipeline = engine.pipeline_parallel_size
-    if tensor and pipeline:
-        nodes = cluster.num_nodes or -(-tensor * pipeline // size)
-        yield Layout(
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=pipeline,
-            num_nodes=nodes,
-            gpus_per_node=-(-tensor * pipeline // nodes),
-        )
-        return
-    node_counts = [cluster.num_nodes] if cluster.num_nodes else list(range(1, MAX_NODES + 1))
-    for nodes in node_counts:
-        if nodes == 1:
-            for width in [tensor] if tensor else [w for w in range(1, size + 1) if size % w == 0]:
-                stages = pipeline or 1
-                if width * stages <= size:
-                    yield Layout(
-                        tensor_parallel_size=width,
-                        pipeline_parallel_size=stages,
-                        num_nodes=1,
-                        gpus_per_node=width * stages,
-                    )
-        else:
-            width = tensor or (size if pipeline is None else nodes * size // pipeline)
-            stages = pipeline or nodes * size // width
-            yield Layout(
-                tensor_parallel_size=width, pipeline_parallel_size=stages, num_nodes=nodes, gpus_per_node=size
-            )
+    engine, workload = engine or EngineConfig(), workload or Workload()
+    _check_dtype(model, cluster)
+    question = Question(
+        model=model,
+        cluster=_share_of_a_replica(cluster, workload),
+        engine=engine,
+        workload=workload,
+        max_model_len=workload.max_model_len or model.max_model_len,
+    )
+    tried: list[Candidate] = []
+    for layout in layouts(question.cluster, engine):
+        candidate = question.consider(layout)
+        if candidate.verdict == "fits":
+            return _plan(question, replace(candidate, verdict="chosen"), tried, served_model_names)
+        tried.append(candidate)
+    raise _nothing_fits(question, tried)
 
 
 def _plan(
-    model: ModelSpec,
-    layout: Layout,
-    memory: MemoryEstimate,
-    max_model_len: int,
-    engine: EngineConfig,
-    served_model_names: tuple[str, ...],
-    reasons: tuple[str, ...],
+    question: Question, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
 ) -> ServePlan:
-    args = [
-        "--tensor-parallel-size",
-        str(layout.tensor_parallel_size),
-        "--pipeline-parallel-size",
-        str(layout.pipeline_parallel_size),
-        "--max-model-len",
-        str(max_model_len),
-    ]
-    for name in (
-        "gpu_memory_utilization",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "quantization",
-        "kv_cache_memory_bytes",
-        "block_size",
-    ):
-        value = getattr(engine, name)
-        if value is not None:
-            args += [f"--{name.replace('_', '-')}", str(value)]
-    for name in ("dtype", "kv_cache_dtype"):
-        if getattr(engine, name) != "auto":
-            args += [f"--{name.replace('_', '-')}", getattr(engine, name)]
-    for name in ("enforce_eager", "enable_expert_parallel"):
-        if getattr(engine, name):
-            args.append(f"--{name.replace('_', '-')}")
+    layout, memory, model = chosen.layout, chosen.memory, question.model
+    assert memory is not None
+    others = alternatives(question, layout)
+    minimum = minimum_gpus(question, at_most=layout.num_gpus)
     return ServePlan(
         model=model.name,
         served_model_names=served_model_names or (model.name,),
@@ -179,9 +102,85 @@ def _plan(
         pipeline_parallel_size=layout.pipeline_parallel_size,
         num_nodes=layout.num_nodes,
         gpus_per_node=layout.gpus_per_node,
-        replicas=1,
-        max_model_len=max_model_len,
-        vllm_args=tuple(args),
+        replicas=question.workload.replicas or 1,
+        max_model_len=question.max_model_len,
+        vllm_args=vllm_args(layout, question.max_model_len, question.engine, model),
         memory=memory,
-        reasons=reasons,
+        reasons=tuple(_reasons(question, chosen, tried, others, minimum)),
+        minimum_gpus=minimum,
+        candidates=(*just_below(tried, layout), chosen, *others),
+    )
+
+
+def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
+    """Raise DoesNotFitError where the GPU cannot compute in the type asked for by name."""
+    gpu = cluster.accelerator
+    if model.dtype == "bfloat16" and model.dtype_asked and gpu.kind == "gpu" and "bf16" not in gpu.dense_flops:
+        raise DoesNotFitError(
+            f"{gpu.product} has no bfloat16 (that takes compute capability 8.0), and vLLM refuses it: "
+            "use --dtype float16."
+        )
+
+
+def _share_of_a_replica(cluster: ClusterSpec, workload: Workload) -> ClusterSpec:
+    """The machines one replica gets: all of them for one, whole nodes or an equal part of a node for several."""
+    replicas = workload.replicas or 1
+    if replicas == 1:
+        return cluster
+    nodes, size = cluster.num_nodes or 1, cluster.node_size
+    if nodes % replicas == 0:
+        return replace(cluster, num_nodes=nodes // replicas)
+    share = nodes * size // replicas
+    if nodes * size % replicas or size % share:
+        raise InvalidRequestError(
+            f"{replicas} replicas cannot share {nodes} x {size} GPUs evenly: "
+            "use a number that divides the nodes, or the GPUs of a node."
+        )
+    return replace(cluster, num_nodes=1, gpus_per_node=share)
+
+
+def _reasons(
+    question: Question, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
+) -> list[str]:
+    gpu, memory, layout = question.cluster.accelerator, chosen.memory, chosen.layout
+    assert memory is not None
+    usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
+    reasons = [
+        f"{question.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
+        f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
+    ]
+    reasons += [f"Not {below.layout}: {below.reason}." for below in widest(tried)]
+    if layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
+        reasons.append(
+            f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
+            "the network between nodes carries one hop a stage."
+        )
+    reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
+    reasons.append(f"{layout} leaves {room(memory)}.")
+    if memory.graphs_outside and memory.cuda_graph_bytes:
+        reasons.append(
+            f"vLLM {question.engine.vllm_version} does not count its CUDA graphs, {memory.cuda_graph_bytes / GIB:.1f} GiB: "
+            "they need room outside gpu_memory_utilization."
+        )
+    assumed = assumption(question.engine, question.model)
+    return [*reasons, assumed] if assumed else reasons
+
+
+def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
+    shown = nearest(tried, _SHOWN_WHEN_NOTHING_FITS)
+    helps = remedies(question, [candidate.layout for candidate in shown])
+    cluster, concurrency = question.cluster, question.workload.concurrency
+    nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
+    requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {question.max_model_len:,} tokens"
+    gpus = f"{cluster.node_size} {cluster.accelerator.name}"
+    lines = [
+        f"{question.model.name} does not fit {nodes} of {gpus} with {requests}.",
+        *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
+        *([f"It would with {'; or '.join(helps)}."] if helps else []),
+    ]
+    return NoLayoutError(
+        "\n".join(lines),
+        candidates=tuple(shown),
+        remedies=tuple(helps),
+        minimum_gpus=minimum_gpus(question, at_most=0),
     )

@@ -108,7 +108,7 @@ def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
 class Quantization:
     """Which scheme each module has: `linear` for linear layers, `experts` for fused experts, but for `skipped` names.
 
-    `kv_cache_dtype` is the type the checkpoint asks for, if any.
+    `kv_cache_dtype` is the type the checkpoint asks for, if any. `is_assumed`: the checkpoint says nothing of the kind.
     `skipped` are patterns: a full module name, a prefix or suffix of whole dotted parts, `*` for any run, or `re:…`.
     """
 
@@ -119,6 +119,7 @@ class Quantization:
     head: Scheme
     skipped: tuple[str, ...] = ()
     kv_cache_dtype: str | None = None
+    is_assumed: bool = False
 
     def of(self, module: str, *, is_expert: bool = False) -> Scheme:
         """The scheme of a linear module by its name in the checkpoint."""
@@ -155,7 +156,9 @@ def quantization_from_config(
 
     Raises InvalidRequestError for a method this does not know.
     """
-    if override is not None and not (config and _same_method(str(config.get("quant_method", "")), override)):
+    declared = str((config or {}).get("quant_method", ""))
+    is_assumed = override is not None and not _same_method(declared, override)
+    if override is not None and is_assumed:
         config = _DEFAULT_CONFIGS.get(override.lower().replace("-", "_"))
         if config is None:
             raise InvalidRequestError(
@@ -178,6 +181,7 @@ def quantization_from_config(
         head=head,
         skipped=skipped,
         kv_cache_dtype=_kv_cache_dtype(config),
+        is_assumed=is_assumed,
     )
 
 

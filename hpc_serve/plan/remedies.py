@@ -1,0 +1,97 @@
+"""What would make a model fit where it does not: more nodes, fewer requests, a shorter context, an fp8 cache, quantised
+weights. Each is tried, so that what is proposed holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.candidates import Question
+from hpc_serve.plan.kv_cache import kv_cache_dtype
+from hpc_serve.plan.layout import Layout, layouts
+from hpc_serve.plan.quantization import FP8_TENSOR, Scheme, int_groups
+from hpc_serve.plan.what_if import quantised
+
+_CONTEXT_STEP = 1024
+_QUANTISATIONS: tuple[tuple[str, Scheme], ...] = (
+    ("fp8 weights (--quantization fp8)", FP8_TENSOR),
+    ("a checkpoint quantised to 4 bits (AWQ, GPTQ)", int_groups(4, 128, False)),
+)
+
+
+def remedies(question: Question, nearest: list[Layout]) -> list[str]:
+    """Changes after which a layout fits, each as what to type and what it gives. Empty: none of them helps."""
+    tries = (_more_nodes(question), _fewer_requests(question, nearest), _shorter_context(question, nearest))
+    return [text for text in (*tries, _smaller_cache(question, nearest), _smaller_weights(question)) if text]
+
+
+def _more_nodes(question: Question) -> str | None:
+    engine, cluster = question.engine, question.cluster
+    if not (cluster.num_nodes or engine.tensor_parallel_size or engine.pipeline_parallel_size):
+        return None
+    free = replace(
+        question,
+        engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None),
+        cluster=replace(cluster, num_nodes=None),
+    )
+    layout = _first_that_fits(free)
+    if layout is None:
+        return None
+    sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
+    return f"--nodes {layout.num_nodes} --gpus-per-node {cluster.node_size} ({sizes})"
+
+
+def _fewer_requests(question: Question, nearest: list[Layout]) -> str | None:
+    if question.workload.concurrency == 1:
+        return None
+    most = 0
+    for layout in nearest:
+        memory = question.consider(layout).memory
+        if memory is not None and memory.kv_cache_bytes > 0 and memory.blocks_per_request:
+            most = max(most, (memory.num_blocks - 1) // memory.blocks_per_request)
+    return f"{most} request{'s' if most > 1 else ''} of that length at once" if most else None
+
+
+def _shorter_context(question: Question, nearest: list[Layout]) -> str | None:
+    longest = max((_longest(question, layout) for layout in nearest), default=0)
+    return f"--max-model-len {longest}" if longest else None
+
+
+def _longest(question: Question, layout: Layout) -> int:
+    """The longest context, in steps of 1,024 tokens, that fits; 0: not even one step."""
+    low, high = 0, question.max_model_len // _CONTEXT_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if replace(question, max_model_len=middle * _CONTEXT_STEP).consider(layout).verdict == "fits":
+            low = middle
+        else:
+            high = middle - 1
+    return low * _CONTEXT_STEP
+
+
+def _smaller_cache(question: Question, nearest: list[Layout]) -> str | None:
+    if kv_cache_dtype(question.model, question.engine) not in ("bfloat16", "float16"):
+        return None
+    small = replace(question, engine=replace(question.engine, kv_cache_dtype="fp8"))
+    return "--kv-cache-dtype fp8" if any(small.consider(layout).verdict == "fits" for layout in nearest) else None
+
+
+def _smaller_weights(question: Question) -> str | None:
+    if question.model.quantization.method != "none":
+        return None
+    for text, scheme in _QUANTISATIONS:
+        layout = _first_that_fits(replace(question, model=quantised(question.model, scheme)))
+        if layout is not None:
+            return f"{text}: {layout}"
+    return None
+
+
+def _first_that_fits(question: Question) -> Layout | None:
+    try:
+        for layout in layouts(question.cluster, question.engine):
+            if question.consider(layout).verdict == "fits":
+                return layout
+    except DoesNotFitError:
+        return None
+    return None
