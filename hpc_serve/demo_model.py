@@ -237,7 +237,9 @@ def _write_weights(path: Path, shape: TinyShape, speakable: frozenset[int], seed
         if len(dimensions) == 1:
             data = _bfloat16(1.0) * dimensions[0]
         else:
-            data = _random_bfloat16(source, math.prod(dimensions), scale=dimensions[-1] ** -0.5)
+            # Louder scores at the end leave sampling little chance to pick a silenced token, whose score is zero.
+            loudness = 8.0 if name == "lm_head.weight" else 1.0
+            data = _random_bfloat16(source, math.prod(dimensions), scale=loudness * dimensions[-1] ** -0.5)
         if name == "lm_head.weight":
             data = _silence(data, dimensions, speakable)
         header[name] = {

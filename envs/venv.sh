@@ -1,0 +1,85 @@
+#!/bin/bash
+# Makes .venv: hpc-serve (editable) and vLLM on CPUs, at the locked versions; with `dev`, what tests and checks need too.
+# Installs again only what changed. Usage: envs/venv.sh [dev]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${VENV:-.venv}
+# Where the CPU build of torch comes from if pip, as it is set up here, does not find it.
+torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+umask 022 # other users run what is installed: jobs on the test cluster, colleagues on a shared one
+
+fail() {
+    echo "envs/venv.sh: $*" >&2
+    exit 1
+}
+
+# An interpreter below a private home would leave other users with a .venv that they cannot run.
+everybody_can_run() {
+    local path
+    path=$(readlink -f "$1")
+    while [[ $path != / ]]; do
+        [[ $(stat -c %A "$path") == *[xt] ]] || return 1
+        path=$(dirname "$path")
+    done
+}
+
+find_python() {
+    local name path
+    for name in ${PYTHON:-/usr/bin/python3.11 /usr/local/bin/python3.11 python3.11 python3}; do
+        path=$(command -v "$name") || continue
+        [[ $("$path" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]] || continue
+        everybody_can_run "$path" || [[ -n ${PYTHON:-} ]] || continue
+        echo "$path"
+        return
+    done
+    fail "no Python 3.11 that every user can run: the locks in envs/ are for 3.11; install it, or name one with PYTHON="
+}
+
+stamp() { sha256sum "$@" | sha256sum | cut -c1-16; }
+
+# install NAME FILE... : runs the function install_NAME unless it ran for these very files.
+install() {
+    local name=$1 want
+    shift
+    want=$(stamp "$@")
+    [[ $(cat "$venv/.installed-$name" 2> /dev/null) == "$want" ]] && return
+    rm -f "$venv/.installed-$name"
+    echo "installing $name into $venv …"
+    "install_$name"
+    echo "$want" > "$venv/.installed-$name"
+}
+
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check --no-input "$@"; }
+
+install_cpu() {
+    pip install --no-deps -r envs/cpu/lock.txt 2> "$venv/pip.log" ||
+        pip install --no-deps --extra-index-url "$torch_index" -r envs/cpu/lock.txt || {
+        cat "$venv/pip.log" >&2
+        fail "pip could not install envs/cpu/lock.txt; the first attempt, without $torch_index, said what stands above"
+    }
+    pip install --no-deps --no-build-isolation ./envs/cpu/vllm-command
+    rm -rf envs/cpu/vllm-command/build envs/cpu/vllm-command/*.egg-info
+}
+
+install_dev() {
+    pip install --no-deps -r envs/dev/lock.txt
+    pip install --no-deps --no-build-isolation ./tests/vllm_ray_on_cpu
+    rm -rf tests/vllm_ray_on_cpu/build tests/vllm_ray_on_cpu/*.egg-info
+}
+
+install_core() {
+    pip install --no-deps --no-build-isolation --editable .
+}
+
+if [[ ! -x $venv/bin/pip ]]; then
+    python=$(find_python)
+    if ! "$python" -c 'import ensurepip' 2> /dev/null; then
+        envs/packages.sh python3-venv
+    fi
+    "$python" -m venv --clear "$venv"
+fi
+install cpu envs/cpu/lock.txt envs/cpu/vllm-command/pyproject.toml
+if [[ ${1:-} == dev ]]; then
+    install dev envs/dev/lock.txt tests/vllm_ray_on_cpu/pyproject.toml tests/vllm_ray_on_cpu/vllm_ray_on_cpu/*.py
+fi
+install core setup.cfg pyproject.toml
