@@ -35,21 +35,20 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     store = ServiceStore(default_home(os.environ))
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
-    submission = services.submit(_request(folder or store.home / "demo-model"))
+    submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))
     click.echo(show.submission_text(submission))
     job_id, answered = submission.job.job_id, False
     try:
         with show.Stages(SERVICE) as stages:
             services.wait(store, SERVICE, job_id=job_id, on_change=stages.show)
         click.echo(_ask())
+        click.echo(_how_to_call())
         answered = True
     finally:
         if not (keep and answered):
             click.echo("\nStopping it ...")
             for status in services.stop(store, job_id):
                 click.echo(f"{SERVICE} is over: {status.sentence}")
-    if keep:
-        click.echo(_how_to_call())
 
 
 def _request(folder: Path) -> ServeRequest:
@@ -85,13 +84,13 @@ def _ask() -> str:
 
 def _how_to_call() -> str:
     return f"""
-It goes on running. Talk to it:   hpc-serve chat {SERVICE}
-From Python:                      hpc_serve.client.connect("{SERVICE}")
-With curl (the key stays out of the process list):
+While a service runs (`hpc-serve demo --keep` leaves this one running), it can be called
 
-  eval "$(hpc-serve env {SERVICE})"
-  printf 'header = "Authorization: Bearer %s"\\n' "$OPENAI_API_KEY" | curl -sK - "$OPENAI_BASE_URL/chat/completions" \\
-    -H 'Content-Type: application/json' \\
-    -d '{{"model": "{SERVICE}", "messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 24}}'
+  with        hpc-serve chat {SERVICE}
+  in Python   hpc_serve.client.connect("{SERVICE}"), an openai.OpenAI
+  by curl     (the key goes through a pipe, so that nobody sees it in the list of processes)
 
-End it:                           hpc-serve stop {SERVICE}"""
+    eval "$(hpc-serve env {SERVICE})"
+    printf 'header = "Authorization: Bearer %s"' "$OPENAI_API_KEY" |
+      curl --silent --config - "$OPENAI_BASE_URL/chat/completions" --header "Content-Type: application/json" \\
+        --data '{{"model": "{SERVICE}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'"""

@@ -92,8 +92,12 @@ def _run(argv: Sequence[str] | None) -> int:
     except HpcServeError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
+    except click.UsageError as error:
+        hint = f"\nSee: {error.ctx.command_path} --help" if error.ctx else ""
+        click.echo(f"error: {error.format_message()}{hint}", err=True)
+        return error.exit_code
     except click.ClickException as error:
-        error.show()
+        click.echo(f"error: {error.format_message()}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("", err=True)

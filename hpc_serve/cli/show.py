@@ -107,6 +107,7 @@ class Stages:
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._console,
             transient=True,
+            refresh_per_second=4,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(service)
@@ -124,7 +125,7 @@ class Stages:
 
     def show(self, status: ServiceStatus) -> None:
         """Show a status; a stage that only got further is no line of its own."""
-        stage, now_s = status.sentence, time.monotonic()
+        stage, now_s = status.detail if status.state == "starting" else status.sentence, time.monotonic()
         self._progress.update(self._task, description=f"{self._service} {stage}{_progress_text(status)}")
         if stage == self._stage:
             return
@@ -163,11 +164,12 @@ def print_details(status: ServiceStatus) -> None:
     console = Console(highlight=False, soft_wrap=True)
     layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
     nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
+    has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
     rows = {
         "model": status.model,
         "state": status.sentence + _progress_text(status),
         "address": status.address,
-        "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if status.gpus_per_node else nodes,
+        "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,
         "layout": layout,
         "started": _when(status.started_at or status.submitted_at),
         "time left": status.time_left or "",

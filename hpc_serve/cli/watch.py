@@ -22,7 +22,7 @@ _A_DAY_S = 24 * 3600.0
 
 @click.command("status")
 @click.argument("service", required=False)
-@click.option("--all", "everything", is_flag=True, help="Also what ended more than a day ago.")
+@click.option("--all", "everything", is_flag=True, help="Also what ended before.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, as_json: bool) -> None:
     """Show all services, or all about one.
@@ -39,7 +39,7 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     if service is not None and not report.services:
         raise services.not_found(store, service)
     if not everything:
-        report = StatusReport(services=tuple(_recent(report.services)), problems=report.problems)
+        report = StatusReport(services=tuple(_latest(report.services)), problems=report.problems)
     if as_json:
         show.print_json(show.report_json(report))
         return
@@ -126,10 +126,12 @@ def _store() -> ServiceStore:
     return ServiceStore(default_home(os.environ))
 
 
-def _recent(statuses: Sequence[ServiceStatus]) -> Iterator[ServiceStatus]:
+def _latest(statuses: Sequence[ServiceStatus]) -> Iterator[ServiceStatus]:
+    """What is not over, and of a service that has ended its last replica, if that was within a day."""
+    last = {status.service: status for status in statuses}
     for status in statuses:
-        last_s = status.updated_at or status.submitted_at
-        if not status.is_over or last_s is None or time.time() - last_s < _A_DAY_S:
+        ended_s = status.updated_at or status.submitted_at or time.time()
+        if not status.is_over or (status is last[status.service] and time.time() - ended_s < _A_DAY_S):
             yield status
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import pwd
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -83,7 +84,7 @@ def controller_silent(name: str, stderr: str) -> SchedulerUnavailableError:
 
 def said(stderr: str) -> str:
     """A command's own words, without the prefix of each line, on one line."""
-    lines = (line.strip().removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines())
+    lines = (re.sub(r"^(\w+: )?(error: )?", "", line.strip()) for line in stderr.splitlines())
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
@@ -157,7 +158,7 @@ class SchedulerView:
         if found := self.queued(job_id) or self._over.get(job_id):
             return found
         if self.problem:
-            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem)
+            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
         found = job_state(job_id, submitted_at=submitted_at)
         if found.is_over:
             self._over[job_id] = found

@@ -23,6 +23,7 @@ _PENDING_REASONS = {
     "Reservation": "waiting for its reservation to begin",
     "ReservationDeleted": "its reservation no longer exists; it will not start by itself",
     "PartitionDown": "its partition is down",
+    "PartitionConfig": "it asks for what its partition does not have; it will not start by itself",
     "PartitionInactive": "its partition is inactive",
     "PartitionNodeLimit": "it asks for more nodes than its partition allows; it will not start by itself",
     "PartitionTimeLimit": "it asks for more time than its partition allows; it will not start by itself",

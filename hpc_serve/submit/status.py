@@ -179,7 +179,7 @@ def _of_record(
         log_dir=log_dir,
         batch_log=note.log_path if note else None,
         scheduler_state=job.state if job else "",
-        time_left=job.time_left if job else None,
+        time_left=job.time_left if job and job.is_running else None,
         measured=record.measured,
         predicted=record.predicted or (note.predicted if note else {}),
     )
@@ -230,7 +230,7 @@ def _by_hand(store: ServiceStore, slurm: SchedulerView, service: str | None) -> 
 
 
 def _of_job_alone(status: ServiceStatus, job: JobState) -> ServiceStatus:
-    status = replace(status, scheduler_state=job.state, time_left=job.time_left)
+    status = replace(status, scheduler_state=job.state, time_left=job.time_left if job.is_running else None)
     if job.is_pending:
         expected = f"; expected to start at {job.start_time}" if job.start_time else ""
         return replace(status, state="pending", reason=pending_sentence(job.reason) + expected)
