@@ -273,7 +273,7 @@ class SlurmCluster:
             text=True,
         )
 
-    def shell(self, argv: Sequence[str], *, user: str, node: str | None, cwd: str | None) -> None:
+    def shell(self, argv: Sequence[str | Path], *, user: str, node: str | None, cwd: str | None) -> None:
         """Becomes a command on the cluster, with this terminal."""
         full, env = self._entering(argv, user=user, node=node, env={}, cwd=cwd, foreground=True)
         if "TERM" in os.environ:

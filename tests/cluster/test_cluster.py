@@ -1,0 +1,123 @@
+"""The ground that other tests stand on: hosts apart from one another, users without rights, and no trace at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ClusterConfig, SlurmCluster, wait_for
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_job_of_two_nodes_sees_two_hosts(cluster: SlurmCluster) -> None:
+    look = 'echo "$(id -un) $(hostname) $(hostname -I) $CUDA_VISIBLE_DEVICES $(mktemp /tmp/mine.XXX | wc -l)"; ls /tmp'
+    done = cluster.run(
+        ["srun", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:2", "--label", "bash", "-c", look],
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if " alice " in line)
+    assert [line.split()[2:5] for line in lines] == [
+        ["n1", cluster.address("n1"), "0,1"],
+        ["n2", cluster.address("n2"), "0,1"],
+    ]
+    assert done.stdout.count("mine.") == 2, "each host has a /tmp of its own"
+
+
+def test_a_home_is_its_owners_on_every_host(cluster: SlurmCluster) -> None:
+    assert cluster.run(["bash", "-c", "echo mine > ~/note"], node="n1").returncode == 0
+    assert cluster.run(["cat", "note"], node="n2").stdout == "mine\n"
+    note = cluster.home("alice") / "note"
+    assert "Permission denied" in cluster.run(["cat", note], user="mallory").stderr
+
+
+def test_a_low_priority_job_gives_way_and_comes_back(cluster: SlurmCluster) -> None:
+    def state(job: str) -> str:
+        return cluster.run(["squeue", "--noheader", f"--jobs={job}", "--format=%T"]).stdout.strip()
+
+    def submit(partition: str, seconds: int) -> str:
+        everything = ["--nodes=3", "--exclusive", "--output=/dev/null", f"--wrap=sleep {seconds}"]
+        done = cluster.run(["sbatch", "--parsable", f"--partition={partition}", *everything])
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    low = submit("lowprio", 600)
+    wait_for(lambda: state(low) == "RUNNING", 30, what="the low-priority job to run")
+    high = submit("gpu", 600)
+    wait_for(lambda: state(high) == "RUNNING" and state(low) == "PENDING", 60, what="the job to give way")
+    cluster.run(["scancel", low, high])
+    wait_for(lambda: not cluster.processes(), 60, what="both jobs to end")
+
+
+def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: SlurmCluster) -> None:
+    started = cluster.popen(["bash", "-c", "trap 'echo heard; exit 3' TERM; echo on; while :; do sleep 0.05; done"])
+    assert started.stdout is not None
+    assert started.stdout.readline() == "on\n"
+    started.terminate()
+    assert started.communicate(timeout=30)[0] == "heard\n"
+    assert started.returncode == 3
+
+
+def test_a_command_that_takes_too_long_leaves_no_process(cluster: SlurmCluster) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        cluster.run(["sleep", "600"], user="mallory", node="n3", timeout=0.5)
+    wait_for(lambda: not cluster.processes("mallory"), 30, what="the command to end")
+
+
+@pytest.fixture
+def other(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """A second, small cluster beside the first."""
+    name = f"{cluster.config.name[:13]}-2"
+    other = SlurmCluster(ClusterConfig(name=name, num_nodes=1, visible=cluster.config.visible))
+    yield other
+    other.down()
+
+
+def test_two_clusters_share_nothing_and_the_second_leaves_no_trace(cluster: SlurmCluster, other: SlurmCluster) -> None:
+    interfaces = os.listdir("/sys/class/net")
+    other.up()
+    assert other.address("n1") == cluster.address("n1")
+    assert other.run(["bash", "-c", "setsid sleep 600 &> /dev/null &"], node="n1").returncode == 0
+    wait_for(lambda: [process.argv for process in other.processes()] == [("sleep", "600")], 30, what="a runaway")
+    user_id = other.user_id("alice")
+    assert user_id != cluster.user_id("alice")
+    other.down()
+    assert not other.config.state.exists()
+    assert os.listdir("/sys/class/net") == interfaces
+    assert str(other.config.state) not in Path("/proc/mounts").read_text()
+    owners = {Path(f"/proc/{pid}").stat().st_uid for pid in os.listdir("/proc") if pid.isdigit()}
+    assert user_id not in owners
+    assert cluster.run(["sinfo"]).returncode == 0
+
+
+def test_a_start_that_was_broken_off_is_made_good(other: SlurmCluster) -> None:
+    other.up()
+    other.power_off("n1")
+    assert not other.is_up()
+    other.up()
+    assert other.node_state("n1") == "idle"
+
+
+def test_a_node_without_power_is_noticed_and_comes_back(other: SlurmCluster) -> None:
+    other.up()
+    other.power_off("n1")
+    wait_for(lambda: other.node_state("n1") in ("idle*", "down*"), 90, what="Slurm to miss the node")
+    other.power_on("n1")
+    assert other.node_state("n1") == "idle"
+
+
+def test_commands_say_that_the_controller_is_away(other: SlurmCluster) -> None:
+    other.up()
+    other.stop_controller()
+    assert "Unable to contact slurm controller" in other.run(["squeue"]).stderr
+    other.start_controller()
+    assert other.run(["squeue"]).returncode == 0
+
+
+def test_a_wait_says_what_it_waited_for() -> None:
+    with pytest.raises(TimeoutError, match=r"waited 0\.2 s for spring; last seen: 0"):
+        wait_for(lambda: 0, 0.2, what="spring", step_s=0.05)

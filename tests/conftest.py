@@ -1,0 +1,74 @@
+"""What tests share: the multi-host Slurm of tests/cluster, its users' environment, and the tiny models.
+
+The cluster is brought up by the first test that asks for it, under a name of this session, and must be quiet at the end
+before it goes. HPC_SERVE_KEEP_CLUSTER=1 keeps one called `test` for the next session and for a look around.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.demo_model import SHAPES, make_demo_model
+from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, wait_for
+from tests.cluster.config import CHECKOUT
+from tests.cluster.environment import user_environment, visible_folders
+
+KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
+SESSION_PREFIX = "test-"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where the cluster cannot be")
+
+
+def _end_what_killed_sessions_left() -> None:
+    root = ClusterConfig().root
+    for state in root.glob(f"{SESSION_PREFIX}*"):
+        pid = state.name.removeprefix(SESSION_PREFIX)
+        if not Path(f"/proc/{pid}").exists():
+            SlurmCluster.named(state.name).down()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """A real Slurm of three hosts with eight declared GPUs each, and a login host."""
+    if os.geteuid() == 0:
+        _end_what_killed_sessions_left()
+    name = "test" if KEEP else f"{SESSION_PREFIX}{os.getpid()}"
+    cluster = SlurmCluster(ClusterConfig(name=name, visible=visible_folders()))
+    try:
+        cluster.up()
+    except ClusterError as error:
+        if request.config.getoption("--require-cluster"):
+            raise
+        pytest.skip(f"{error}; `make test` has all of it")
+    unreadable = cluster.run([sys.executable, "-c", "import hpc_serve"]).stderr
+    assert not unreadable, f"ordinary users cannot run what is in {CHECKOUT}: {unreadable}(try chmod -R go+rX)"
+    yield cluster
+    if KEEP:
+        return
+    try:
+        wait_for(lambda: not cluster.processes(), 60, what="the users' processes to end by themselves")
+    finally:
+        cluster.down()
+    assert not cluster.config.state.exists()
+
+
+@pytest.fixture(scope="session")
+def alice_env(cluster: SlurmCluster) -> dict[str, str]:
+    """What a user needs in the environment: this session's Python, and vLLM on few cores."""
+    return user_environment()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(cluster: SlurmCluster) -> Path:
+    """A folder that every user reads, with one tiny model each like 405b, 70b and 8b."""
+    folder = cluster.shared / "models"
+    for like in SHAPES:
+        make_demo_model(folder / like, like=like)
+    return folder
