@@ -10,7 +10,7 @@ SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh sbatch/*.sh)
 
 .PHONY: help
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: ## .venv with hpc-serve, vLLM on CPUs, and what tests need
