@@ -95,12 +95,22 @@ def follow_until_ready(
     return status
 
 
+class _Console(Console):
+    """A console without highlighting that leaves a broken pipe to `main`, as everything else that is printed does."""
+
+    def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
+        super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Stages:
     """The stages of a start, on stderr: a line that moves on a terminal, elsewhere a line for each new stage."""
 
     def __init__(self, service: str) -> None:
         self._service = service
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(),
             TimeElapsedColumn(),
@@ -156,12 +166,12 @@ def print_table(statuses: Sequence[ServiceStatus]) -> None:
     for status in statuses:
         state = Text(status.state, style=_COLOURS[status.state])
         table.add_row(Text(status.service), Text(status.job_id), state, Text(_summary(status)))
-    Console(highlight=False).print(table)
+    _Console().print(table)
 
 
 def print_details(status: ServiceStatus) -> None:
     """All there is to say about one replica."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(soft_wrap=True)
     layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
     nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
     has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
@@ -233,12 +243,13 @@ def warn(lines: Sequence[str]) -> None:
 
 
 def print_models(entries: Sequence[CatalogModel]) -> None:
-    """The catalogue: short name, repository, size."""
+    """The catalogue: short name, repository, size; those with a short name first."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("NAME", no_wrap=True)
     table.add_column("MODEL", overflow="fold")
     table.add_column("PARAMETERS", justify="right", no_wrap=True)
-    for entry in entries:
+    short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
+    for entry in sorted(entries, key=lambda entry: not short[entry.name]):
         size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
-        table.add_row(Text(" ".join(entry.aliases)), Text(entry.name), Text(size))
-    Console(highlight=False).print(table)
+        table.add_row(Text(short[entry.name]), Text(entry.name), Text(size))
+    _Console().print(table)

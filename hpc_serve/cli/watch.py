@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,8 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     if service is not None and not report.services:
         raise services.not_found(store, service)
     if not everything:
-        report = StatusReport(services=tuple(_latest(report.services)), problems=report.problems)
+        within_s = math.inf if service else _A_DAY_S
+        report = StatusReport(services=tuple(_latest(report.services, within_s)), problems=report.problems)
     if as_json:
         show.print_json(show.report_json(report))
         return
@@ -126,12 +128,12 @@ def _store() -> ServiceStore:
     return ServiceStore(default_home(os.environ))
 
 
-def _latest(statuses: Sequence[ServiceStatus]) -> Iterator[ServiceStatus]:
-    """What is not over, and of a service that has ended its last replica, if that was within a day."""
+def _latest(statuses: Sequence[ServiceStatus], within_s: float) -> Iterator[ServiceStatus]:
+    """What is not over, and of a service that has ended its last replica, if that was within `within_s` seconds."""
     last = {status.service: status for status in statuses}
     for status in statuses:
         ended_s = status.updated_at or status.submitted_at or time.time()
-        if not status.is_over or (status is last[status.service] and time.time() - ended_s < _A_DAY_S):
+        if not status.is_over or (status is last[status.service] and time.time() - ended_s < within_s):
             yield status
 
 

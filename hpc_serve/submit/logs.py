@@ -24,11 +24,11 @@ def log_files(job_id: str, log_dir: Path, batch_log: Path | None = None) -> list
     return [path for path in (batch, *nodes) if path.exists()]
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file, read from its end; none if it is not there. Raises StoreError."""
+def tail(path: Path, lines: int, *, end: int | None = None) -> list[str]:
+    """The last lines of a file, or of its first `end` bytes; none if it is not there. Raises StoreError."""
     try:
         with path.open("rb") as file:
-            position = file.seek(0, os.SEEK_END)
+            position = file.seek(0, os.SEEK_END) if end is None else end
             content = b""
             while position > 0 and content.count(b"\n") <= lines:
                 step = min(_CHUNK_BYTES, position)
@@ -50,8 +50,8 @@ def follow(
     """
     offsets: dict[Path, int] = {}
     for path in find_files():
-        offsets[path] = _size(path)
-        for line in tail(path, first_lines):
+        offsets[path] = _whole_lines(path)
+        for line in tail(path, first_lines, end=offsets[path]):
             yield path, line
     ends = False
     while True:
@@ -81,8 +81,12 @@ def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[s
         return
 
 
-def _size(path: Path) -> int:
+def _whole_lines(path: Path) -> int:
+    """How many bytes of the file are lines with an end."""
     try:
-        return path.stat().st_size
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - _CHUNK_BYTES))
+            return start + file.read(size - start).rfind(b"\n") + 1
     except OSError:
         return 0

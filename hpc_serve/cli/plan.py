@@ -1,0 +1,81 @@
+"""`plan`: what fits where, before anything is queued."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    _IntType = click.ParamType[int]
+else:
+    _IntType = click.ParamType
+
+_SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+class Size(_IntType):
+    """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        try:
+            number = float(match[1]) if match else 0.0
+        except ValueError:
+            number = 0.0
+        if not match or number <= 0:
+            self.fail(f"{value!r} is no size: write 79.2GiB, 80GB or a number of bytes.", param, ctx)
+        base = 1024 if match[3] else 1000
+        return int(number * base ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
+
+
+@click.command("plan")
+@click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, folder, or a config.json.")
+@click.option("--gpu", default="h100-80gb", metavar="NAME", show_default=True, help="Accelerator to plan for.")
+@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="Memory its driver shows (79.2GiB) [default: known].")
+@click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
+@click.option("--gpus-per-node", type=int, metavar="N", help="GPUs a node has [default: usual for that GPU].")
+@click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
+@click.option("--concurrency", type=int, default=1, metavar="N", help="Requests of that length held at once.")
+@click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer.")
+@click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to.")
+@click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context [default: the model's].")
+@click.option("--max-num-seqs", type=int, metavar="N", help="Sequences of one step.")
+@click.option("--max-num-batched-tokens", type=int, metavar="N", help="Tokens of one step.")
+@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="Share vLLM may use [default: its own].")
+@click.option("--kv-cache-memory-bytes", type=Size(), metavar="SIZE", help="KV cache, in place of that share.")
+@click.option("--block-size", type=int, metavar="TOKENS", help="Tokens of a cache block.")
+@click.option("--dtype", default="auto", metavar="TYPE", help="bfloat16, float16, float32.")
+@click.option("--quantization", "-q", metavar="METHOD", help="fp8, int8, awq, gptq, mxfp4 …: as if quantised so.")
+@click.option("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, int8 …")
+@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
+@click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
+@click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
+@click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
+def plan_command(model: str, gpu: str, compare: str | None, as_json: bool, explained: bool, **options: Any) -> None:
+    """Say what fits where, before anything is queued: how many GPUs, which TP and PP, and why not otherwise.
+
+    Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts.
+    """
+    from hpc_serve.cli import plan_view
+
+    names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu]
+    answers = [plan_view.answer(model, name, options) for name in names]
+    if as_json:
+        documents = [plan_view.as_json(answer) for answer in answers]
+        plan_view.print_json(documents if compare else documents[0])
+    elif compare:
+        plan_view.print_comparison(answers)
+    elif explained:
+        plan_view.print_explanation(answers[0])
+    else:
+        plan_view.print_plan(answers[0])
+    if not any(answer.plan for answer in answers):
+        raise click.exceptions.Exit(3)

@@ -1,0 +1,261 @@
+"""What `plan` shows: the budget of one GPU as a bar, the layouts considered, the flags; or several accelerators."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpc_serve.hub import find_model
+from hpc_serve.plan import (
+    AcceleratorSpec,
+    ClusterSpec,
+    EngineConfig,
+    ModelSpec,
+    ServePlan,
+    Workload,
+    accelerator,
+    model_from_config,
+    plan,
+)
+from hpc_serve.plan.candidates import Question
+from hpc_serve.plan.explain import explain
+from hpc_serve.plan.layout import Layout
+from hpc_serve.plan.memory import MemoryEstimate
+from hpc_serve.plan.planner import NoLayoutError
+from hpc_serve.plan.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
+from hpc_serve.plan.report import no_plan_json, plan_json
+
+GIB = 2**30
+_BAR_WIDTH = 60
+_VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question, and the plan or the reason why there is none."""
+
+    question: Question
+    plan: ServePlan | None
+    error: NoLayoutError | None
+    note: str | None
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.question.model
+
+    @property
+    def gpu(self) -> AcceleratorSpec:
+        return self.question.cluster.accelerator
+
+
+def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
+    """Plan for one accelerator; `options` are the command's, by name. Raises InvalidRequestError, UnknownModelError."""
+    found = find_model(model_name)
+    model = model_from_config(
+        found.config, name=found.name, dtype=options["dtype"], quantization=options["quantization"]
+    )
+    cluster = ClusterSpec(
+        accelerator=accelerator(gpu, total_bytes=options["gpu_memory"]),
+        num_nodes=options["num_nodes"],
+        gpus_per_node=options["gpus_per_node"],
+    )
+    own = {key: options[key] for key in EngineConfig.__dataclass_fields__ if options.get(key) is not None}
+    engine = EngineConfig(**own)
+    workload = Workload(
+        max_model_len=options["max_model_len"], concurrency=options["concurrency"], replicas=options["replicas"]
+    )
+    question = Question(
+        model=model,
+        cluster=cluster,
+        engine=engine,
+        workload=workload,
+        max_model_len=workload.max_model_len or model.max_model_len,
+    )
+    try:
+        chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
+    except NoLayoutError as error:
+        return Answer(question=question, plan=None, error=error, note=found.note)
+    return Answer(question=question, plan=chosen, error=None, note=found.note)
+
+
+def as_json(given: Answer) -> dict[str, Any]:
+    """The answer under stable keys."""
+    if given.plan is not None:
+        return plan_json(given.plan, given.model, given.gpu)
+    assert given.error is not None
+    return no_plan_json(given.error, given.model, given.gpu)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_plan(given: Answer) -> None:
+    """The plan for people: where bytes go, what was considered, what to type. Without one, raises its error."""
+    chosen = _chosen(given)
+    console = Console(highlight=False)
+    memory = chosen.memory
+    console.print(_headline(given, chosen))
+    console.print()
+    _print_bar(console, memory)
+    console.print()
+    console.print(_candidate_table(chosen))
+    console.print()
+    for reason in chosen.reasons:
+        console.print(Text(f"- {reason}"))
+    _print_sharing(console, given, chosen)
+    console.print()
+    words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
+    Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
+
+
+def print_explanation(given: Answer) -> None:
+    """The arithmetic, line by line."""
+    chosen = _chosen(given)
+    layout = Layout(
+        tensor_parallel_size=chosen.tensor_parallel_size,
+        pipeline_parallel_size=chosen.pipeline_parallel_size,
+        num_nodes=chosen.num_nodes,
+        gpus_per_node=chosen.gpus_per_node,
+    )
+    for line in explain(given.question, layout, chosen.memory, chosen.minimum_gpus, note=given.note):
+        click.echo(line)
+    click.echo()
+    for reason in chosen.reasons:
+        click.echo(f"- {reason}")
+
+
+def print_comparison(answers: list[Answer]) -> None:
+    """One line an accelerator."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("GPU", no_wrap=True)
+    for heading in ("NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for given in answers:
+        if given.plan is None:
+            table.add_row(Text(given.gpu.name), Text("no fit", style="red"))
+            continue
+        memory, chosen = given.plan.memory, given.plan
+        table.add_row(
+            Text(given.gpu.name),
+            f"{chosen.num_nodes} x {chosen.gpus_per_node}",
+            str(chosen.tensor_parallel_size),
+            str(chosen.pipeline_parallel_size),
+            _gib(memory.requested_bytes),
+            _gib(memory.weight_bytes),
+            _gib(memory.kv_cache_bytes),
+            f"{memory.kv_cache_tokens:,}",
+            f"{memory.max_concurrency:.1f}",
+        )
+    console = Console(highlight=False)
+    length = answers[0].question.max_model_len
+    console.print(Text(f"{answers[0].model.name}, requests of {length:,} tokens; GiB per GPU"))
+    console.print(table)
+    for given in answers:
+        if given.error is not None:
+            console.print(Text(f"{given.gpu.name}: {given.error}", style="dim"))
+
+
+def _chosen(given: Answer) -> ServePlan:
+    if given.plan is None:
+        assert given.error is not None
+        raise given.error
+    return given.plan
+
+
+def _headline(given: Answer, chosen: ServePlan) -> Text:
+    nodes = f"{chosen.num_nodes} node{'s' if chosen.num_nodes > 1 else ''} x {chosen.gpus_per_node} {given.gpu.name}"
+    layout = f"TP={chosen.tensor_parallel_size} x PP={chosen.pipeline_parallel_size}"
+    replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
+    text = Text(chosen.model, style="bold")
+    return text.append(f": {replicas}{nodes}, {layout}", style="not bold")
+
+
+def _print_bar(console: Console, memory: MemoryEstimate) -> None:
+    """The GPU's memory as a bar and a legend."""
+    graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
+    parts = [
+        ("weights", memory.model_loading_bytes, "blue", "█"),
+        ("activations", memory.activation_bytes, "yellow", "▓"),
+        ("CUDA graphs", graphs, "magenta", "▒"),
+        ("non-torch", memory.non_torch_bytes, "red", "▒"),
+        ("KV cache", max(0, memory.kv_cache_bytes), "green", "░"),
+        ("left free", memory.total_bytes - memory.requested_bytes, "bright_black", "·"),
+    ]
+    console.print(Text(f"One GPU of {_gib(memory.total_bytes)} GiB, the tightest:"))
+    bar = Text("  ")
+    for width, (_, _, colour, mark) in zip(_widths([size for _, size, _, _ in parts]), parts):
+        bar.append(mark * width, style=colour)
+    console.print(bar)
+    for name, size, colour, mark in parts:
+        if size:
+            share = 100 * size / memory.total_bytes
+            console.print(Text(f"  {mark} ", style=colour).append(f"{name:12}{_gib(size):>8} GiB {share:5.1f} %"))
+
+
+def _widths(sizes: list[int]) -> list[int]:
+    """Columns of the bar for each size, at least one for what is there; they add up to the bar."""
+    total = sum(sizes)
+    widths = [max(1, round(_BAR_WIDTH * size / total)) if size else 0 for size in sizes]
+    widths[widths.index(max(widths))] += _BAR_WIDTH - sum(widths)
+    return widths
+
+
+def _candidate_table(chosen: ServePlan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in ("TP", "PP", "NODES"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("WHY", overflow="fold")
+    for candidate in chosen.candidates:
+        layout = candidate.layout
+        table.add_row(
+            str(layout.tensor_parallel_size),
+            str(layout.pipeline_parallel_size),
+            f"{layout.num_nodes} x {layout.gpus_per_node}",
+            Text(candidate.verdict, style=_VERDICTS[candidate.verdict]),
+            Text(candidate.reason),
+        )
+    return table
+
+
+def _print_sharing(console: Console, given: Answer, chosen: ServePlan) -> None:
+    """How a whole node could be shared, where the plan takes part of one and nothing was said about it."""
+    workload, engine = given.question.workload, given.question.engine
+    asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
+    if chosen.num_nodes > 1 or given.question.cluster.node_size == 1 or asked or workload.replicas:
+        return
+    ways = ways_to_share(given.question)
+    sentence = which_wins(ways, given.question.max_model_len)
+    if sentence is None:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in ("REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for way in ways:
+        table.add_row(
+            str(way.replicas),
+            str(way.layout.tensor_parallel_size),
+            _gib(way.memory.weight_bytes),
+            _gib(way.memory.kv_cache_bytes),
+            f"{way.total_tokens:,}",
+            f"{way.typical_requests:,}",
+        )
+    console.print()
+    console.print(Text(f"A whole node of {given.question.cluster.node_size}, shared (GiB per GPU):"))
+    console.print(table)
+    console.print(Text(f"- {sentence}"))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"

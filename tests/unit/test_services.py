@@ -1,0 +1,432 @@
+"""Submitting, judging, waiting for and stopping services, against stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import (
+    DoesNotFitError,
+    InvalidRequestError,
+    SchedulerUnavailableError,
+    ServiceConflictError,
+    ServiceFailedError,
+    ServiceNotFoundError,
+    StoreError,
+    SubmissionRefusedError,
+    UnknownModelError,
+    WaitTimeoutError,
+)
+from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import services
+from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.status import ServiceStatus, look
+from tests.stubs import StubService, make_record
+from tests.unit.fake_slurm import FakeSlurm
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    for name in ("_RECORDS_S", "_SCHEDULER_S", "_LAST_WORD_S"):
+        monkeypatch.setattr(services, name, 0.02)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    return fake
+
+
+@pytest.fixture
+def environ(store, tmp_path, monkeypatch):
+    """What `submit` is told: a home, and an environment for the job."""
+    activate = tmp_path / "env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    return {"HPC_SERVE_HOME": str(store.home), "HPC_SERVE_ENV": str(tmp_path / "env")}
+
+
+def request(**fields) -> ServeRequest:
+    return ServeRequest(**{"model": "8b", "service": "8b", **fields})
+
+
+def note(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
+    usual = {"service": "8b", "model": MODEL, "cluster": "slurm", "submitted_at": time.time(), "job_id": job_id}
+    job = SubmittedJob(**{**usual, **fields})
+    store.write_submitted(job)
+    return job
+
+
+def record(store: ServiceStore, job_id: str = "7", **fields):
+    usual = {"service": "8b", "model": MODEL, "job_id": job_id, "state": "starting", "stage": "loading weights"}
+    made = make_record(**{**usual, **fields})
+    store.write(made)
+    return made
+
+
+def the_one(store: ServiceStore) -> ServiceStatus:
+    (status,) = look(store).services
+    return status
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+class TestSubmit:
+    def test_a_job_is_submitted_and_written_down(self, store, slurm, environ):
+        done = services.submit(request(slurm=SlurmOptions(partition="gpu")), environ=environ)
+        assert (done.job.job_id, done.job.model, done.job.gpus_per_node) == ("101", MODEL, 1)
+        assert store.read_submitted("8b") == (done.job,)
+        (script,) = slurm.scripts
+        assert script == Path(done.job.script or "").read_text()
+        assert "#SBATCH --partition=gpu\n" in script
+        assert f"#SBATCH --output={store.log_dir('8b')}/%j.log\n" in script
+        assert done.job.log_path == str(store.log_dir("8b") / "101.log")
+        assert store.read_api_key("8b") not in script
+        assert done.job.predicted["weight_bytes"] > 16e9
+
+    def test_the_log_folder_asked_for_is_made(self, store, slurm, environ, tmp_path):
+        done = services.submit(request(log_dir=str(tmp_path / "a" / "logs")), environ=environ)
+        assert done.job.log_path == str(tmp_path / "a" / "logs" / "101.log")
+        assert (tmp_path / "a" / "logs").is_dir()
+
+    def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
+        slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
+        with pytest.raises(SubmissionRefusedError, match="Invalid qos specification"):
+            services.submit(request(), environ=environ)
+        assert files(store.service_dir("8b")) == {"api_key"}
+        (slurm.bin.parent / "refusal").unlink()
+        services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+
+    def test_what_cannot_be_written_down_is_not_left_running(self, store, slurm, environ, monkeypatch):
+        def full(*_):
+            raise StoreError("the filesystem is full")
+
+        monkeypatch.setattr(ServiceStore, "write_submitted", full)
+        with pytest.raises(StoreError, match="full"):
+            services.submit(request(), environ=environ)
+        assert slurm.cancelled == ["101"]
+        assert "service.json" not in files(store.service_dir("8b"))
+
+    @pytest.mark.parametrize(
+        ("fields", "error", "words"),
+        [
+            ({"model": "8bb"}, UnknownModelError, "8bb"),
+            ({"model": "70b", "tensor_parallel_size": 7, "num_nodes": 1}, DoesNotFitError, "7"),
+            ({"model": "405b", "num_nodes": 1}, DoesNotFitError, "does not fit"),
+            ({"log_dir": "/dev/null/x"}, StoreError, "--log-dir"),
+            ({"environment": Environment(kind="venv", path="/nonexistent")}, InvalidRequestError, "/nonexistent"),
+            ({"environment": Environment(kind="apptainer", path="/no.sif")}, InvalidRequestError, "/no.sif"),
+            ({"engine_args": ("--max-num-seqs", "many")}, InvalidRequestError, "--max-num-seqs is 'many'"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_happens(self, store, slurm, environ, fields, error, words):
+        with pytest.raises(error, match=words):
+            services.submit(request(**fields), environ=environ)
+        assert slurm.scripts == []
+        assert not files(store.home)
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [(None, "not a folder"), ([], "no config.json"), (["config.json"], "holds no weights")],
+    )
+    def test_weights_that_are_not_there_are_found_before_the_queue(
+        self, store, slurm, environ, tmp_path, content, words
+    ):
+        if content is not None:
+            (tmp_path / "model").mkdir()
+            for name in content:
+                (tmp_path / "model" / name).write_text("{}")
+        with pytest.raises(InvalidRequestError, match=words):
+            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
+        assert slurm.scripts == []
+
+    def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(InvalidRequestError, match="set HPC_SERVE_ENV"):
+            services.submit(request(), environ={"HPC_SERVE_HOME": str(store.home)})
+        assert slurm.scripts == []
+
+    def test_a_name_is_one_model_s_as_long_as_its_job_may_live(self, store, slurm, environ):
+        services.submit(request(), environ=environ)
+        with pytest.raises(ServiceConflictError, match="job 101"):
+            services.submit(request(model="70b"), environ=environ)
+        assert len(slurm.scripts) == 1
+        services.submit(request(), environ=environ)  # the same model: another replica
+        slurm.queue()
+        for job_id in ("101", "102"):
+            slurm.job(job_id, "CANCELLED")
+        services.submit(request(model="70b"), environ=environ)
+        assert len(slurm.scripts) == 3
+
+    def test_a_silent_controller_frees_no_name(self, store, slurm, environ):
+        services.submit(request(), environ=environ)
+        slurm.be_silent()
+        with pytest.raises(ServiceConflictError):
+            services.submit(request(model="70b"), environ=environ)
+        with pytest.raises(SchedulerUnavailableError):
+            services.submit(request(), environ=environ)
+
+
+class TestStatus:
+    def test_a_job_in_the_queue_says_why_it_waits(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Resources"))
+        status = the_one(store)
+        assert (status.state, status.reason) == ("pending", "waiting for free nodes (Resources)")
+
+    def test_a_script_that_has_begun(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+
+    def test_a_record_says_how_far_a_start_is(self, store, slurm):
+        note(store)
+        record(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        status = the_one(store)
+        assert (status.state, status.stage, status.time_left) == ("starting", "loading weights", "1:00:00")
+
+    @pytest.mark.parametrize("published", [False, True], ids=["before its record", "after its record"])
+    @pytest.mark.parametrize(
+        ("state", "exit_code", "expected", "reason"),
+        [
+            ("TIMEOUT", "0:15", "failed", "time limit (TIMEOUT)"),
+            ("NODE_FAIL", "0:15", "failed", "a node of it failed"),
+            ("OUT_OF_MEMORY", "0:125", "failed", "more memory"),
+            ("FAILED", "78:0", "failed", "exited with code 78"),
+            ("CANCELLED", "0:15", "stopped", "it was cancelled"),
+        ],
+    )
+    def test_an_end_that_nobody_wrote_down_is_slurm_s_to_tell(
+        self, store, slurm, state, exit_code, expected, reason, published
+    ):
+        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        Path(job.log_path or "").write_text("one\nno Python environment in /x\n")
+        if published:
+            record(store)
+        slurm.job("7", state, exit_code=exit_code)
+        status = the_one(store)
+        assert status.state == expected
+        assert reason in status.reason
+        assert status.last_words[-1] == "no Python environment in /x"
+        assert (status.is_over, status.has_last_word) == (True, False)
+        assert status.exit_code == int(exit_code.partition(":")[0])
+
+    def test_a_job_that_slurm_has_forgotten_is_over_but_how_is_not_known(self, store, slurm):
+        note(store)
+        status = the_one(store)
+        assert status.state == "failed"
+        assert "not known" in status.reason
+
+    @pytest.mark.parametrize("with_record", [False, True])
+    def test_silence_is_unknown_and_never_an_end(self, store, slurm, with_record):
+        note(store)
+        if with_record:
+            record(store, updated_at=time.time() - 500)
+        slurm.be_silent()
+        report = look(store)
+        assert report.services[0].state == "unknown"
+        assert not report.services[0].is_over
+        assert "does not answer" in report.problems[-1]
+
+    def test_a_fresh_record_is_believed_while_the_controller_is_silent(self, store, slurm):
+        note(store)
+        record(store)
+        slurm.be_silent()
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
+
+    def test_the_last_word_of_a_launcher_is_kept_whatever_slurm_says(self, store, slurm):
+        note(store)
+        record(store, state="failed", failed_part="engine", reason="engine exited with 3", exit_code=3)
+        slurm.be_silent()
+        status = the_one(store)
+        assert (status.state, status.failed_part, status.exit_code) == ("failed", "engine", 3)
+        assert look(store).problems == ()
+
+    def test_a_requeued_job_waits_again(self, store, slurm):
+        note(store)
+        record(store, state="stopped", reason="SIGTERM")
+        slurm.queue(("7", "PENDING", "BeginTime"))
+        assert the_one(store).state == "pending"
+
+    def test_of_several_runs_of_a_job_the_last_counts(self, store, slurm):
+        record(store, state="failed", reason="first")
+        record(store, restart=1, started_at=time.time() + 1)
+        slurm.queue(("7", "RUNNING", "None"))
+        assert (the_one(store).restart, the_one(store).state) == (1, "starting")
+
+    def test_a_job_submitted_by_hand_is_known_by_its_name(self, store, slurm):
+        slurm.name_in_queue("9", "hpc-serve-70b")
+        slurm.name_in_queue("10", "something-else")
+        slurm.name_in_queue("11", "hpc-serve-not a name")
+        status = the_one(store)
+        assert (status.service, status.job_id, status.state) == ("70b", "9", "pending")
+        assert look(store, "8b").services == ()
+
+    def test_a_record_that_cannot_be_read_is_told_and_hides_nothing_else(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        (store.service_dir("8b") / "8-r0-0.json").write_text('{"version": 1, "ser')
+        report = look(store)
+        assert [status.job_id for status in report.services] == ["7"]
+        assert "8-r0-0.json" in report.problems[0]
+
+    def test_without_slurm_there_is_nothing_to_complain_about(self, store, monkeypatch):
+        monkeypatch.setenv("PATH", "/nonexistent")
+        assert look(store).services == ()
+        assert look(store).problems == ()
+
+    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm):
+        slurm.queue(("7", "RUNNING", "None"))
+        service = StubService(store.home, "8b")
+        try:
+            engine = service.start(service="8b", model=MODEL, job_id="7")
+            assert the_one(store).state == "ready"
+            assert the_one(store).address == f"127.0.0.1:{engine.port}"
+            engine.kill()
+            status = the_one(store)
+            assert status.state == "unresponsive"
+            assert f"127.0.0.1:{engine.port}" in status.reason
+        finally:
+            service.close()
+
+    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm):
+        slurm.be_silent()
+        service = StubService(store.home, "8b")
+        try:
+            service.start(service="8b", model=MODEL, job_id="7")
+            assert the_one(store).state == "ready"
+        finally:
+            service.close()
+
+
+class TestWait:
+    def test_the_stages_are_told_and_a_failure_ends_it_with_the_last_words(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        told = []
+
+        def go_on(status: ServiceStatus) -> None:
+            told.append((status.state, status.stage))
+            if status.state == "pending":
+                slurm.queue(("7", "RUNNING", "None"))
+            elif status.stage == "its script has begun":
+                record(store)
+            elif status.stage == "loading weights":
+                words = ("Traceback", "ValueError: no memory")
+                record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_words=words)
+
+        with pytest.raises(ServiceFailedError) as caught:
+            services.wait(store, "8b", timeout_s=20, on_change=go_on)
+        assert told[:3] == [("pending", ""), ("starting", "its script has begun"), ("starting", "loading weights")]
+        assert "8b (job 7) failed: engine: engine exited with 1" in str(caught.value)
+        assert "ValueError: no memory" in str(caught.value)
+
+    def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
+        monkeypatch.setattr(services, "_LAST_WORD_S", 20.0)
+        note(store)
+        slurm.job("7", "FAILED", exit_code="3:0")
+
+        def write_it(status: ServiceStatus) -> None:
+            record(store, state="failed", failed_part="engine", reason="the real reason")
+
+        with pytest.raises(ServiceFailedError, match="the real reason"):
+            services.wait(store, "8b", on_change=write_it)
+
+    def test_not_ready_in_time_is_no_failure(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
+            services.wait(store, "8b", timeout_s=0)
+
+    def test_a_silent_controller_is_waited_out(self, store, slurm):
+        note(store)
+        slurm.be_silent()
+        seen = []
+
+        def answer(status: ServiceStatus) -> None:
+            seen.append(status.state)
+            if status.state == "unknown":
+                slurm.be_silent(False)
+                slurm.queue(("7", "PENDING", "Priority"))
+
+        with pytest.raises(WaitTimeoutError):
+            services.wait(store, "8b", timeout_s=0.5, on_change=answer)
+        assert seen == ["unknown", "pending"]
+
+    def test_an_older_failure_does_not_end_the_wait_for_a_new_job(self, store, slurm):
+        note(store, "7", submitted_at=time.time() - 100)
+        note(store, "8")
+        slurm.job("7", "FAILED", exit_code="1:0")
+        slurm.queue(("8", "PENDING", "Priority"))
+        with pytest.raises(WaitTimeoutError, match="pending"):
+            services.wait(store, "8b", timeout_s=0)
+
+    def test_an_unknown_service_is_not_waited_for(self, store, slurm):
+        note(store)
+        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
+            services.wait(store, "70b")
+
+
+class TestStop:
+    def test_a_job_is_cancelled_and_its_end_waited_for(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        (status,) = services.stop(store, "8b")
+        assert slurm.cancelled == ["7"]
+        assert status.state == "stopped"
+        assert look(store).services == ()  # it never began: nothing to remember
+
+    def test_one_job_of_a_service_is_stopped_by_its_id(self, store, slurm):
+        note(store, "7")
+        note(store, "8")
+        slurm.queue(("7", "PENDING", "Priority"), ("8", "PENDING", "Priority"))
+        slurm.job("8", "CANCELLED", after_cancel=True)
+        services.stop(store, "8")
+        assert slurm.cancelled == ["8"]
+
+    def test_a_job_submitted_by_hand_is_stopped_too(self, store, slurm):
+        slurm.name_in_queue("9", "hpc-serve-70b")
+        slurm.job("9", "CANCELLED", after_cancel=True)
+        (status,) = services.stop(store, "70b")
+        assert status.state == "stopped"
+        assert slurm.cancelled == ["9"]
+
+    def test_what_is_over_is_left_alone(self, store, slurm):
+        note(store)
+        record(store, state="stopped")
+        assert services.stop(store, "8b") == ()
+        assert slurm.cancelled == []
+
+    def test_a_job_that_does_not_end_is_told(self, store, slurm):
+        note(store)
+        slurm.job("7", "RUNNING")
+        with pytest.raises(WaitTimeoutError, match="still RUNNING"):
+            services.stop(store, "7", timeout_s=0.1)
+
+    def test_a_silent_controller_cancels_nothing_and_says_so(self, store, slurm):
+        note(store)
+        slurm.be_silent()
+        with pytest.raises(SchedulerUnavailableError, match="does not answer"):
+            services.stop(store, "8b")
+
+    def test_an_unknown_one_is_an_error_that_lists_what_there_is(self, store, slurm):
+        note(store)
+        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
+            services.stop(store, "nonesuch")
