@@ -12,7 +12,7 @@ from tests.cluster.config import (
     slurm_conf_text,
 )
 
-CONFIG = ClusterConfig(name="two", num_nodes=2, memory_per_node_mib=16000, root=Path("/srv/clusters"))
+CONFIG = ClusterConfig(name="two", num_nodes=2, cpus_per_node=8, memory_per_node_mib=16000, root=Path("/srv/clusters"))
 
 
 def test_every_host_has_its_own_address() -> None:
