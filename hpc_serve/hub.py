@@ -1,51 +1,218 @@
-"""Finds a model's config: the catalogue, a folder, or a path to a config.json. What it means is plan/model.py's."""
+"""Finds a model's config: the catalogue, a folder or a path, the local Hugging Face cache, the hub. What it means is
+plan/model.py's. Where weights are at hand, reads the headers of their files, never the weights.
+
+The hub is asked last, and only for names of the form owner/name. A token goes into its header and nowhere else.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.plan import catalog
+
+if TYPE_CHECKING:
+    import httpx
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_TIMEOUT_S = 10.0
+_HEADER_LIMIT_BYTES = 100 * 2**20
+"""Longest header the safetensors format allows."""
+_CONFIG_LIMIT_BYTES = 10 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """What a folder's safetensors files hold, by their headers: elements, and bytes by type ("BF16", "F8_E4M3", …)."""
+
+    parameters: int
+    bytes_by_dtype: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.bytes_by_dtype.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundModel:
     """A model's config and where it is from.
 
-    `name` is what `vllm serve` takes (repository or folder); `served_model_names` are that and the alias asked for.
+    `name` is what `vllm serve` takes (repository or folder), `served_model_names` are that and the alias asked for,
+    `origin` says where the config was found, `folder` is where weights may lie.
     """
 
     name: str
     served_model_names: tuple[str, ...]
     config: Mapping[str, Any]
+    origin: str = "the catalogue"
+    note: str | None = None
+    folder: Path | None = None
 
 
-def find_model(name: str) -> FoundModel:
+def find_model(
+    name: str, *, environ: Mapping[str, str] | None = None, transport: httpx.BaseTransport | None = None
+) -> FoundModel:
     """The config of a catalogue alias, a repository, a folder, or a path to a config.json.
 
-    Raises UnknownModelError where there is none, InvalidRequestError where it cannot be read.
+    Raises UnknownModelError where there is none (or it may not be seen), InvalidRequestError where it cannot be read.
+    `transport` stands in for the network in tests.
     """
-    entry = catalog.find(name)
+    environ = os.environ if environ is None else environ
+    path = Path(name).expanduser()
+    looks_like_a_path = name.startswith(("/", ".", "~")) or name.endswith(".json")
+    entry = None if looks_like_a_path else catalog.find(name)
     if entry is not None:
         names = (entry.name,) if name.lower() == entry.name.lower() else (entry.name, name.lower())
-        return FoundModel(name=entry.name, served_model_names=names, config=entry.config)
-    path = Path(name).expanduser()
+        cached = cached_folder(entry.name, environ)
+        return FoundModel(
+            name=entry.name, served_model_names=names, config=entry.config, note=entry.note, folder=cached
+        )
+    if path.is_dir() or path.is_file():
+        return _from_folder(path)
+    if looks_like_a_path:
+        raise UnknownModelError(f"There is no folder or file {name!r}, so no model can be read from it.")
+    if not _REPOSITORY.fullmatch(name):
+        raise UnknownModelError(f"No model is known as {name!r}.{catalog.suggestion(name)}")
+    cached = cached_folder(name, environ)
+    if cached is not None:
+        config = _read(cached / "config.json")
+        return FoundModel(
+            name=name, served_model_names=(name,), config=config, origin="the Hugging Face cache", folder=cached
+        )
+    return FoundModel(
+        name=name, served_model_names=(name,), config=_from_hub(name, environ, transport), origin="the hub"
+    )
+
+
+def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
+    """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
+    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache" / "huggingface")
+    root = Path(environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+    folder = root / ("models--" + repository.replace("/", "--"))
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if revision and (snapshot / "config.json").is_file() else None
+
+
+def stored_weights(folder: Path) -> StoredWeights | None:
+    """What the safetensors files of a folder hold, or None where there are none (or not all that the index names).
+
+    Reads each file's header only. Raises InvalidRequestError for a file that is not one.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_read(index).get("weight_map", {}).values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    files = [folder / name for name in names]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    parameters = 0
+    by_dtype: dict[str, int] = {}
+    for file in files:
+        for tensor, entry in _header(file).items():
+            if tensor == "__metadata__":
+                continue
+            elements = 1
+            for size in entry["shape"]:
+                elements *= size
+            start, end = entry["data_offsets"]
+            parameters += elements
+            by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + end - start
+    return StoredWeights(parameters=parameters, bytes_by_dtype=by_dtype)
+
+
+def _from_folder(path: Path) -> FoundModel:
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        folder = file.parent.absolute()
-        return FoundModel(name=str(folder), served_model_names=(folder.name,), config=_read(file))
-    raise UnknownModelError(f"No model is known as {name!r}.{catalog.suggestion(name)}")
+    if not file.is_file():
+        raise UnknownModelError(f"{path} has no config.json, so it is not a model's folder.")
+    folder = file.parent.absolute()
+    return FoundModel(
+        name=str(folder), served_model_names=(folder.name,), config=_read(file), origin=str(file), folder=folder
+    )
+
+
+def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.BaseTransport | None) -> Mapping[str, Any]:
+    import httpx
+
+    if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise UnknownModelError(
+            f"{repository} is not in the catalogue or the Hugging Face cache, and HF_HUB_OFFLINE keeps from the hub."
+            f"{catalog.suggestion(repository)}"
+        )
+    endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    token = _token(environ)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True, transport=transport) as client:
+            response = client.get(f"{endpoint}/{repository}/resolve/main/config.json", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UnknownModelError(
+            f"{repository} is not in the catalogue or the Hugging Face cache, and {endpoint} cannot be reached "
+            f"({type(error).__name__}): name a folder or a config.json instead.{catalog.suggestion(repository)}"
+        ) from None
+    if response.status_code in (401, 403):
+        cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
+        raise UnknownModelError(
+            f"{repository} is private, gated or not there (HTTP {response.status_code}): accept its licence at "
+            f"{endpoint}/{repository} where it has one; {cure}.{catalog.suggestion(repository)}"
+        )
+    if response.status_code == 404:
+        raise UnknownModelError(
+            f"{endpoint} has no {repository}, or it has no config.json.{catalog.suggestion(repository)}"
+        )
+    if response.status_code != 200 or len(response.content) > _CONFIG_LIMIT_BYTES:
+        raise UnknownModelError(
+            f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
+        )
+    return _object(response.content, f"{repository}/config.json of {endpoint}")
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    """The token as huggingface_hub finds it: HF_TOKEN, else the file it keeps."""
+    if environ.get("HF_TOKEN"):
+        return environ["HF_TOKEN"].strip()
+    home = environ.get("HF_HOME") or str(Path(environ.get("HOME", "~")).expanduser() / ".cache" / "huggingface")
+    try:
+        return Path(environ.get("HF_TOKEN_PATH") or f"{home}/token").read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
 
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"{file} cannot be read as a model's config: {error}") from error
-    if not isinstance(config, dict):
-        raise InvalidRequestError(f"{file} is not a model's config: it holds no JSON object.")
-    return config
+        return _object(file.read_bytes(), str(file))
+    except OSError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _object(content: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{where} holds no JSON object.")
+    return value
+
+
+def _header(file: Path) -> Mapping[str, Any]:
+    """The header of a safetensors file: eight bytes of length (little endian), then JSON."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= _HEADER_LIMIT_BYTES:
+                raise InvalidRequestError(f"{file} is no safetensors file: its header would be {length} bytes long.")
+            return _object(stream.read(length), f"the header of {file}")
+    except OSError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error

@@ -21,7 +21,7 @@ class AcceleratorSpec:
 
     `label_bytes` is the product's label (80 GB = 80e9), `total_bytes` what the driver reports to torch; where that was
     never seen it is the label. Bandwidth and links in bytes per second, one direction; `dense_flops` by type, without
-    sparsity, in operations per second.
+    sparsity, in operations per second. None: not confirmed by any source.
     """
 
     name: str
@@ -30,7 +30,7 @@ class AcceleratorSpec:
     kind: Literal["gpu", "tpu", "cpu"]
     label_bytes: int
     total_bytes: int
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: float | None
     dense_flops: Mapping[str, float] = field(hash=False)
     link: str | None
     link_bytes_per_s: float | None

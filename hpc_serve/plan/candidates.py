@@ -84,14 +84,17 @@ def widest(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def nearest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Those that miss least; what vLLM refuses comes last."""
+    """Those that miss least; of what vLLM refuses, which comes last, the smallest for each reason."""
 
     def distance(candidate: Candidate) -> tuple[int, int]:
         if candidate.memory is None:
-            return 1, -candidate.layout.num_gpus
+            return 1, candidate.layout.num_gpus
         return 0, -candidate.memory.kv_cache_bytes
 
-    return sorted(candidates, key=distance)[:count]
+    different: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=distance):
+        different.setdefault(candidate.reason, candidate)
+    return list(different.values())[:count]
 
 
 def room(memory: MemoryEstimate) -> str:
@@ -115,9 +118,9 @@ def shortfall(memory: MemoryEstimate, workload: Workload) -> str:
 
 def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
     """On several nodes, one tensor-parallel group over all; half the width; on one node, wider ones."""
-    if chosen.num_nodes > 1:
+    if chosen.num_nodes > 1 and chosen.pipeline_parallel_size > 1:
         yield replace(chosen, tensor_parallel_size=chosen.num_gpus, pipeline_parallel_size=1)
-    for layout in layouts_on(chosen.num_nodes, cluster.node_size, EngineConfig()):
+    for layout in layouts_on(chosen.num_nodes, cluster, EngineConfig()):
         more = layout.num_gpus > chosen.num_gpus
         is_wider = chosen.num_nodes == 1 and more and layout.pipeline_parallel_size == 1
         is_half = layout.tensor_parallel_size * 2 == chosen.tensor_parallel_size

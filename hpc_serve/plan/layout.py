@@ -48,14 +48,19 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
         yield _explicit(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
         return
     for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, MAX_NODES + 1):
-        yield from layouts_on(nodes, cluster.node_size, engine)
+        yield from layouts_on(nodes, cluster, engine)
 
 
-def layouts_on(num_nodes: int, node_size: int, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts on exactly so many nodes: any share of a single one, the whole of several."""
+def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
+    """Layouts on exactly so many nodes: any share of a single one, the whole of several.
+
+    The links of TPU chips span hosts, and so do their tensor-parallel groups.
+    """
     seen = set()
+    node_size = cluster.node_size
     for gpus in _divisors(node_size) if num_nodes == 1 else [node_size]:
-        for tensor, pipeline in _splits(num_nodes * gpus, gpus, engine):
+        total = num_nodes * gpus
+        for tensor, pipeline in _splits(total, total if cluster.accelerator.kind == "tpu" else gpus, engine):
             used = tensor * pipeline // num_nodes
             if tensor * pipeline % num_nodes == 0 and used <= node_size and (tensor, pipeline) not in seen:
                 seen.add((tensor, pipeline))

@@ -21,7 +21,7 @@ from hpc_serve.plan.engine import (
 from hpc_serve.plan.kv_cache import CacheLayout, cache_layout
 from hpc_serve.plan.model import ModelSpec
 from hpc_serve.plan.overhead import StageRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
-from hpc_serve.plan.stages import Stage, stages
+from hpc_serve.plan.stages import Stage, check_layout, stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ def estimate_memory(
         raise InvalidRequestError(
             f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
         )
+    check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     layout = cache_layout(model, engine, tensor_parallel_size, default_block_size=default_block_size(accelerator))
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))

@@ -67,11 +67,10 @@ def plan(
 ) -> ServePlan:
     """The smallest layout that holds the model and the workload.
 
-    Raises DoesNotFitError (NoLayoutError, with the nearest candidates and what would make them fit, where layouts were
-    tried), InvalidRequestError for a context the model does not have.
+    Raises NoLayoutError, a DoesNotFitError, with the nearest candidates and what would make them fit, and
+    InvalidRequestError for a context the model does not have.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
-    _check_dtype(model, cluster)
     question = Question(
         model=model,
         cluster=_share_of_a_replica(cluster, workload),
@@ -80,11 +79,16 @@ def plan(
         max_model_len=workload.max_model_len or model.max_model_len,
     )
     tried: list[Candidate] = []
-    for layout in layouts(question.cluster, engine):
-        candidate = question.consider(layout)
-        if candidate.verdict == "fits":
-            return _plan(question, replace(candidate, verdict="chosen"), tried, served_model_names)
-        tried.append(candidate)
+    try:
+        _check_dtype(model, cluster)
+        for layout in layouts(question.cluster, engine):
+            candidate = question.consider(layout)
+            if candidate.verdict == "fits":
+                return _plan(question, replace(candidate, verdict="chosen"), tried, served_model_names)
+            tried.append(candidate)
+    except DoesNotFitError as error:
+        minimum = minimum_gpus(question, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
     raise _nothing_fits(question, tried)
 
 
@@ -158,10 +162,8 @@ def _reasons(
     reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
     reasons.append(f"{layout} leaves {room(memory)}.")
     if memory.graphs_outside and memory.cuda_graph_bytes:
-        reasons.append(
-            f"vLLM {question.engine.vllm_version} does not count its CUDA graphs, {memory.cuda_graph_bytes / GIB:.1f} GiB: "
-            "they need room outside gpu_memory_utilization."
-        )
+        graphs = f"{memory.cuda_graph_bytes / GIB:.1f} GiB of CUDA graphs"
+        reasons.append(f"vLLM {question.engine.vllm_version} does not count its {graphs}: leave them room.")
     assumed = assumption(question.engine, question.model)
     return [*reasons, assumed] if assumed else reasons
 

@@ -42,16 +42,27 @@ def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list
     return layers
 
 
+def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """Raise DoesNotFitError for sizes that vLLM refuses whatever the memory, in its own words where it has any.
+
+    Source: `verify_with_parallel_config` in vLLM's config/model.py.
+    """
+    heads, layers = model.num_attention_heads, model.num_hidden_layers
+    if heads % tensor_parallel_size:
+        possible = ", ".join(str(size) for size in range(1, min(heads, 64) + 1) if heads % size == 0)
+        raise DoesNotFitError(
+            f"vLLM refuses it: Total number of attention heads ({heads}) must be divisible by tensor parallel size "
+            f"({tensor_parallel_size}); {possible} are possible"
+        )
+    if pipeline_parallel_size > layers:
+        raise DoesNotFitError(f"{pipeline_parallel_size} stages cannot share {layers} layers")
+
+
 def stages(
     model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int, *, expert_parallel: bool = False
 ) -> tuple[Stage, ...]:
     """All stages of a layout. Raises DoesNotFitError, naming what cannot be divided, where vLLM refuses it."""
-    if model.num_attention_heads % tensor_parallel_size:
-        raise DoesNotFitError(
-            f"vLLM refuses it: {model.num_attention_heads} attention heads are not divisible by {tensor_parallel_size}"
-        )
-    if pipeline_parallel_size > model.num_hidden_layers:
-        raise DoesNotFitError(f"{pipeline_parallel_size} stages, but only {model.num_hidden_layers} layers")
+    check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
     found, start = [], 0
     for rank, count in enumerate(pipeline_layers(model.num_hidden_layers, pipeline_parallel_size)):
