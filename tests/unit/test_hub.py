@@ -1,0 +1,187 @@
+"""Where a config comes from: catalogue, folder, cache, hub; and what is said when it comes from nowhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.hub import cached_folder, find_model, stored_weights
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+TOKEN = "hf_secretsecretsecret"
+
+
+def answering(status: int, body: object = CONFIG, seen: list[httpx.Request] | None = None) -> httpx.MockTransport:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if seen is not None:
+            seen.append(request)
+        return httpx.Response(status, json=body)
+
+    return httpx.MockTransport(handle)
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path)}
+
+
+def cache(environ: dict[str, str], repository: str, config: object) -> Path:
+    folder = Path(environ["HF_HOME"]) / "hub" / ("models--" + repository.replace("/", "--"))
+    snapshot = folder / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123abc")
+    (snapshot / "config.json").write_text(json.dumps(config))
+    return snapshot
+
+
+def test_an_alias_is_the_repository_under_both_names() -> None:
+    found = find_model("70b")
+    assert found.name == "meta-llama/Llama-3.3-70B-Instruct"
+    assert found.served_model_names == ("meta-llama/Llama-3.3-70B-Instruct", "70b")
+    assert find_model("Meta-Llama/llama-3.3-70b-instruct").served_model_names == (found.name,)
+
+
+def test_a_folder_or_a_path_is_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in (str(folder), str(folder / "config.json")):
+        found = find_model(name)
+        assert found.name == str(folder)
+        assert found.served_model_names == ("tiny",)
+        assert found.config == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object"), ("\xff", "as JSON")]
+)
+def test_a_broken_config_is_named(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(InvalidRequestError, match=says):
+        find_model(str(tmp_path))
+
+
+def test_a_folder_without_a_config_and_a_path_to_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModelError, match=r"no config\.json"):
+        find_model(str(tmp_path))
+    with pytest.raises(UnknownModelError, match="no folder or file"):
+        find_model(str(tmp_path / "missing"))
+
+
+def test_the_cache_is_looked_in_before_the_hub(environ: dict[str, str]) -> None:
+    snapshot = cache(environ, "acme/rocket-7b", CONFIG)
+    found = find_model("acme/rocket-7b", environ=environ, transport=answering(500))
+    assert found.config == CONFIG
+    assert found.folder == snapshot
+    assert found.name == "acme/rocket-7b"
+    elsewhere = {"HF_HUB_CACHE": str(Path(environ["HF_HOME"]) / "hub"), "HF_HOME": "/nowhere"}
+    assert cached_folder("acme/rocket-7b", elsewhere) == snapshot
+    assert cached_folder("acme/other", environ) is None
+
+
+def test_the_hub_is_asked_with_the_token_in_its_header_alone(environ: dict[str, str]) -> None:
+    seen: list[httpx.Request] = []
+    found = find_model("acme/rocket-7b", environ={**environ, "HF_TOKEN": TOKEN}, transport=answering(200, seen=seen))
+    assert found.config == CONFIG
+    assert str(seen[0].url) == "https://huggingface.co/acme/rocket-7b/resolve/main/config.json"
+    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
+
+
+def test_the_token_file_is_used_and_another_endpoint(environ: dict[str, str]) -> None:
+    seen: list[httpx.Request] = []
+    Path(environ["HF_HOME"]).mkdir()
+    (Path(environ["HF_HOME"]) / "token").write_text(TOKEN + "\n")
+    environ["HF_ENDPOINT"] = "https://mirror.example/"
+    find_model("acme/rocket-7b", environ=environ, transport=answering(200, seen=seen))
+    assert str(seen[0].url) == "https://mirror.example/acme/rocket-7b/resolve/main/config.json"
+    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
+
+
+def test_the_token_does_not_follow_a_redirect_to_another_host(environ: dict[str, str]) -> None:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if request.url.host == "huggingface.co":
+            return httpx.Response(302, headers={"Location": "https://cdn.example/config.json"})
+        return httpx.Response(200, json=CONFIG)
+
+    find_model("acme/x", environ={**environ, "HF_TOKEN": TOKEN}, transport=httpx.MockTransport(handle))
+    assert [request.url.host for request in seen] == ["huggingface.co", "cdn.example"]
+    assert "Authorization" not in seen[1].headers
+
+
+@pytest.mark.parametrize(
+    ("status", "token", "says"),
+    [
+        (401, None, "set HF_TOKEN to a token"),
+        (403, TOKEN, "your HF_TOKEN may not read it"),
+        (404, None, "has no acme/rocket-7b"),
+        (503, None, "answered HTTP 503"),
+    ],
+)
+def test_what_the_hub_refuses(environ: dict[str, str], status: int, token: str | None, says: str) -> None:
+    if token:
+        environ["HF_TOKEN"] = token
+    with pytest.raises(UnknownModelError, match=says) as caught:
+        find_model("acme/rocket-7b", environ=environ, transport=answering(status))
+    assert TOKEN not in str(caught.value)
+
+
+def test_without_a_network(environ: dict[str, str]) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError(f"no route; {request.headers}")
+
+    environ["HF_TOKEN"] = TOKEN
+    with pytest.raises(UnknownModelError, match="cannot be reached") as caught:
+        find_model("acme/rocket-7b", environ=environ, transport=httpx.MockTransport(handle))
+    assert TOKEN not in str(caught.value)
+    assert caught.value.__cause__ is None
+    with pytest.raises(UnknownModelError, match="HF_HUB_OFFLINE"):
+        find_model("acme/rocket-7b", environ={**environ, "HF_HUB_OFFLINE": "1"}, transport=answering(200))
+
+
+def test_names_that_are_nothing_get_a_suggestion(environ: dict[str, str]) -> None:
+    with pytest.raises(UnknownModelError, match="Did you mean 405b"):
+        find_model("405", environ=environ, transport=answering(500))
+    with pytest.raises(UnknownModelError, match=r"meta-llama/Llama-3\.1-70B-Instruct"):
+        find_model("meta-llama/Llama-3.1-70B-Instrukt", environ=environ, transport=answering(404))
+
+
+def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
+    header, place = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)  # the header alone: weights are never read
+
+
+def test_headers_of_weights(tmp_path: Path) -> None:
+    assert stored_weights(tmp_path) is None
+    safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4, 8], 64), "y": ("F32", [3], 12)})
+    safetensors(tmp_path / "b.safetensors", {"z": ("F8_E4M3", [16, 16], 256)})
+    found = stored_weights(tmp_path)
+    assert found is not None
+    assert found.parameters == 32 + 3 + 256
+    assert found.bytes_by_dtype == {"BF16": 64, "F32": 12, "F8_E4M3": 256}
+    assert found.total_bytes == 332
+
+
+def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
+    safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4], 8)})
+    index = {"weight_map": {"x": "a.safetensors", "y": "missing.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_weights(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b"{\"a\":"])
+def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
+        stored_weights(tmp_path)
