@@ -7,15 +7,17 @@ The hub is asked last, and only for names of the form owner/name. A token goes i
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.plan import catalog
+from hpc_serve.plan import ModelSpec, catalog, model_from_config
+from hpc_serve.plan.stored import StoredTensor, loaded_bytes, reconciled
 
 if TYPE_CHECKING:
     import httpx
@@ -28,24 +30,12 @@ _CONFIG_LIMIT_BYTES = 10 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredWeights:
-    """What a folder's safetensors files hold, by their headers: elements, and bytes by type ("BF16", "F8_E4M3", …)."""
-
-    parameters: int
-    bytes_by_dtype: Mapping[str, int]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(self.bytes_by_dtype.values())
-
-
-@dataclass(frozen=True, kw_only=True)
 class FoundModel:
     """A model's config and where it is from.
 
     `name` is what `vllm serve` takes (repository or folder), `served_model_names` are that and the alias asked for,
-    `origin` says where the config was found, `folder` is where weights may lie.
+    `origin` says where the config was found, `folder` is where weights may lie. `note` is the catalogue's; `warning`
+    says that config and files do not agree.
     """
 
     name: str
@@ -53,6 +43,7 @@ class FoundModel:
     config: Mapping[str, Any]
     origin: str = "the catalogue"
     note: str | None = None
+    warning: str | None = None
     folder: Path | None = None
 
 
@@ -104,7 +95,28 @@ def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
     return snapshot if revision and (snapshot / "config.json").is_file() else None
 
 
-def stored_weights(folder: Path) -> StoredWeights | None:
+def find_spec(
+    name: str,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    transport: httpx.BaseTransport | None = None,
+) -> tuple[FoundModel, ModelSpec]:
+    """A model and what it is made of; where its weights are at hand, as heavy as their files say.
+
+    Raises what `find_model` and `model_from_config` raise.
+    """
+    found = find_model(name, environ=environ, transport=transport)
+    spec = model_from_config(found.config, name=found.name, dtype=dtype, quantization=quantization)
+    tensors = stored_tensors(found.folder) if found.folder else None
+    if tensors is None or spec.quantization.is_assumed:
+        return found, spec
+    spec, sentence = reconciled(spec, loaded_bytes(tensors, spec))
+    return replace(found, warning=sentence), spec
+
+
+def stored_tensors(folder: Path) -> list[StoredTensor] | None:
     """What the safetensors files of a folder hold, or None where there are none (or not all that the index names).
 
     Reads each file's header only. Raises InvalidRequestError for a file that is not one.
@@ -117,19 +129,17 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     files = [folder / name for name in names]
     if not files or not all(file.is_file() for file in files):
         return None
-    parameters = 0
-    by_dtype: dict[str, int] = {}
-    for file in files:
-        for tensor, entry in _header(file).items():
-            if tensor == "__metadata__":
-                continue
-            elements = 1
-            for size in entry["shape"]:
-                elements *= size
-            start, end = entry["data_offsets"]
-            parameters += elements
-            by_dtype[entry["dtype"]] = by_dtype.get(entry["dtype"], 0) + end - start
-    return StoredWeights(parameters=parameters, bytes_by_dtype=by_dtype)
+    return [
+        StoredTensor(
+            name=name,
+            dtype=entry["dtype"],
+            elements=math.prod(entry["shape"]),
+            size_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for file in files
+        for name, entry in _header(file).items()
+        if name != "__metadata__"
+    ]
 
 
 def _from_folder(path: Path) -> FoundModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.hub import find_model
+from hpc_serve.hub import find_spec
 from hpc_serve.plan import (
     AcceleratorSpec,
     ClusterSpec,
@@ -23,7 +23,6 @@ from hpc_serve.plan import (
     ServePlan,
     Workload,
     accelerator,
-    model_from_config,
     plan,
 )
 from hpc_serve.plan.candidates import Question
@@ -59,10 +58,7 @@ class Answer:
 
 def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
     """Plan for one accelerator; `options` are the command's, by name. Raises InvalidRequestError, UnknownModelError."""
-    found = find_model(model_name)
-    model = model_from_config(
-        found.config, name=found.name, dtype=options["dtype"], quantization=options["quantization"]
-    )
+    found, model = find_spec(model_name, dtype=options["dtype"], quantization=options["quantization"])
     cluster = ClusterSpec(
         accelerator=accelerator(gpu, total_bytes=options["gpu_memory"]),
         num_nodes=options["num_nodes"],
@@ -84,6 +80,8 @@ def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
         chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return Answer(question=question, plan=None, error=error, note=found.note)
+    if found.warning:
+        chosen = replace(chosen, reasons=(*chosen.reasons, found.warning))
     return Answer(question=question, plan=chosen, error=None, note=found.note)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub import cached_folder, find_model, stored_weights
+from hpc_serve.hub import cached_folder, find_model, find_spec, stored_tensors
+from hpc_serve.plan.stored import StoredTensor
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 TOKEN = "hf_secretsecretsecret"
@@ -163,25 +165,77 @@ def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> N
 
 
 def test_headers_of_weights(tmp_path: Path) -> None:
-    assert stored_weights(tmp_path) is None
+    assert stored_tensors(tmp_path) is None
     safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4, 8], 64), "y": ("F32", [3], 12)})
     safetensors(tmp_path / "b.safetensors", {"z": ("F8_E4M3", [16, 16], 256)})
-    found = stored_weights(tmp_path)
-    assert found is not None
-    assert found.parameters == 32 + 3 + 256
-    assert found.bytes_by_dtype == {"BF16": 64, "F32": 12, "F8_E4M3": 256}
-    assert found.total_bytes == 332
+    assert stored_tensors(tmp_path) == [
+        StoredTensor(name="x", dtype="BF16", elements=32, size_bytes=64),
+        StoredTensor(name="y", dtype="F32", elements=3, size_bytes=12),
+        StoredTensor(name="z", dtype="F8_E4M3", elements=256, size_bytes=256),
+    ]
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def tiny_tensors(dtype: str = "BF16", size: int = 2) -> dict[str, tuple[str, list[int], int]]:
+    shapes = {"model.embed_tokens.weight": [512, 256], "model.norm.weight": [256], "lm_head.weight": [512, 256]}
+    for layer in range(5):  # the last is beyond the config: multi-token prediction, which vLLM does not load
+        for name, shape in {
+            "self_attn.q_proj": [256, 256],
+            "self_attn.k_proj": [128, 256],
+            "self_attn.v_proj": [128, 256],
+            "self_attn.o_proj": [256, 256],
+            "mlp.gate_proj": [512, 256],
+            "mlp.up_proj": [512, 256],
+            "mlp.down_proj": [256, 512],
+            "input_layernorm": [256],
+            "post_attention_layernorm": [256],
+        }.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    return {name: (dtype, shape, math.prod(shape) * size) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("BF16", 2), ("F32", 4)])
+def test_files_that_agree_with_the_config(tmp_path: Path, dtype: str, size: int) -> None:
+    """A tied head and a further layer are in the files and not loaded; 32 bit becomes 16."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    safetensors(tmp_path / "model.safetensors", tiny_tensors(dtype, size))
+    found, spec = find_spec(str(tmp_path))
+    assert found.warning is None
+    assert spec.weight_bytes == 2 * spec.parameters == 2 * (512 * 256 + 4 * (9 * 256 * 256 + 512) + 256)
+
+
+def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    tensors = tiny_tensors()
+    tensors["model.layers.0.extra"] = ("BF16", [512, 1024], 512 * 1024 * 2)
+    safetensors(tmp_path / "model.safetensors", tensors)
+    found, spec = find_spec(str(tmp_path))
+    assert found.warning is not None
+    assert "the files are believed" in found.warning
+    assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
 
 
 def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     safetensors(tmp_path / "a.safetensors", {"x": ("BF16", [4], 8)})
     index = {"weight_map": {"x": "a.safetensors", "y": "missing.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_weights(tmp_path) is None
+    assert stored_tensors(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b"{\"a\":"])
 def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
-        stored_weights(tmp_path)
+        stored_tensors(tmp_path)

@@ -1,0 +1,132 @@
+"""`hpc-serve plan`: what it prints, its stable keys, its exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.cli.plan import Size
+
+KEYS = {
+    *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
+    *("minimum_gpus", "memory", "kv_bytes_per_token", "kv_cache_tokens", "max_concurrency", "parameters"),
+    *("vllm_args", "reasons"),
+}
+MEMORY_KEYS = {
+    *("total_bytes", "weight_bytes", "activation_bytes", "cuda_graph_bytes", "non_torch_bytes", "kv_cache_bytes"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert run(["plan", *words]) == code
+    return capsys.readouterr().out
+
+
+def parsed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    return json.loads(printed(capsys, *words, "--json", code=code))
+
+
+def test_json_has_stable_keys_whether_it_fits_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = parsed(capsys, "--model", "405b")
+    too_small = parsed(capsys, "--model", "405b", "--nodes", "1", code=3)
+    refused = parsed(capsys, "--model", "405b", "-tp", "8", "-pp", "4", "--nodes", "1", code=3)
+    for document in (fits, too_small, refused):
+        assert set(document) >= KEYS
+        assert set(document["minimum_gpus"]) == {"weights", "full_context", "usable"}
+    assert set(fits["memory"]) >= MEMORY_KEYS
+    assert (fits["fits"], too_small["fits"], refused["fits"]) == (True, False, False)
+    assert fits["parameters"] == 405_853_388_800
+    assert (fits["tensor_parallel_size"], fits["pipeline_parallel_size"], fits["num_nodes"]) == (8, 2, 2)
+    assert fits["vllm_args"][:2] == ["--tensor-parallel-size", "8"]
+    assert too_small["remedies"]
+    assert too_small["memory"]["kv_cache_bytes"] < 0
+
+
+def test_the_plan_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--model", "70b")
+    *shown, command = text.splitlines()
+    assert max(len(line) for line in shown) <= 80
+    assert command.startswith("vllm serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 4")
+    for word in ("weights", "activations", "CUDA graphs", "non-torch", "KV cache", "left free", "chosen", "too small"):
+        assert word in text
+    assert "REPLICAS" in text
+
+
+def test_the_bar_has_one_length(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("8b", "70b", "gpt-oss-120b"):
+        lines = printed(capsys, "--model", name).splitlines()
+        bar = next(line for line in lines if "██" in line or "░░" in line).strip()
+        assert len(bar) == 60
+
+
+def test_accelerators_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--model", "70b", "--compare", "h100-80gb,a100-80gb,mi300x,t4", "--nodes", "1")
+    assert max(len(line) for line in text.splitlines() if "does not fit" not in line and "TP=" not in line) <= 80
+    for name in ("h100-80gb", "a100-80gb", "mi300x", "t4 "):
+        assert name in text
+    assert "no fit" in text
+    documents = parsed(capsys, "--model", "70b", "--compare", "h100-80gb,t4", "--nodes", "1")
+    assert [document["fits"] for document in documents] == [True, False]
+    assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
+
+
+def test_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--model", "405b", "--explain")
+    for word in ("811.7 / 80 = 10.15 -> 11", "16 KV heads", "gpu_memory_utilization", "NCCL", "blocks"):
+        assert word in text
+
+
+def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    base = parsed(capsys, "--model", "70b", "-tp", "8")
+    changed = {
+        ("--gpu-memory", "60GiB"): "kv_cache_tokens",
+        ("--max-model-len", "8192"): "max_concurrency",
+        ("--max-num-seqs", "16"): "memory",
+        ("--max-num-batched-tokens", "512"): "memory",
+        ("--gpu-memory-utilization", "0.7"): "kv_cache_tokens",
+        ("--kv-cache-memory-bytes", "20GiB"): "kv_cache_tokens",
+        ("--quantization", "fp8"): "memory",
+        ("--kv-cache-dtype", "fp8"): "kv_bytes_per_token",
+        ("--enforce-eager",): "memory",
+        ("--pipeline-parallel-size", "2"): "num_nodes",
+        ("--vllm-version", "0.11.0"): "memory",
+    }
+    for words, key in changed.items():
+        assert parsed(capsys, "--model", "70b", "-tp", "8", *words)[key] != base[key], words
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("--model", "405"), 2, "Did you mean 405b"),
+        (("--model", "70b", "--gpu", "h1000"), 2, "Did you mean h100"),
+        (("--model", "70b", "--max-model-len", "999999"), 2, "131072 positions"),
+        (("--model", "70b", "--nodes", "0"), 2, "num_nodes is 0"),
+        (("--model", "70b", "--gpu-memory", "much"), 2, "is no size"),
+        (("--model", "70b", "--quantization", "magic"), 2, "'magic'"),
+        (("--model", "8b", "-tp", "3"), 3, "attention heads (32)"),
+        (("--model", "8b", "--gpu", "cpu-spr"), 2, "--gpu-memory"),
+        ((), 2, "--model"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, says: str
+) -> None:
+    assert run(["plan", *words]) == code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("79.2GiB", int(79.2 * 2**30)), ("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("1024", 1024), ("2T", 2 * 10**12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert Size().convert(text, None, None) == size
