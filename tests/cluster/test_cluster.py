@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ClusterConfig, SlurmCluster, wait_for
+from tests.cluster.config import CHECKOUT
 
 pytestmark = pytest.mark.slurm
 
@@ -26,6 +27,12 @@ def test_a_job_of_two_nodes_sees_two_hosts(cluster: SlurmCluster) -> None:
         ["n2", cluster.address("n2"), "0,1"],
     ]
     assert done.stdout.count("mine.") == 2, "each host has a /tmp of its own"
+
+
+@pytest.mark.parametrize("script", sorted((CHECKOUT / "sbatch").glob("*.sh")), ids=lambda path: path.name)
+def test_a_committed_script_would_be_scheduled(cluster: SlurmCluster, script: Path) -> None:
+    done = cluster.run(["sbatch", "--test-only", script])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_home_is_its_owners_on_every_host(cluster: SlurmCluster) -> None:
