@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
@@ -56,7 +57,7 @@ class EngineConfig:
         if not re.match(r"\d+\.\d+", self.vllm_version):
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
 
-    @property
+    @cached_property
     def version(self) -> tuple[int, int]:
         """(major, minor) of the vLLM assumed."""
         major, minor = self.vllm_version.split(".")[:2]

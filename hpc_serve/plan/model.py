@@ -115,7 +115,7 @@ class ModelSpec:
         ends = self.embedding.bytes_per_rank(1) + self.final.bytes_per_rank(1)
         return ends + layers + head + self.everywhere.bytes_per_rank(1)
 
-    @property
+    @cached_property
     def is_mla(self) -> bool:
         """Whether the cache is a latent that every rank holds whole."""
         return any(layer.cache is not None and layer.cache.kind == "mla" for layer in self.layers)

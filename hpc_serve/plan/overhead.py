@@ -5,6 +5,7 @@ that torch does not see (NCCL, the CUDA context). Each number that is not arithm
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
@@ -68,7 +69,7 @@ class StageRun:
         """Tokens of the step that is profiled."""
         return max_num_batched_tokens(self.engine, self.accelerator, self.max_model_len)
 
-    @property
+    @cached_property
     def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
         """Each different layer once, and how often it is there."""
         counts: dict[int, int] = {}
