@@ -23,7 +23,7 @@ def render_command(output: Path | None, **options: Any) -> None:
     from hpc_serve.submit.render import render_script
 
     request = make_request(options)
-    script = render_script(request, plan_request(request))
+    script = render_script(request, plan_request(request, stand_in=os.environ.get("HPC_SERVE_MODEL")))
     if output is None:
         click.echo(script, nl=False)
         return

@@ -87,7 +87,7 @@ def pick_service(views: Sequence[ServiceView], store: ServiceStore, *, waits: bo
     if len(found) == 1:
         return found[0].service
     if found:
-        raise AmbiguousServiceError(f"Several services are there, name one:\n{listing(there)}")
+        raise AmbiguousServiceError(f"Several services are there, name one:\n{listing(found)}")
     if not there:
         raise ServiceNotFoundError(f"There is no service in {store.home}. Start one: hpc-serve submit")
     advice = " Name one and wait for it: connect(NAME, wait=600)." if any(view.is_coming for view in there) else ""

@@ -31,10 +31,16 @@ _SWITCHES = ("enforce_eager", "enable_expert_parallel")
 _SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-q": "quantization"}
 
 
-def plan_request(request: ServeRequest) -> ServePlan:
-    """The layout for a request. Raises UnknownModelError, InvalidRequestError, DoesNotFitError."""
+def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
+    """The layout for a request. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
+
+    A layout asked for in so many words is checked against what will be loaded: `stand_in` (HPC_SERVE_MODEL), where
+    there is one. A layout to be chosen is that of the model named.
+    """
     found = find_model(request.model)
-    spec = model_from_config(found.config, name=found.name)
+    is_asked_for = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
+    loaded = find_model(stand_in) if stand_in and is_asked_for else found
+    spec = model_from_config(loaded.config, name=found.name)
     asked = engine_words(request.engine_args)
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,

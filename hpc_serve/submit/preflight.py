@@ -19,11 +19,15 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 def check_files(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
     """Raises InvalidRequestError for what the job would not find."""
-    if stand_in := environ.get("HPC_SERVE_MODEL"):
-        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request)
-    elif plan.model.startswith("/"):
+    if plan.model.startswith("/") and not environ.get("HPC_SERVE_MODEL"):
         _check_weights(Path(plan.model), f"the model's folder {plan.model}", request)
     _check_environment(request.environment, environ)
+
+
+def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError where HPC_SERVE_MODEL names no model's folder."""
+    if stand_in := environ.get("HPC_SERVE_MODEL"):
+        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request)
 
 
 def make_log_dir(request: ServeRequest) -> Path:

@@ -39,7 +39,8 @@ def check_directive(name: str, value: str) -> str:
     """
     if not _PRINTABLE_WORD.fullmatch(value):
         raise InvalidRequestError(
-            f"{name} is {value!r}: it must be one word without blanks, quotes, newlines or any of \\ ` $ ; < > {{ }} ! ? #."
+            f"{name} is {value!r}: it must be one word without blanks, quotes, newlines "
+            r"or any of \ ` $ ; < > { } ! ? #."
         )
     return value
 

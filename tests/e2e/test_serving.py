@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import CHECKOUT, User, layout_script
+from tests.e2e.jobs import CHECKOUT, User
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
@@ -142,11 +142,25 @@ class TestSixteenRanks:
 @pytest.fixture(scope="class")
 def two(alice):
     """Two services on the same two nodes, TP=2 x PP=2 each: one over Ray, one by vLLM's own multi-node start."""
+    words = [
+        "submit",
+        "--model",
+        "405b",
+        "--nodes",
+        "2",
+        "--tensor-parallel-size",
+        "2",
+        "--pipeline-parallel-size",
+        "2",
+        "--nodelist",
+        "n1,n2",
+    ]
     jobs = {}
     for service, backend in (("over-ray", "ray"), ("over-mp", "mp")):
-        text = layout_script(service, tensor_parallel_size=2, pipeline_parallel_size=2, num_nodes=2, backend=backend)
-        script = alice.write(f"{service}.sh", text)
-        jobs[service] = alice.sbatch(script, "--nodelist=n1,n2")
+        shared = ("--name", service, "--backend", backend, "--no-exclusive", "--mem", "8G")
+        done = alice.hpc_serve(*words, *shared, "--json")
+        assert done.returncode == 0, done.stderr
+        jobs[service] = json.loads(done.stdout)["job_id"]
     yield {service: alice.wait_until_ready(service, job_id, START_S) for service, job_id in jobs.items()}
     for job_id in jobs.values():
         alice.run("scancel", job_id)

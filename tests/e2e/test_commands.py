@@ -1,0 +1,103 @@
+"""The commands of the README, as a user types them on the login host, with real Slurm, Ray and vLLM.
+
+A scaled-down model stands in for the weights (HPC_SERVE_MODEL). Three starts: 16 ranks by `submit`, one node by `mp`
+beside it, and the demo, which needs no Slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import User
+
+pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+
+START_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def alice(cluster, alice_env, tiny_models):
+    user = User(cluster, {**alice_env, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
+    yield user
+    user.run("scancel", "--user", "alice")
+
+
+@pytest.fixture(scope="class")
+def submitted(alice):
+    done = alice.hpc_serve("submit", "--model", "405b", "--nodes", "2", "--wait", timeout=START_S)
+    yield done
+    alice.hpc_serve("stop", "405b", timeout=120)
+
+
+class TestSubmitOnTwoNodes:
+    def test_it_follows_the_stages_until_the_service_is_ready(self, alice, submitted):
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        said = submitted.stdout + submitted.stderr
+        for stage in ("waiting for Ray nodes", "starting the engine", "405b is ready at"):
+            assert stage in said
+
+    def test_status_says_where_it_is_with_predicted_and_measured_figures(self, alice, submitted):
+        (status,) = json.loads(alice.hpc_serve("status", "405b", "--json").stdout)["services"]
+        assert (status["state"], status["tensor_parallel_size"], status["pipeline_parallel_size"]) == ("ready", 8, 2)
+        assert status["predicted"]["kv_cache_tokens"] > 0
+        assert status["measured"]["kv_cache_tokens"] > 0
+        shown = alice.hpc_serve("status", "405b").stdout
+        assert "ready" in shown
+        assert status["address"] in shown
+
+    def test_chat_answers(self, alice, submitted):
+        done = alice.hpc_serve("chat", "405b", "Hello")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+    def test_env_lets_any_other_tool_in(self, alice, submitted):
+        code = "import openai; print([model.id for model in openai.OpenAI().models.list()])"
+        done = alice.run("bash", "-c", f"eval \"$(hpc-serve env 405b)\" && python -c '{code}'")
+        assert done.returncode == 0, done.stderr
+        assert "meta-llama/Llama-3.1-405B-Instruct" in done.stdout
+
+    def test_wait_and_logs(self, alice, submitted):
+        assert alice.hpc_serve("wait", "405b").returncode == 0
+        logs = alice.hpc_serve("logs", "405b").stdout
+        assert "is ready at" in logs
+
+    def test_stop_leaves_nothing_and_says_so(self, alice, submitted):
+        done = alice.hpc_serve("stop", "405b", timeout=120)
+        assert done.returncode == 0, done.stderr
+        wait_for(lambda: not alice.processes(), 30, what="no process left")
+        (status,) = json.loads(alice.hpc_serve("status", "405b", "--json").stdout)["services"]
+        assert status["state"] == "stopped"
+        assert alice.hpc_serve("chat", "405b", "Hello").returncode == 5
+
+
+class TestOneNode:
+    def test_ctrl_c_only_detaches_and_four_ranks_serve_without_ray(self, alice, tiny_models):
+        small = {**alice.environ, "HPC_SERVE_MODEL": str(tiny_models / "70b"), "PYTHONUNBUFFERED": "1"}
+        watching = alice.cluster.popen(
+            ["hpc-serve", "submit", "--model", "70b", "--backend", "mp", "--wait", "--mem", "8G"],
+            user="alice",
+            env=small,
+        )
+        wait_for(lambda: alice.run("squeue", "--noheader", "--states=RUNNING").stdout.strip(), 60, what="the job")
+        watching.send_signal(signal.SIGINT)
+        said = "".join(str(text) for text in watching.communicate(timeout=30))
+        assert watching.returncode == 130
+        assert "hpc-serve wait 70b" in said
+        done = alice.hpc_serve("wait", "70b", timeout=START_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not [process for process in alice.processes() if "raylet" in process.argv[0]]
+        assert alice.hpc_serve("chat", input="Hello").returncode == 0  # the only live service needs no name
+        assert alice.hpc_serve("stop", "70b", timeout=120).returncode == 0
+        wait_for(lambda: not alice.processes(), 30, what="no process left")
+
+    def test_the_demo_serves_asks_and_stops_without_slurm(self, alice):
+        environ = {name: value for name, value in alice.environ.items() if name != "HPC_SERVE_MODEL"}
+        done = User(alice.cluster, environ).hpc_serve("demo", timeout=START_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "gibberish" in done.stdout
+        assert "curl" in done.stdout
+        wait_for(lambda: not alice.cluster.processes("alice"), 30, what="no process left")
