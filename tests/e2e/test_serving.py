@@ -142,23 +142,11 @@ class TestSixteenRanks:
 @pytest.fixture(scope="class")
 def two(alice):
     """Two services on the same two nodes, TP=2 x PP=2 each: one over Ray, one by vLLM's own multi-node start."""
-    words = [
-        "submit",
-        "--model",
-        "405b",
-        "--nodes",
-        "2",
-        "--tensor-parallel-size",
-        "2",
-        "--pipeline-parallel-size",
-        "2",
-        "--nodelist",
-        "n1,n2",
-    ]
+    layout = ("--nodes=2", "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--nodelist=n1,n2")
     jobs = {}
     for service, backend in (("over-ray", "ray"), ("over-mp", "mp")):
         shared = ("--name", service, "--backend", backend, "--no-exclusive", "--mem", "8G")
-        done = alice.hpc_serve(*words, *shared, "--json")
+        done = alice.hpc_serve("submit", "--model=405b", *layout, *shared, "--json")
         assert done.returncode == 0, done.stderr
         jobs[service] = json.loads(done.stdout)["job_id"]
     yield {service: alice.wait_until_ready(service, job_id, START_S) for service, job_id in jobs.items()}
