@@ -1,0 +1,338 @@
+"""How fast a layout serves: time of a step, time to the first token and between tokens, tokens per second, what bounds.
+
+    step = max(operations ÷ FLOP/s, weights ÷ bandwidth) + cache ÷ bandwidth + communication + the engine's own time
+
+Everything is given twice: as the ideal roofline, which no engine beats, and as expected of a real one by the few
+factors of `Factors`. What is computed and moved is counted in roofline_work.py; the formula is that of "How To Scale
+Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.accelerator import AcceleratorSpec
+from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
+from hpc_serve.plan.kv_cache import cache_layout
+from hpc_serve.plan.layout import Layout
+from hpc_serve.plan.memory import MemoryEstimate
+from hpc_serve.plan.model import ModelSpec
+from hpc_serve.plan.roofline_work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
+
+ASSUMED_LINK_BYTES_PER_S = 32e9
+"""PCIe 4.0 x16, where the catalogue confirms no rate between the GPUs of a node."""
+ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
+"""100 Gb/s a GPU, where the catalogue confirms no network."""
+DRAIN_RATIO = 1.5
+"""By how much the batch shrinks in each stretch over which a draining one is summed up."""
+MESH_LINKS = ("Infinity Fabric", "xGMI", "RoCE")
+"""Links of which each joins one pair of GPUs; the catalogue's rate is their sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What is asked of one replica: requests of so many tokens in and out, `concurrency` of them always in flight."""
+
+    input_tokens: int = 1024
+    output_tokens: int = 256
+    concurrency: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise InvalidRequestError(f"{field.name} is {value}: it must be at least 1.")
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a generated token looks back on, on average."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """What a real engine makes of the hardware's figures. Shares are of the peak; times in seconds.
+
+    `flops` and `expert_flops`: of the FLOP/s in dense matrices and in routed experts. `bandwidth`: of the memory's.
+    `link`: of the links' in all-reduces, each of which takes `collective_s` at least. `step_s` is the engine's own
+    time a step (scheduling, launching, sampling), `sequence_s` that for each sequence in it.
+    """
+
+    flops: float
+    expert_flops: float
+    bandwidth: float
+    link: float
+    collective_s: float
+    step_s: float
+    sequence_s: float
+
+
+IDEAL = Factors(flops=1, expert_flops=1, bandwidth=1, link=1, collective_s=0, step_s=0, sequence_s=0)
+EXPECTED = Factors(
+    flops=0.5, expert_flops=0.25, bandwidth=0.7, link=0.5, collective_s=15e-6, step_s=3e-3, sequence_s=50e-6
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step of the whole layout, by cause. `overlapped`: communication hides behind the rest."""
+
+    flops_s: float
+    weights_s: float
+    cache_s: float
+    communication_s: float
+    engine_s: float
+    overlapped: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """Time from one token of a sequence to its next."""
+        work = max(self.flops_s, self.weights_s) + self.cache_s
+        if self.overlapped:
+            return max(work, self.communication_s) + self.engine_s
+        return work + self.communication_s + self.engine_s
+
+    @property
+    def bound(self) -> str:
+        """The largest cause: "weights", "FLOP/s", "KV cache", "communication" or "engine"."""
+        causes = {
+            "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
+            "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
+            "KV cache": self.cache_s,
+            "communication": self.communication_s,
+            "engine": self.engine_s,
+        }
+        return max(causes, key=lambda cause: causes[cause])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One column: ideal or expected. Times of a request in seconds, rates of one replica.
+
+    `queue_s` is waited before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
+    """
+
+    step: StepTime
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    tpot_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerformanceEstimate:
+    """What to expect of one replica under some traffic. `batch` of the requests in flight run, the others wait;
+    `capacity` is how many of them the cache holds."""
+
+    traffic: Traffic
+    num_gpus: int
+    batch: float
+    capacity: float
+    ideal: Speed
+    expected: Speed
+    factors: Factors
+    usd_per_gpu_hour: float | None = None
+
+    @property
+    def bound(self) -> str:
+        """What most of an expected decode step goes to."""
+        return self.expected.step.bound
+
+    @property
+    def output_tokens_per_s_per_gpu(self) -> float:
+        """Expected output tokens per second of each GPU."""
+        return self.expected.output_tokens_per_s / self.num_gpus
+
+    @property
+    def output_tokens_per_usd(self) -> float | None:
+        """Expected output tokens for a dollar, where a price is known."""
+        if not self.usd_per_gpu_hour:
+            return None
+        return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
+
+
+class Roofline:
+    """One model on one layout: what a step takes, for any batch. Holds what was counted once.
+
+    Raises InvalidRequestError for an accelerator of whose speed no source says enough.
+    """
+
+    def __init__(self, model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> None:
+        if not accelerator.dense_flops or not accelerator.bandwidth_bytes_per_s:
+            raise InvalidRequestError(
+                f"{accelerator.product}: no source confirms its FLOP/s and bandwidth, so no speed can be estimated."
+            )
+        self.model, self.accelerator, self.engine, self.layout = model, accelerator, engine, layout
+        self.work: ModelWork = model_work(model, accelerator, engine, layout)
+        self.bandwidth: float = accelerator.bandwidth_bytes_per_s
+        self.link = link_rate(accelerator, layout)
+        self.chunk = max_num_batched_tokens(engine, accelerator, model.max_model_len)
+        self.places = max_num_seqs(engine, accelerator)
+        self.hop = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
+
+    def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
+        """One token for each of `batch` sequences that look back on `context` tokens."""
+        return self.step(batch, batch, context, factors)
+
+    def step(
+        self, tokens: float, sequences: float, context: float, factors: Factors, prompt_tokens: float = 0
+    ) -> StepTime:
+        """A step of `tokens`, of which each of `sequences` generates one; the others are of prompts of that length.
+
+        Pipeline stages work on a share of the batch each, one after the other.
+        """
+        stages = len(self.work.stages)
+        tokens, share = tokens / stages, sequences / stages
+        prompts = max(0.0, tokens - share)
+        flops = weights = cache = communication = 0.0
+        for stage in self.work.stages:
+            attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
+            flops += self._flops_s(stage, tokens, share, attention, factors)
+            weights += stage.weight_bytes(tokens) / (self.bandwidth * factors.bandwidth)
+            read = share * stage.cache_bytes(context) / (self.bandwidth * factors.bandwidth)
+            cache += max(read, share * stage.attention_flops(context) / (self._plain_rate * factors.flops))
+            communication += self._all_reduce_s(stage, tokens, factors)
+        if stages > 1:
+            hop = self.work.hop_bytes(tokens) / (self.hop * factors.link) + factors.collective_s
+            communication += (stages - 1) * hop
+        return StepTime(
+            flops_s=flops,
+            weights_s=weights,
+            cache_s=cache,
+            communication_s=communication,
+            engine_s=factors.step_s + factors.sequence_s * sequences,
+            overlapped=factors is IDEAL,
+        )
+
+    @cached_property
+    def _plain_rate(self) -> float:
+        rates = self.accelerator.dense_flops
+        return rates.get("bf16") or rates["fp16"]
+
+    def _flops_s(
+        self, stage: StageWork, tokens: float, sequences: float, attention: float, factors: Factors
+    ) -> float:
+        rates = self.accelerator.dense_flops
+        dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
+        experts = sum(tokens * count / rates[type_] for type_, count in stage.expert_flops.items())
+        plain = (max(1.0, sequences) * stage.head_flops + attention) / self._plain_rate
+        return (dense + plain) / factors.flops + experts / factors.expert_flops
+
+    def _all_reduce_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
+        if self.layout.tensor_parallel_size == 1:
+            return 0.0
+        count = stage.layers * ALL_REDUCES_PER_LAYER
+        return self.work.all_reduce_bytes(stage, tokens) / (self.link * factors.link) + count * factors.collective_s
+
+
+def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
+    """Bytes per second that a rank sends to the others of its tensor-parallel group.
+
+    Where every pair has a link of its own (`MESH_LINKS`), a group smaller than the node has that part of them alone.
+    """
+    ranks = layout.tensor_parallel_size
+    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
+        return network_rate(accelerator)
+    rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
+    if (accelerator.link or "").startswith(MESH_LINKS) and 1 < ranks < accelerator.gpus_per_node:
+        return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
+    return rate
+
+
+def network_rate(accelerator: AcceleratorSpec) -> float:
+    """Bytes per second of one GPU's share of its node's network, one way."""
+    return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S
+
+
+def estimate_performance(
+    roofline: Roofline,
+    traffic: Traffic,
+    memory: MemoryEstimate,
+    *,
+    factors: Factors = EXPECTED,
+    usd_per_gpu_hour: float | None = None,
+) -> PerformanceEstimate:
+    """What one replica does under some traffic, in the steady state.
+
+    `memory` is that of the layout. Requests beyond what the cache or vLLM's max_num_seqs holds wait. A round in which
+    all running requests are served once takes as many steps as a request has output tokens, prompts being mixed in
+    chunks with the tokens of others; throughput, waiting and time between tokens follow from it by Little's law.
+    """
+    capacity = requests_held(roofline, traffic, memory)
+    batch = max(1.0, min(traffic.concurrency, capacity, roofline.places))
+    return PerformanceEstimate(
+        traffic=traffic,
+        num_gpus=roofline.layout.num_gpus,
+        batch=batch,
+        capacity=capacity,
+        ideal=_speed(roofline, traffic, batch, IDEAL),
+        expected=_speed(roofline, traffic, batch, factors),
+        factors=factors,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+    )
+
+
+def burst_s(
+    roofline: Roofline,
+    estimate: PerformanceEstimate,
+    requests: int,
+    *,
+    factors: Factors = EXPECTED,
+    lengths_vary: bool = False,
+) -> float:
+    """Seconds until `requests` that come all at once are answered: the batch fills, turns over, and drains.
+
+    While it fills, prompts are read with no tokens of others between. `lengths_vary`: answers end at a constant rate
+    (geometric lengths of that mean), so that the last ones run in ever smaller batches.
+    """
+    traffic, first = estimate.traffic, min(requests, estimate.batch)
+    inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
+    chunks = math.ceil(first * inputs / roofline.chunk)
+    fill_s = chunks * roofline.step(first * inputs / chunks, 0, context, factors, inputs).total_s
+    turnover_s = (requests - first) / estimate.expected.requests_per_s
+    if not lengths_vary:
+        return fill_s + turnover_s + outputs * roofline.decode(first, context, factors).total_s
+    drain_s, left = 0.0, first
+    while left >= 1:
+        steps = outputs * math.log(DRAIN_RATIO)
+        drain_s += steps * roofline.decode(left / math.sqrt(DRAIN_RATIO), context, factors).total_s
+        left /= DRAIN_RATIO
+    return fill_s + turnover_s + drain_s
+
+
+def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> float:
+    """Requests of the traffic's mean length that the cache of a layout holds at once."""
+    engine = roofline.engine
+    ranks = roofline.layout.tensor_parallel_size
+    layout = cache_layout(roofline.model, engine, ranks, kind=roofline.accelerator.kind)
+    length = math.ceil(traffic.mean_context)
+    blocks = layout.blocks_per_request(length, roofline.chunk)
+    return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
+
+
+def _speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+    inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
+    steps = max(float(outputs), batch * (inputs + outputs) / roofline.chunk)
+    per_step = batch * outputs / steps
+    mixed = roofline.step(per_step + batch * inputs / steps, per_step, context, factors, inputs)
+    round_s = steps * mixed.total_s
+    chunks = math.ceil(inputs / roofline.chunk)
+    alone = roofline.step(inputs / chunks + batch - 1, batch - 1, context, factors, inputs)
+    prefill_s = chunks * alone.total_s
+    decode = roofline.decode(batch, context, factors)
+    requests_per_s = batch / max(round_s, prefill_s)
+    queue_s = (traffic.concurrency - batch) / requests_per_s
+    return Speed(
+        step=decode,
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        ttft_s=queue_s + prefill_s,
+        tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=requests_per_s * outputs,
+    )
