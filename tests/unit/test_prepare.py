@@ -1,0 +1,60 @@
+"""What the batch script's one Python line makes: private, new at every attempt, and printable for the shell."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.prepare import main, node_tmp_name, prepare
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-1"}
+
+
+def mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def test_secrets_are_in_private_files_and_not_in_the_exports(environ):
+    exports = prepare("8b", read_allocation(environ), environ)
+    token, key = exports["RAY_AUTH_TOKEN_PATH"], exports["HPC_SERVE_API_KEY_FILE"]
+    assert mode(token) == mode(key) == 0o600
+    assert mode(Path(token).parent) == mode(Path(key).parent) == 0o700
+    for secret in (Path(token).read_text(), Path(key).read_text().strip()):
+        assert len(secret) >= 32
+        assert not any(secret in value for value in exports.values())
+
+
+def test_a_second_attempt_gets_another_folder_and_the_same_key(environ):
+    one, two = (prepare("8b", read_allocation(environ), environ) for _ in range(2))
+    assert one["HPC_SERVE_JOB_DIR"] != two["HPC_SERVE_JOB_DIR"]
+    assert one["HPC_SERVE_NODE_TMP"] != two["HPC_SERVE_NODE_TMP"]
+    assert one["HPC_SERVE_API_KEY_FILE"] == two["HPC_SERVE_API_KEY_FILE"]
+
+
+def test_a_long_node_local_folder_is_refused_before_ray_trips_over_it():
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_TMPDIR"):
+        node_tmp_name("/" + "x" * 40)
+    assert node_tmp_name("/tmp").startswith("/tmp/hs-")
+
+
+def test_what_it_prints_is_quoted_for_the_shell(environ, monkeypatch, capsys, tmp_path):
+    for name, value in {**environ, "HPC_SERVE_LOG_DIR": str(tmp_path / "a'b c")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--service", "8b"]) == 0
+    assert "export HPC_SERVE_LOG_DIR=" in capsys.readouterr().out
+
+
+def test_outside_a_job_it_fails_with_words(monkeypatch, capsys):
+    for name in ("SLURM_JOB_ID", "HPC_SERVE_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["--service", "8b"]) == InvalidRequestError.exit_code
+    assert issubclass(InvalidRequestError, HpcServeError)
+    assert "submit a script" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Ray's command lines: every port of the block, the job's share and no more, nothing secret."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.network import PortBlock
+from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_node, worker_argv
+
+ALLOCATION = Allocation(
+    cluster="slurm",
+    job_id="1",
+    restart=0,
+    node_rank=0,
+    num_nodes=2,
+    node_name="n1",
+    num_cpus=16,
+    num_gpus=8,
+    memory_bytes=64 * 1024**3,
+)
+NODE = ray_node(ALLOCATION, address="10.0.0.1", ports=PortBlock(20_000), temp_dir="/tmp/hs-1/ray", num_gpus=8)
+EXPECTED = {"10.0.0.1": "n1", "10.0.0.2": "n2"}
+
+
+def options(argv: list[str]) -> dict[str, str]:
+    return dict(word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--"))
+
+
+def test_ray_gets_the_jobs_share_and_not_the_machines():
+    said = options(head_argv(NODE))
+    assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
+    assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * 1024**3
+    unlimited = ray_node(
+        replace(ALLOCATION, memory_bytes=None), address="a", ports=PortBlock(1), temp_dir="t", num_gpus=0
+    )
+    assert unlimited.memory_bytes > 1024**3
+
+
+def test_every_port_is_said_aloud_and_from_the_block():
+    for argv in (head_argv(NODE), worker_argv(NODE, head="10.0.0.9:1")):
+        ports = [int(value) for name, value in options(argv).items() if name.endswith("port")]
+        assert len(ports) == len(set(ports)) >= 8
+        assert all(20_000 < port < 20_256 for port in ports)
+
+
+def test_a_worker_joins_the_head_it_is_told():
+    assert options(worker_argv(NODE, head="10.0.0.9:20001"))["address"] == "10.0.0.9:20001"
+    assert "head" not in options(worker_argv(NODE, head="h"))
+
+
+def test_the_token_mode_is_said_on_every_node():
+    assert ray_environ({"X": "1"})["RAY_AUTH_MODE"] == "token"
+    assert ray_environ({"X": "1"})["X"] == "1"
+
+
+def test_who_is_missing_is_named():
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8}).missing(EXPECTED, 8) == []
+    assert RayNodes({"10.0.0.1": 8}).missing(EXPECTED, 8) == ["n2 (10.0.0.2) has not joined"]
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 4}).missing(EXPECTED, 8) == ["n2 (10.0.0.2) has 4 GPUs instead of 8"]
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}).missing(EXPECTED, 8) == [
+        "10.0.0.3 joined but is not of this job"
+    ]
+
+
+def test_rays_log_lines_are_not_taken_for_nodes():
+    assert parse_nodes('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
+    assert parse_nodes("INFO worker.py: Connecting") is None
+    assert parse_nodes("[1, 2]") is None
