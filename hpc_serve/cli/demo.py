@@ -47,7 +47,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     finally:
         if not (keep and answered):
             click.echo("\nStopping it ...")
-            for status in services.stop(store, job_id):
+            for status in services.stop(store, services.find(store, job_id)):
                 click.echo(f"{SERVICE} is over: {status.sentence}")
 
 

@@ -59,10 +59,12 @@ def chat_command(
     """Ask a service one thing, or talk to it.
 
     The question is PROMPT, or what comes through a pipe; on a terminal without either it is a conversation. Without a
-    name the one live service is meant.
+    name the one live service is meant: `hpc-serve chat "Why is the sky blue?"`.
     """
     import hpc_serve.client
 
+    if service is not None and prompt is None and any(character.isspace() for character in service):
+        service, prompt = None, service  # no service has such a name
     client = hpc_serve.client.connect(service, wait=wait)
     messages = [{"role": "system", "content": system}] if system else []
     asked = {"max_tokens": max_tokens, "temperature": temperature}

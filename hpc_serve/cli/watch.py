@@ -114,13 +114,14 @@ def stop_command(targets: Sequence[str], timeout: float) -> None:
 
     store = _store()
     for target in targets:
-        live = [status for status in services.find(store, target) if not status.is_over]
+        found = services.find(store, target)
+        live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
             continue
         for status in live:
             click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
-        for status in services.stop(store, target, timeout_s=timeout):
+        for status in services.stop(store, found, timeout_s=timeout):
             click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
 
 

@@ -138,9 +138,9 @@ class SchedulerView:
         self._asked_s = 0.0
         self._over: dict[str, JobState] = {}
 
-    def queue(self) -> list[JobState]:
+    def queue(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's waiting and running jobs; none, and `problem` set, if Slurm does not answer."""
-        if self._queue is None or time.monotonic() - self._asked_s > self._max_age_s:
+        if self._queue is None or time.monotonic() - self._asked_s > min(max_age_s, self._max_age_s):
             try:
                 self._queue, self.problem = queue(), None
             except SchedulerUnavailableError as error:
@@ -148,9 +148,10 @@ class SchedulerView:
             self._asked_s = time.monotonic()
         return self._queue
 
-    def queued(self, job_id: str) -> JobState | None:
+    def queued(self, job_id: str, *, max_age_s: float = math.inf) -> JobState | None:
         """The job if it waits or runs; an array's own id stands for its tasks, running ones first."""
-        tasks = [job for job in self.queue() if job_id in (job.job_id, job.job_id.partition("_")[0])]
+        queued = self.queue(max_age_s=max_age_s)
+        tasks = [job for job in queued if job_id in (job.job_id, job.job_id.partition("_")[0])]
         return max(tasks, key=lambda job: job.is_running, default=None)
 
     def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:

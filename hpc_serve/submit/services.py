@@ -134,17 +134,13 @@ def wait(
 
 
 def stop(
-    store: ServiceStore,
-    target: str,
-    *,
-    timeout_s: float = 120.0,
-    on_change: Callable[[ServiceStatus], None] = lambda status: None,
+    store: ServiceStore, found: Sequence[ServiceStatus], *, timeout_s: float = 120.0
 ) -> tuple[ServiceStatus, ...]:
-    """End every job of a service, or the one job `target`, and return how they ended, once they have.
+    """End the jobs that `find` found, those that are over already apart, and return how they ended, once they have.
 
-    Nothing is returned if all had ended before. Raises ServiceNotFoundError, SchedulerError, WaitTimeoutError.
+    Raises SchedulerError, InvalidRequestError for one that was started by hand, WaitTimeoutError.
     """
-    live = [status for status in find(store, target) if not status.is_over]
+    live = [status for status in found if not status.is_over]
     notes = {note.job_id: note for status in live for note in store.read_submitted(status.service)}
     for job_id in dict.fromkeys(status.job_id for status in live):
         note = notes.get(job_id)
@@ -154,7 +150,7 @@ def stop(
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
         else:
             scheduler.cancel(job_id)
-    return tuple(_until_over(store, status, notes.get(status.job_id), timeout_s, on_change) for status in live)
+    return tuple(_until_over(store, status, notes.get(status.job_id), timeout_s) for status in live)
 
 
 def find(store: ServiceStore, target: str) -> list[ServiceStatus]:
@@ -246,25 +242,21 @@ def _news(status: ServiceStatus) -> tuple[object, ...]:
 
 
 def _until_over(
-    store: ServiceStore,
-    status: ServiceStatus,
-    note: SubmittedJob | None,
-    timeout_s: float,
-    on_change: Callable[[ServiceStatus], None],
+    store: ServiceStore, status: ServiceStatus, note: SubmittedJob | None, timeout_s: float
 ) -> ServiceStatus:
     deadline = time.monotonic() + timeout_s
     while True:
         is_local = note is not None and note.cluster == "local"
         job = local_job_state(note) if is_local and note else scheduler.job_state(status.job_id)
         seen = [found for found in look(store, status.service).services if _same(found, status)]
-        if seen and _news(seen[0]) != _news(status):
-            status = seen[0]
-            on_change(status)
+        status = seen[0] if seen else status
         if job.is_over and not seen:  # submitted by hand, and it had not begun
             return dataclasses.replace(status, state="stopped", reason=ended_sentence(job))
         if job.is_over and status.is_over:
             if note is not None and not status.has_last_word:
-                store.remove_submitted(note)  # it had not begun, and Slurm will soon have forgotten how it ended
+                # It had not begun, and Slurm will soon have forgotten how it ended.
+                store.remove_submitted(note)
+                store.release(note.service, note.model)
             return status
         if time.monotonic() >= deadline:
             detail = f" ({job.detail})" if job.detail else ""

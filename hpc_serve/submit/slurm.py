@@ -39,9 +39,9 @@ _NO_SUCH_JOB = re.compile(r"Invalid job id specified|Invalid job array specifica
 class JobState:
     """What the scheduler says of one job. `state` and `reason` are Slurm's own words, or UNKNOWN, or GONE.
 
-    `exit_code` and `signal` are those of the batch script, None until it has ended. `batch_log` is where Slurm writes
-    the script's output. `start_time` (Slurm's local time) is expected while the job waits. `detail` says why the state
-    is UNKNOWN.
+    `exit_code` and `signal` are those of the batch script, None until it has ended; `restart` counts how often it was
+    requeued (scontrol alone tells). `batch_log` is where Slurm writes the script's output. `start_time` (Slurm's local
+    time) is expected while the job waits. `detail` says why the state is UNKNOWN.
     """
 
     job_id: str
@@ -54,6 +54,7 @@ class JobState:
     time_left: str | None = None
     exit_code: int | None = None
     signal: int | None = None
+    restart: int = 0
     cancelled_by: str | None = None
     batch_log: str | None = None
     source: str = ""
@@ -175,6 +176,7 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 start_time=_said(values.get("StartTime", "")),
                 exit_code=exit_code,
                 signal=signal,
+                restart=int(values.get("Restarts", 0)),
                 batch_log=_said(values.get("StdOut", "")),
                 source="scontrol",
             )

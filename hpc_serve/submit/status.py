@@ -18,6 +18,7 @@ from hpc_serve.errors import InvalidRequestError, RendezvousError
 from hpc_serve.rendezvous.names import validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
+from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state
 from hpc_serve.submit.logs import log_files, tail
 from hpc_serve.submit.scheduler import SchedulerView
@@ -27,6 +28,7 @@ from hpc_serve.submit.slurm import UNKNOWN, JobState
 State = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 JOB_NAME_PREFIX = "hpc-serve-"
 _LAST_LINES = 10
+_NEWS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +126,26 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
 
 
 def job_of(entry: EndpointRecord | SubmittedJob, note: SubmittedJob | None, slurm: SchedulerView) -> JobState | None:
-    """What the scheduler says of an entry's job; None where it need not be asked, as the entry says how it ended."""
+    """What the scheduler says of an entry's job; None where the entry itself says how it ended."""
     if isinstance(entry, EndpointRecord) and entry.is_final:
-        queued = slurm.queued(entry.job_id) if entry.cluster == "slurm" else None
-        return queued if queued and queued.is_pending else None  # requeued: it will run again
+        return _next_run(entry, slurm) if entry.cluster == "slurm" else None
     if entry.cluster == "slurm":
-        return slurm.state(entry.job_id, submitted_at=note.submitted_at if note else None)
+        job = slurm.state(entry.job_id, submitted_at=note.submitted_at if note else None)
+        if isinstance(entry, EndpointRecord) and job.is_pending:  # it was requeued, or has begun since we asked
+            return slurm.queued(entry.job_id, max_age_s=_NEWS_S) or job
+        return job
     if note is not None and note.pid is not None:
         return local_job_state(note)
     return JobState(job_id=entry.job_id, state=UNKNOWN, detail="it was not started by `hpc-serve submit`")
+
+
+def _next_run(record: EndpointRecord, slurm: SchedulerView) -> JobState | None:
+    """The job of a record that has ended, if it was requeued and waits or runs again."""
+    queued = slurm.queued(record.job_id)
+    if queued is None or queued.is_pending:
+        return queued
+    job = scheduler.job_state(record.job_id)
+    return job if job.is_running and job.restart > record.restart else None
 
 
 def _may_answer(record: EndpointRecord, job: JobState | None) -> bool:
@@ -183,9 +196,8 @@ def _of_record(
         measured=record.measured,
         predicted=record.predicted or (note.predicted if note else {}),
     )
-    if job is not None and job.is_pending:
-        why = pending_sentence(job.reason)
-        return replace(status, state="pending", stage="", progress=None, reason=why, address="", nodes=())
+    if job is not None and (record.is_final or job.is_pending):  # it was requeued, and has said nothing since
+        return _of_job_alone(_of_no_run(status, restart=max(job.restart, record.restart)), job)
     if record.state in ("stopped", "failed"):
         return replace(status, state=record.state, has_last_word=True)
     if job is not None and job.is_over:
@@ -196,6 +208,13 @@ def _of_record(
         return replace(status, reason=job.detail)
     reason = "" if _is_fresh(record) else f"its record was last renewed {_age(record)} ago"
     return replace(status, state="starting", reason=reason)
+
+
+def _of_no_run(status: ServiceStatus, *, restart: int) -> ServiceStatus:
+    """What remains true of a replica when its job begins anew."""
+    kept = ("service", "job_id", "state", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "log_dir")
+    values = {name: getattr(status, name) for name in (*kept, "batch_log", "predicted")}
+    return ServiceStatus(**values, restart=restart)
 
 
 def _of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> ServiceStatus:

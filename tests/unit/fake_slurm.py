@@ -61,9 +61,12 @@ class FakeSlurm:
         with (self._folder / "queue").open("a") as queue:
             queue.write(f"{job_id}|PENDING|Priority|||1:00:00|me|{name}\n")
 
-    def job(self, job_id: str, state: str, *, exit_code: str = "0:0", after_cancel: bool = False) -> None:
+    def job(
+        self, job_id: str, state: str, *, exit_code: str = "0:0", restart: int = 0, after_cancel: bool = False
+    ) -> None:
         """What scontrol shows of a job, now or once it was cancelled."""
-        line = f"JobId={job_id} JobName=x UserId={user_name()}(1) JobState={state} Reason=None ExitCode={exit_code}"
+        line = f"JobId={job_id} JobName=x UserId={user_name()}(1) JobState={state} Reason=None"
+        line += f" Restarts={restart} ExitCode={exit_code}"
         (self._folder / f"{'ended' if after_cancel else 'job'}-{job_id}").write_text(f"{line} NodeList=n1 StdOut=\n")
 
     def forget(self, job_id: str) -> None:

@@ -264,6 +264,17 @@ class TestStatus:
         slurm.queue(("7", "PENDING", "BeginTime"))
         assert the_one(store).state == "pending"
 
+    def test_a_requeued_job_that_runs_again_is_starting_before_it_says_so_itself(self, store, slurm):
+        note(store)
+        record(store, state="failed", failed_part="engine", reason="x", exit_code=1)
+        slurm.queue(("7", "RUNNING", "None"))
+        slurm.job("7", "RUNNING", restart=1)
+        status = the_one(store)
+        assert (status.state, status.stage, status.restart) == ("starting", "its script has begun", 1)
+        assert (status.failed_part, status.exit_code, status.reason) == (None, None, "")
+        slurm.job("7", "RUNNING", restart=0)  # the same run, whose script has not ended yet
+        assert the_one(store).state == "failed"
+
     def test_of_several_runs_of_a_job_the_last_counts(self, store, slurm):
         record(store, state="failed", reason="first")
         record(store, restart=1, started_at=time.time() + 1)
@@ -383,12 +394,16 @@ class TestWait:
             services.wait(store, "70b")
 
 
+def stop(store: ServiceStore, target: str, **options) -> tuple[ServiceStatus, ...]:
+    return services.stop(store, services.find(store, target), **options)
+
+
 class TestStop:
     def test_a_job_is_cancelled_and_its_end_waited_for(self, store, slurm):
         note(store)
         slurm.queue(("7", "PENDING", "Priority"))
         slurm.job("7", "CANCELLED", after_cancel=True)
-        (status,) = services.stop(store, "8b")
+        (status,) = stop(store, "8b")
         assert slurm.cancelled == ["7"]
         assert status.state == "stopped"
         assert look(store).services == ()  # it never began: nothing to remember
@@ -398,35 +413,35 @@ class TestStop:
         note(store, "8")
         slurm.queue(("7", "PENDING", "Priority"), ("8", "PENDING", "Priority"))
         slurm.job("8", "CANCELLED", after_cancel=True)
-        services.stop(store, "8")
+        stop(store, "8")
         assert slurm.cancelled == ["8"]
 
     def test_a_job_submitted_by_hand_is_stopped_too(self, store, slurm):
         slurm.name_in_queue("9", "hpc-serve-70b")
         slurm.job("9", "CANCELLED", after_cancel=True)
-        (status,) = services.stop(store, "70b")
+        (status,) = stop(store, "70b")
         assert status.state == "stopped"
         assert slurm.cancelled == ["9"]
 
     def test_what_is_over_is_left_alone(self, store, slurm):
         note(store)
         record(store, state="stopped")
-        assert services.stop(store, "8b") == ()
+        assert stop(store, "8b") == ()
         assert slurm.cancelled == []
 
     def test_a_job_that_does_not_end_is_told(self, store, slurm):
         note(store)
         slurm.job("7", "RUNNING")
         with pytest.raises(WaitTimeoutError, match="still RUNNING"):
-            services.stop(store, "7", timeout_s=0.1)
+            stop(store, "7", timeout_s=0.1)
 
     def test_a_silent_controller_cancels_nothing_and_says_so(self, store, slurm):
         note(store)
         slurm.be_silent()
         with pytest.raises(SchedulerUnavailableError, match="does not answer"):
-            services.stop(store, "8b")
+            stop(store, "8b")
 
     def test_an_unknown_one_is_an_error_that_lists_what_there_is(self, store, slurm):
         note(store)
         with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
-            services.stop(store, "nonesuch")
+            stop(store, "nonesuch")

@@ -140,6 +140,7 @@ def test_a_line_that_is_not_understood_is_an_error():
 def test_scontrol_tells_state_and_exit(situation, state, exit_code, signal):
     job = scontrol_job(situation)
     assert (job.state, job.exit_code, job.signal) == (state, exit_code, signal)
+    assert job.restart == (1 if situation == "requeued" else 0)
 
 
 def test_scontrol_tells_where_the_output_is():

@@ -1,0 +1,181 @@
+"""What the commands say when something goes wrong, or is done by hand, on a real Slurm.
+
+The engine is the stub (tests/stub_engine.py), put in vLLM's place by the environment that scripts activate; everything
+else is real. test_commands.py goes through a day's commands with a real vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import STUB, User
+
+pytestmark = [pytest.mark.slurm]
+
+SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
+WAIT = ("--wait", "--timeout", "3m")
+HOLD = ("--sbatch", "--hold")
+
+
+@pytest.fixture(scope="module")
+def alice(cluster, alice_env):
+    """Alice, whose environment for jobs has the stub in place of `vllm`."""
+    user = User(cluster, alice_env)
+    folder = user.home / "stub-env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text(f"export PATH={folder}:{sys.prefix}/bin:$PATH\n")
+    (folder / "vllm").write_text(f'#!/bin/bash\nexec {sys.executable} {STUB} "$@"\n')
+    (folder / "vllm").chmod(0o755)
+    return User(cluster, {**alice_env, "HPC_SERVE_ENV": str(folder.parent)})
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(alice):
+    yield
+    alice.run("scancel", "--user", "alice")
+    wait_for(lambda: not alice.processes(), 60, what="the end of what a failed test left")
+
+
+def submit(alice: User, name: str, *words: str, env=None):
+    """`hpc-serve submit` of a small job, to its end."""
+    return alice.hpc_serve("submit", "--model", "8b", "--name", name, *SMALL, *words, env=env, timeout=240)
+
+
+def submitted(alice: User, name: str, *words: str, env=None) -> str:
+    """The id of a job that was taken."""
+    done = submit(alice, name, "--json", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["job_id"]
+
+
+def status_of(alice: User, service: str) -> dict[str, Any]:
+    done = alice.hpc_serve("status", service, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["services"][-1]
+
+
+def test_the_key_is_in_no_command_line_script_log_or_job(alice):
+    job_id = submitted(alice, "secret", *WAIT)
+    key = (alice.home / ".hpc-serve" / "services" / "secret" / "api_key").read_text().strip()
+    assert len(key) > 30
+    shown = alice.run("scontrol", "show", "job", job_id).stdout
+    spooled = alice.run("scontrol", "write", "batch_script", job_id, "-").stdout
+    assert "vllm serve" in spooled
+    logs = [Path(path).read_text() for path in status_of(alice, "secret")["logs"]]
+    assert len(logs) == 2
+    argvs = [" ".join(process.argv) for process in alice.processes()]
+    assert len(argvs) >= 3
+    assert not [text for text in (shown, spooled, *logs, *argvs) if key in text]
+
+
+def test_an_engine_that_fails_is_told_by_wait_and_by_status(alice):
+    done = submit(alice, "fails", *WAIT, env={"STUB_ENGINE_ARGS": "--stub-fail 'ValueError: no_memory'"})
+    assert done.returncode == 6
+    assert "failed: engine: " in done.stderr
+    assert "ValueError: no_memory" in done.stderr
+    status = status_of(alice, "fails")
+    assert (status["state"], status["failed_part"], status["exit_code"]) == ("failed", "engine", 1)
+
+
+def test_a_script_that_fails_before_the_launcher_is_told_by_slurm_and_its_log(alice):
+    broken = alice.home / "broken-env" / "bin"
+    broken.mkdir(parents=True)
+    (broken / "activate").write_text("echo 'the module system is broken' >&2; exit 42\n")
+    done = submit(alice, "script", *WAIT, env={"HPC_SERVE_ENV": str(broken.parent)})
+    assert done.returncode == 6
+    assert "its script exited with code 42 (FAILED)" in done.stderr
+    assert "the module system is broken" in done.stderr
+
+
+def test_a_job_that_was_killed_outright_is_not_taken_for_a_live_one(alice):
+    job_id = submitted(alice, "killed", *WAIT)
+    for process in alice.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of the killed job")
+    status = status_of(alice, "killed")
+    assert (status["state"], status["has_last_word"]) == ("failed", False)
+    assert "signal 9" in status["reason"]
+
+
+@pytest.mark.parametrize("stage", ["pending", "loading weights"])
+def test_scancel_is_told_as_a_stop_to_whoever_waits(alice, stage):
+    held = HOLD if stage == "pending" else ()
+    job_id = submitted(alice, "cancelled", *held, env={"STUB_ENGINE_ARGS": "--stub-load-s 100"})
+    if stage == "pending":
+        assert status_of(alice, "cancelled")["reason"].startswith("held by its owner")
+    else:
+        wait_for(lambda: status_of(alice, "cancelled")["stage"] == stage, 90, what=stage, step_s=0.5)
+    alice.cancel(job_id)
+    done = alice.hpc_serve("wait", "cancelled", "--timeout", "3m", timeout=200)
+    assert done.returncode == 6
+    assert f"cancelled (job {job_id}) stopped: " in done.stderr
+
+
+def test_a_job_of_sbatch_is_seen_followed_and_stopped_like_any_other(alice):
+    script = alice.write("hand.sh", alice.hpc_serve("render", "--model", "8b", "--name", "hand", *SMALL).stdout)
+    job_id = alice.sbatch(script, "--hold")
+    assert (status_of(alice, "hand")["job_id"], status_of(alice, "hand")["state"]) == (job_id, "pending")
+    alice.run("scontrol", "release", job_id)
+    done = alice.hpc_serve("wait", "hand", "--timeout", "3m", timeout=200)
+    assert done.returncode == 0, done.stderr
+    names = [Path(path).name for path in alice.hpc_serve("logs", "hand", "--files").stdout.split()]
+    assert names == [f"hpc-serve-hand-{job_id}.log", f"{job_id}-node0.log"]
+    following = alice.cluster.popen(["hpc-serve", "logs", "hand", "--follow"], user=alice.name, env=alice.environ)
+    stopped = alice.hpc_serve("stop", job_id)
+    assert stopped.returncode == 0, stopped.stderr
+    assert f"hand (job {job_id}) is over: stopped" in stopped.stdout
+    assert not alice.is_queued(job_id)
+    assert "hpc-serve: hand is ready at" in following.communicate(timeout=60)[0]
+    assert following.returncode == 0
+
+
+def test_a_name_is_one_model_s_until_its_job_is_over(alice):
+    job_id = submitted(alice, "name", *HOLD)
+    other = ("submit", "--model", "70b", "--name", "name", *SMALL, *HOLD)
+    taken = alice.hpc_serve(*other)
+    assert taken.returncode == 5
+    assert f"job {job_id}" in taken.stderr
+    assert alice.hpc_serve("stop", "name").returncode == 0
+    again = alice.hpc_serve(*other)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_requeued_job_is_waited_for_again(alice):
+    job_id = submitted(alice, "again", *WAIT)
+    alice.run("scontrol", "requeuehold", job_id)
+    wait_for(lambda: status_of(alice, "again")["state"] == "pending", 60, what="the job to be back in the queue")
+    alice.run("scontrol", "update", f"jobid={job_id}", "starttime=now")  # Slurm lets two minutes pass
+    alice.run("scontrol", "release", job_id)
+    done = alice.hpc_serve("wait", "again", "--timeout", "4m", timeout=260)
+    assert done.returncode == 0, done.stderr
+    assert (status_of(alice, "again")["state"], status_of(alice, "again")["restart"]) == ("ready", 1)
+
+
+def test_a_silent_controller_makes_a_state_unknown_and_ends_nothing(alice):
+    waiting, ready = submitted(alice, "waiting", *HOLD), submitted(alice, "ready", *WAIT)
+    alice.cluster.stop_controller()
+    try:
+        report = json.loads(alice.hpc_serve("status", "--json").stdout)
+        chat = alice.hpc_serve("chat", "ready", "still there?")
+        stop = alice.hpc_serve("stop", "waiting")
+    finally:
+        alice.cluster.start_controller()
+    found = {status["job_id"]: status for status in report["services"]}
+    assert found[waiting]["state"] == "unknown"
+    assert "does not answer" in found[waiting]["reason"]
+    assert found[ready]["state"] == "ready"
+    assert "does not answer" in report["problems"][-1]
+    assert chat.stdout.startswith("stub-")
+    assert (stop.returncode, "does not answer" in stop.stderr) == (4, True)
+    assert status_of(alice, "waiting")["state"] == "pending"
+    assert alice.is_queued(ready)
