@@ -13,6 +13,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry
 
 GIB = 2**30
+AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class AcceleratorSpec:
     name: str
     product: str
     vendor: str
-    kind: Literal["gpu", "tpu", "cpu"]
+    kind: AcceleratorKind
     label_bytes: int
     total_bytes: int
     bandwidth_bytes_per_s: float | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.accelerator import GIB, AcceleratorKind, AcceleratorSpec
 
 PINNED_VERSION = "0.32.0"
 _POSITIVE = (
@@ -141,9 +141,14 @@ def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
     return 1024 if not engine.is_v0 and _is_large(accelerator) else 256
 
 
-def default_block_size(accelerator: AcceleratorSpec) -> int:
-    """Tokens of a block: 16, and 128 on CPUs (platforms/cpu.py)."""
-    return 128 if accelerator.kind == "cpu" else 16
+def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: bool) -> int:
+    """Tokens of a block: 16, but for latent attention 64 (its kernels' own), and the other way on CPUs: 128, and 16.
+
+    Sources: `update_block_size_for_backend` in platforms/interface.py, and platforms/cpu.py.
+    """
+    if kind == "cpu":
+        return 16 if is_mla else 128
+    return 64 if is_mla and not engine.is_v0 else 16
 
 
 def _is_large(accelerator: AcceleratorSpec) -> bool:

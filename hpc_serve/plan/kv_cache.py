@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.accelerator import AcceleratorKind
+from hpc_serve.plan.engine import EngineConfig, default_block_size
 from hpc_serve.plan.model import LayerCache, ModelSpec
 from hpc_serve.plan.weights import Part, round_up
 
@@ -111,8 +112,8 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
     return heads * (int((cache.head_dim + cache.value_dim) * element) + scales)
 
 
-def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, default_block_size: int) -> CacheLayout:
-    """Group the layers of a model as vLLM does for `ranks` tensor-parallel ranks.
+def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: AcceleratorKind = "gpu") -> CacheLayout:
+    """Group the layers of a model as vLLM does for `ranks` tensor-parallel ranks on that kind of accelerator.
 
     Raises DoesNotFitError where KV heads cannot be divided, InvalidRequestError for an unknown kv_cache_dtype.
     """
@@ -124,8 +125,9 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, default_
         if cache is not None and cache not in known:
             known[cache] = layer_bytes_per_token(cache, ranks, dtype, mla_align=mla_align)
     per_token = tuple(known[cache] if cache is not None else 0 for cache in caches)
-    block_size = engine.block_size or (64 if model.is_mla and not engine.is_v0 else default_block_size)
-    states = {cache: _state_bytes(cache, model.dtype_bytes, ranks) for cache in known if cache.kind == "state"}
+    block_size = engine.block_size or default_block_size(engine, kind, is_mla=model.is_mla)
+    state_dtype_bytes = 4 if kind == "cpu" else model.dtype_bytes
+    states = {cache: _state_bytes(cache, ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
     if states:
         block_size = _block_size_for_states(block_size, max(states.values()), max(known.values()))
     page = block_size * max(per_token, default=0)
@@ -157,7 +159,7 @@ def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> i
         if cache is None:
             continue
         if cache.kind == "state":
-            total += _state_bytes(cache, model.dtype_bytes, 1)
+            total += _state_bytes(cache, 1, model.dtype_bytes)
         else:
             held = min(tokens, cache.window) if cache.window else tokens
             total += held * layer_bytes_per_token(cache, 1, dtype)
@@ -172,7 +174,7 @@ def _element_bytes(dtype: str) -> float:
     return _ELEMENT_BYTES[dtype]
 
 
-def _state_bytes(cache: LayerCache, dtype_bytes: int, ranks: int) -> int:
+def _state_bytes(cache: LayerCache, ranks: int, dtype_bytes: int) -> int:
     total = 0
     for elements, element_bytes in cache.state:
         if elements % ranks:

@@ -14,7 +14,6 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.accelerator import AcceleratorSpec
 from hpc_serve.plan.engine import (
     EngineConfig,
-    default_block_size,
     gpu_memory_utilization,
     max_num_batched_tokens,
 )
@@ -74,7 +73,7 @@ def estimate_memory(
             f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
         )
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
-    layout = cache_layout(model, engine, tensor_parallel_size, default_block_size=default_block_size(accelerator))
+    layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
     estimates = [

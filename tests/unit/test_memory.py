@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +28,10 @@ from hpc_serve.plan import (
 from hpc_serve.plan.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.overhead import capture_sizes
 from hpc_serve.plan.planner import NoLayoutError
+from hpc_serve.plan.stages import stages
 
 GIB = 2**30
+ENGINES = json.loads((Path(__file__).parents[1] / "data" / "vllm_engine_runs.json").read_text())
 H100 = accelerator("h100-80gb")
 MODELS = ("8b", "70b", "405b", "qwen3-235b", "r1", "gemma-3-27b", "gpt-oss-120b", "Qwen/Qwen3-Next-80B-A3B-Instruct")
 quick = settings(max_examples=60, deadline=None)
@@ -190,10 +194,10 @@ def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
 
 def test_windows_are_groups_of_their_own() -> None:
     model = spec("gemma-3-27b")
-    layout = cache_layout(model, EngineConfig(), 1, default_block_size=16)
+    layout = cache_layout(model, EngineConfig(), 1)
     kinds = [(group.kind, len(group.layers)) for group in layout.groups]
     assert kinds == [("sliding", 9)] * 4 + [("sliding", 8)] * 2 + [("full", 10)]
-    whole = cache_layout(model, EngineConfig(vllm_version="0.8.5"), 1, default_block_size=16)
+    whole = cache_layout(model, EngineConfig(vllm_version="0.8.5"), 1)
     assert [(group.kind, len(group.layers)) for group in whole.groups] == [("full", 62)]
 
 
@@ -205,6 +209,28 @@ def test_tokens_of_a_given_cache(tokens: int, version: str, printed: int) -> Non
     """A cache of so many tokens is printed as that many, in whole blocks."""
     found = estimate("8b", vllm_version=version, kv_cache_memory_bytes=tokens * 131_072 + 4096)
     assert found.kv_cache_tokens == printed
+
+
+def run_name(run: dict[str, Any]) -> str:
+    return f"{run['model']}-tp{run['tp']}-pp{run['pp']}"
+
+
+@pytest.mark.parametrize("run", ENGINES["runs"], ids=run_name)
+def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
+    """Windows, states, latent caches, experts; tests/e2e/test_plan_measured.py starts such engines."""
+    model = model_from_config(ENGINES["configs"][run["model"]], name=run["model"])
+    found = estimate_memory(
+        model,
+        accelerator("cpu-spr", total_bytes=24 * GIB),
+        EngineConfig(kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"]),
+        tensor_parallel_size=run["tp"],
+        pipeline_parallel_size=run["pp"],
+        max_model_len=ENGINES["max_model_len"],
+    )
+    ranks = [stage.weight_bytes for stage in stages(model, run["tp"], run["pp"]) for _ in range(run["tp"])]
+    assert ranks == run["weight_bytes"]
+    assert found.kv_cache_tokens == run["kv_cache_tokens"]
+    assert round(found.max_concurrency, 2) == run["max_concurrency"]
 
 
 def test_one_block_is_vllms_own() -> None:
