@@ -147,14 +147,13 @@ class Stages:
 
 
 def report_json(report: StatusReport) -> dict[str, Any]:
-    """A report under stable keys: those of ServiceStatus, and `logs`."""
-    return {
-        "services": [
-            dataclasses.asdict(status) | {"logs": [str(path) for path in status.log_files()]}
-            for status in report.services
-        ],
-        "problems": list(report.problems),
-    }
+    """A report under stable keys."""
+    return {"services": [status_json(status) for status in report.services], "problems": list(report.problems)}
+
+
+def status_json(status: ServiceStatus) -> dict[str, Any]:
+    """A status under stable keys: those of ServiceStatus, and `logs`."""
+    return dataclasses.asdict(status) | {"logs": [str(path) for path in status.log_files()]}
 
 
 def print_table(statuses: Sequence[ServiceStatus]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -68,7 +67,7 @@ def wait_command(service: str, timeout: float | None, as_json: bool) -> None:
 
     status = show.follow_until_ready(os.environ, service, timeout_s=timeout)
     if as_json:
-        show.print_json(dataclasses.asdict(status))
+        show.print_json(show.status_json(status))
 
 
 @click.command("logs")

@@ -103,7 +103,7 @@ def submit_to_slurm(script_text: str, folder: Path) -> SubmittedScript:
     executor = ScriptSlurmExecutor(make_private_folder(folder), script_text)
     try:
         # submitit prints what sbatch said; it is in its exception as well, and ours says it once.
-        with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job():
+        with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
             job = executor._submit_command("")
     except FileNotFoundError:
         raise scheduler.command_missing("sbatch") from None
@@ -118,7 +118,8 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScr
     """Run the script on this machine, in the background. Raises StoreError."""
     executor = ScriptLocalExecutor(make_private_folder(folder), script_text, log_dir)
     try:
-        job = executor._submit_command("")
+        with _private_files():
+            job = executor._submit_command("")
     except OSError as error:
         raise StoreError(f"the local job cannot be started: {error}") from error
     assert executor.script is not None
@@ -149,3 +150,13 @@ def _outside_of_any_job() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Make new files 0600; sbatch hands this on to the file that the batch script's output goes to."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

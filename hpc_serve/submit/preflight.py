@@ -7,10 +7,11 @@ the request and its plan were made.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
+from hpc_serve.job.command import STAND_IN_ARGS
 from hpc_serve.plan import ServePlan
 from hpc_serve.submit.request import Environment, ServeRequest
 
@@ -20,14 +21,17 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 def check_files(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
     """Raises InvalidRequestError for what the job would not find."""
     if plan.model.startswith("/") and not environ.get("HPC_SERVE_MODEL"):
-        _check_weights(Path(plan.model), f"the model's folder {plan.model}", request)
-    _check_environment(request.environment, environ)
+        _check_weights(Path(plan.model), f"the model's folder {plan.model}", request.engine_args)
+    try:
+        _check_environment(request.environment, environ)
+    except OSError as error:
+        raise InvalidRequestError(f"The Python environment cannot be read: {error}.") from error
 
 
 def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
     """Raises InvalidRequestError where HPC_SERVE_MODEL names no model's folder."""
     if stand_in := environ.get("HPC_SERVE_MODEL"):
-        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request)
+        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request.engine_args)
 
 
 def make_log_dir(request: ServeRequest) -> Path:
@@ -43,16 +47,21 @@ def make_log_dir(request: ServeRequest) -> Path:
     return folder
 
 
-def _check_weights(folder: Path, called: str, request: ServeRequest) -> None:
-    if not folder.is_dir():
-        raise InvalidRequestError(f"{called} is not a folder here: weights are looked for on the shared file system.")
-    if not (folder / "config.json").is_file():
-        raise InvalidRequestError(f"{called} holds no config.json, so it is not a model as Hugging Face lays them out.")
-    random_weights = "dummy" in " ".join(request.engine_args).replace("=", " ").split()
-    if not random_weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        raise InvalidRequestError(
-            f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."
-        )
+def _check_weights(folder: Path, called: str, engine_args: Sequence[str]) -> None:
+    try:
+        if not folder.is_dir():
+            raise InvalidRequestError(f"{called} is not a folder here; weights must be on a file system the nodes see.")
+        if not (folder / "config.json").is_file():
+            raise InvalidRequestError(f"{called} holds no config.json: it is no model as Hugging Face lays them out.")
+        own_args = folder / STAND_IN_ARGS
+        words = (*engine_args, *(own_args.read_text().split() if own_args.is_file() else ()))
+        are_random = "dummy" in words or "--load-format=dummy" in words
+        if not are_random and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+            raise InvalidRequestError(
+                f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."
+            )
+    except OSError as error:
+        raise InvalidRequestError(f"{called} cannot be read: {error}.") from error
 
 
 def _check_environment(environment: Environment, environ: Mapping[str, str]) -> None:

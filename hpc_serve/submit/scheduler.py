@@ -143,7 +143,7 @@ class SchedulerView:
         if self._queue is None or time.monotonic() - self._asked_s > min(max_age_s, self._max_age_s):
             try:
                 self._queue, self.problem = queue(), None
-            except SchedulerUnavailableError as error:
+            except SchedulerError as error:
                 self._queue, self.problem = [], str(error)
             self._asked_s = time.monotonic()
         return self._queue
@@ -177,9 +177,9 @@ def _accounted(job_id: str, user: str, submitted_at: float | None) -> JobState |
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
     try:
         done = run_slurm(sacct_argv(job_id, user=user, since=since))
-    except SchedulerUnavailableError:  # no accounting, or its database is down: the controller has answered already
+        return parse_sacct(done.stdout, job_id) if done.exit_code == 0 else None
+    except SchedulerError:  # no accounting, or its database is down: the controller has answered already
         return None
-    return parse_sacct(done.stdout, job_id) if done.exit_code == 0 else None
 
 
 def _answer(argv: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.plan import ServePlan
@@ -47,8 +48,6 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
-    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
-
     store = ServiceStore(default_home(environ))
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(request.service)))
     check_stand_in(request, environ)
@@ -62,37 +61,41 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     store.claim(request.service, plan.model, is_over=judge)
     try:
         store.ensure_api_key(request.service)
-        folder = store.service_dir(request.service) / "scripts"
-        if request.cluster == "local":
-            done = executor.start_locally(script, folder, log_dir)
-        else:
-            done = executor.submit_to_slurm(script, folder)
-        job = SubmittedJob(
-            service=request.service,
-            model=plan.model,
-            cluster=request.cluster,
-            job_id=done.job_id,
-            submitted_at=time.time(),
-            script=str(done.script),
-            log_path=str(log_dir / f"{done.job_id}.log"),
-            user=scheduler.user_name(),
-            num_nodes=plan.num_nodes,
-            gpus_per_node=plan.gpus_per_node,
-            pid=done.pid,
-            pid_start_time=process_start_time(done.pid) if done.pid else None,
-            host=socket.gethostname() if done.pid else None,
-            predicted=_figures(plan),
-        )
+        job = _hand_over(request, plan, script, log_dir, store.service_dir(request.service) / "scripts")
+        try:
+            store.write_submitted(job)
+        except BaseException:
+            _end(job)
+            raise
     except BaseException:
-        store.release(request.service, plan.model)
-        raise
-    try:
-        store.write_submitted(job)
-    except BaseException:
-        _end(job)
         store.release(request.service, plan.model)
         raise
     return Submission(job=job, plan=plan)
+
+
+def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Path, folder: Path) -> SubmittedJob:
+    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
+
+    if request.cluster == "local":
+        done = executor.start_locally(script, folder, log_dir)
+    else:
+        done = executor.submit_to_slurm(script, folder)
+    return SubmittedJob(
+        service=request.service,
+        model=plan.model,
+        cluster=request.cluster,
+        job_id=done.job_id,
+        submitted_at=time.time(),
+        script=str(done.script),
+        log_path=str(log_dir / f"{done.job_id}.log"),
+        user=scheduler.user_name(),
+        num_nodes=plan.num_nodes,
+        gpus_per_node=plan.gpus_per_node,
+        pid=done.pid,
+        pid_start_time=process_start_time(done.pid) if done.pid else None,
+        host=socket.gethostname() if done.pid else None,
+        predicted=_figures(plan),
+    )
 
 
 def wait(
@@ -253,7 +256,7 @@ def _until_over(
         if job.is_over and not seen:  # submitted by hand, and it had not begun
             return dataclasses.replace(status, state="stopped", reason=ended_sentence(job))
         if job.is_over and status.is_over:
-            if note is not None and not status.has_last_word:
+            if note is not None and status.started_at is None:
                 # It had not begun, and Slurm will soon have forgotten how it ended.
                 store.remove_submitted(note)
                 store.release(note.service, note.model)

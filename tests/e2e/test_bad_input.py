@@ -54,7 +54,11 @@ def refused(alice: User, home: Path, *words: str, exit_code: int, env=None) -> s
     ("words", "exit_code", "told"),
     [
         (("submit", "--model", "405bb"), 2, ["405bb", "Did you mean 405b"]),
-        (("submit", "--model", "70b", "--tensor-parallel-size", "7", "--nodes", "1"), 3, ["tensor parallel size (7)", "are possible"]),
+        (
+            ("submit", "--model", "70b", "--tensor-parallel-size", "7", "--nodes", "1"),
+            3,
+            ["tensor parallel size (7)", "are possible"],
+        ),
         (("submit", "--model", "405b", "--nodes", "1"), 3, ["does not fit"]),
         ((*SUBMIT, "--nodes", "0"), 2, ["nodes is 0", "at least 1"]),
         ((*SUBMIT, "--job-name", "a\n#SBATCH --exclusive"), 2, ["job-name", "newlines"]),
@@ -164,7 +168,11 @@ class TestRecordsThatCannotBeTrusted:
         ]
         assert record.name in report["problems"][0]
         assert why in report["problems"][0]
-        for words, exit_code in ((("env", "8b"), 5), (("chat", "8b", "hello"), 5), (("wait", "8b", "--timeout", "0"), 7)):
+        for words, exit_code in (
+            (("env", "8b"), 5),
+            (("chat", "8b", "hello"), 5),
+            (("wait", "8b", "--timeout", "0"), 7),
+        ):
             done = alice.hpc_serve(*words, env=env)
             assert done.returncode == exit_code
             assert done.stdout == ""

@@ -357,6 +357,8 @@ def test_env_of_nothing_prints_nothing_to_evaluate(capsys):
 def test_chat_asks_once(live, capsys, monkeypatch):
     assert run(["chat", "8b", "hello", "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"stub-{live.engines[0].port}")
+    assert run(["chat", "hello to you", "--max-tokens", "1"]) == 0  # the only live service needs no name
+    assert capsys.readouterr().out.startswith("stub-")
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
     assert run(["chat", "8b"]) == 2
     assert "There is no question" in capsys.readouterr().err

@@ -78,12 +78,14 @@ def test_our_hooks_are_the_ones_that_submitit_calls():
 
 
 def test_sbatch_gets_our_script_and_it_is_kept_privately(bin_folder, tmp_path):
-    command(bin_folder, "sbatch", f'cat "$1" > {tmp_path}/seen; echo "Submitted batch job 4711 on cluster x"')
+    answer = 'echo "Submitted batch job 4711 on cluster x"'
+    command(bin_folder, "sbatch", f'cat "$1" > {tmp_path}/seen; umask > {tmp_path}/umask; {answer}')
     done = submit_to_slurm("#!/bin/bash\necho 'ü'\n", tmp_path / "scripts")
     assert done.job_id == "4711"
     assert (tmp_path / "seen").read_text() == done.script.read_text() == "#!/bin/bash\necho 'ü'\n"
     assert list((tmp_path / "scripts").iterdir()) == [done.script]
     assert stat.S_IMODE((tmp_path / "scripts").stat().st_mode) == 0o700
+    assert (tmp_path / "umask").read_text() == "0077\n"  # Slurm makes the job's output with the umask of sbatch
 
 
 def test_what_sbatch_says_when_it_refuses_is_told_once_with_a_hint(bin_folder, tmp_path, capfd):

@@ -155,6 +155,15 @@ class TestSubmit:
             services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
         assert slurm.scripts == []
 
+    def test_random_weights_need_no_files(self, store, slurm, environ, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        stand_in = environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")}
+        services.submit(request(engine_args=("--load-format", "dummy")), environ=stand_in)
+        (tmp_path / "model" / "hpc-serve-args.txt").write_text("--load-format dummy\n")
+        services.submit(request(), environ=stand_in)
+        assert len(slurm.scripts) == 2
+
     def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(InvalidRequestError, match="set HPC_SERVE_ENV"):
