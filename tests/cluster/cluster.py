@@ -33,6 +33,7 @@ from tests.cluster.processes import Process
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("slurmctld", "slurmd", "munged", "ip", "unshare", "nsenter", "mount")
 START_TIMEOUT_S = 60.0
+GRACE_S = 15.0
 T = TypeVar("T")
 
 
@@ -317,13 +318,17 @@ class SlurmCluster:
 
     def _end_daemon(self, host: str, pid_file: Path, number: signal.Signals) -> None:
         pid = pid_file.read_text().strip()
+
+        def is_gone() -> bool:
+            return self.run(["test", "!", "-d", f"/proc/{pid}"], user="root", node=host).returncode == 0
+
         self.run(["kill", f"-{int(number)}", pid], user="root", node=host)
-        gone = ["test", "!", "-d", f"/proc/{pid}"]
-        wait_for(
-            lambda: self.run(gone, user="root", node=host).returncode == 0,
-            START_TIMEOUT_S,
-            what=f"process {pid} of {host} to end",
-        )
+        try:
+            wait_for(is_gone, GRACE_S, what=f"process {pid} of {host} to end")
+        except TimeoutError:
+            if number == signal.SIGKILL:
+                raise
+            self._end_daemon(host, pid_file, signal.SIGKILL)
 
     def start_controller(self) -> None:
         """Starts slurmctld and waits until it answers."""
@@ -335,7 +340,7 @@ class SlurmCluster:
         )
 
     def stop_controller(self) -> None:
-        """Stops slurmctld in good order; jobs go on."""
+        """Stops slurmctld, in good order unless that takes long (it waits for its own messages); jobs go on."""
         self._end_daemon(LOGIN, self.config.state / "run" / "slurmctld.pid", signal.SIGTERM)
 
     def start_slurmd(self, node: str) -> None:
