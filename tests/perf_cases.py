@@ -7,13 +7,14 @@ but the one that is predicted, so that no row has a part in its own prediction.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,35 @@ from hpc_serve.plan import (
     resolve,
 )
 from hpc_serve.plan.layout import Layout
-from hpc_serve.plan.roofline import EXPECTED, Factors, PerformanceEstimate, Roofline, Traffic, estimate_performance, burst_s
+from hpc_serve.plan.roofline import (
+    EXPECTED,
+    FITTED,
+    Factors,
+    PerformanceEstimate,
+    Roofline,
+    Traffic,
+    burst_s,
+    estimate_performance,
+    requests_held,
+    running,
+    speed,
+)
 
 DATA = Path(__file__).parent / "data"
 SHORTEST_OUTPUT = 10
-STEP = 1.25
-"""Ratio of neighbouring values that the fit tries."""
+NEUTRAL = Factors(
+    flops=0.5,
+    expert_flops=0.5,
+    bandwidth=0.8,
+    link=EXPECTED.link,
+    collective_s=EXPECTED.collective_s,
+    routing_s=1e-4,
+    step_s=2e-3,
+)
+"""Where every fit starts: guesses that no row had a part in."""
+HIGHEST_SHARE = 0.95
+STEPS = (1.3, 1.1)
+"""Ratios of neighbouring values that the fit tries, one after the other."""
 
 _QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -108,6 +132,7 @@ class Case:
     roofline: Roofline | None = None
     memory: MemoryEstimate | None = None
     traffic: Traffic | None = None
+    batch: float = 0.0
     replicas: int = 1
     requests: int | None = None
     lengths_vary: bool = False
@@ -116,17 +141,24 @@ class Case:
 
     def predict(self, factors: Factors) -> PerformanceEstimate:
         """The estimate for one replica."""
-        assert self.roofline and self.traffic and self.memory
+        assert self.roofline
+        assert self.traffic
+        assert self.memory
         return estimate_performance(self.roofline, self.traffic, self.memory, factors=factors)
 
     def tokens_per_s(self, factors: Factors) -> float:
         """Predicted output tokens per second of all replicas."""
-        assert self.roofline and self.traffic
-        estimate = self.predict(factors)
+        assert self.roofline
+        assert self.traffic
         if self.requests is None:
-            return self.replicas * estimate.expected.output_tokens_per_s
+            return self.replicas * speed(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
         seconds = burst_s(
-            self.roofline, estimate, self.requests, factors=factors, lengths_vary=self.lengths_vary
+            self.roofline,
+            self.traffic,
+            self.batch,
+            self.requests,
+            factors=factors,
+            lengths_vary=self.lengths_vary,
         )
         return self.requests * self.traffic.output_tokens / seconds
 
@@ -146,16 +178,18 @@ def case(row: dict[str, Any]) -> Case:
     tensor, replicas = _ranks(row)
     outputs = row.get("osl") or row["out_tok_s"] / row["req_s"]
     roofline, memory = _prepared(*_model(row), gpu, tensor, *_engine(row))
+    traffic = Traffic(
+        input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
+        output_tokens=round(outputs),
+        concurrency=in_flight(row),
+    )
     return Case(
         id=row["id"],
         source=source,
         roofline=roofline,
         memory=memory,
-        traffic=Traffic(
-            input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
-            output_tokens=round(outputs),
-            concurrency=in_flight(row),
-        ),
+        traffic=traffic,
+        batch=running(roofline, traffic, requests_held(roofline, traffic, memory)),
         replicas=replicas,
         requests=row["num_prompts"] if row.get("num_prompts", math.inf) <= row.get("concurrency", 0) else None,
         lengths_vary=row["id"].startswith("gpustack") and row["isl"] < CHAT_INPUT_TOKENS,
@@ -215,24 +249,26 @@ def _model(row: dict[str, Any]) -> tuple[str, str | None]:
     return name, override
 
 
-def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None]:
-    """(version, expert parallel, type of the cache, tokens of a step)."""
+def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None]:
+    """(version, expert parallel, type of the cache, tokens of a step, share of the memory)."""
     command = row.get("command") or ""
     batched = re.search(r"--max-num-batched-tokens (\d+)", command)
     if row["id"].startswith("mlperf"):
-        return "0.9.0", False, "fp8", None
+        return "0.9.0", False, "fp8", None, None
     version = "0.6.3" if row["id"].startswith("dstack") else "0.12.0" if "tpu" in row["id"] else "0.11.0"
     tokens = int(batched[1]) if batched else 512 if "tpu" in row["id"] else None
-    return version, "--enable-expert-parallel" in command, "auto", tokens
+    utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", command)
+    share = float(utilization[1]) if utilization else 0.98 if "tpu" in row["id"] else None
+    return version, "--enable-expert-parallel" in command, "auto", tokens, share
 
 
-@lru_cache(maxsize=None)
+@cache
 def _spec(name: str, quantization: str | None) -> ModelSpec:
     config = CONFIGS.get(name) or resolve(name).config
     return model_from_config(config, name=name, quantization=quantization)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _prepared(
     name: str,
     quantization: str | None,
@@ -242,6 +278,7 @@ def _prepared(
     expert_parallel: bool,
     kv_cache_dtype: str,
     batched_tokens: int | None,
+    gpu_memory_utilization: float | None,
 ) -> tuple[Roofline, MemoryEstimate]:
     model, device = _spec(name, quantization), accelerator(gpu)
     engine = EngineConfig(
@@ -249,6 +286,7 @@ def _prepared(
         enable_expert_parallel=expert_parallel,
         kv_cache_dtype=kv_cache_dtype,
         max_num_batched_tokens=batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
     )
     layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=tensor)
     memory = estimate_memory(
@@ -284,20 +322,20 @@ def loss(sources: dict[str, list[Case]], factors: Factors) -> float:
     )
 
 
-def fit(sources: dict[str, list[Case]], start: Factors = EXPECTED) -> Factors:
-    """The factors of least loss, one after the other in steps of `STEP` until none helps; shares stay below 1."""
+def fit(sources: dict[str, list[Case]], start: Factors = NEUTRAL) -> Factors:
+    """The factors of least loss: one is moved at a time, until no step helps. Shares stay below 1."""
     best, least = start, loss(sources, start)
-    improved = True
-    while improved:
-        improved = False
-        for name in Factors.__dataclass_fields__:
-            for ratio in (STEP, 1 / STEP):
+    for step in STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name, ratio in itertools.product(FITTED, (step, 1 / step)):
                 value = getattr(best, name) * ratio
-                if name in ("flops", "expert_flops", "bandwidth", "link") and value > 0.95:
+                if not name.endswith("_s") and value > HIGHEST_SHARE:
                     continue
                 tried = replace(best, **{name: value})
                 found = loss(sources, tried)
-                if found < least - 1e-6:
+                if found < least - 1e-5:
                     best, least, improved = tried, found, True
     return best
 
@@ -305,9 +343,8 @@ def fit(sources: dict[str, list[Case]], start: Factors = EXPECTED) -> Factors:
 def leave_one_out(cases: Sequence[Case]) -> dict[str, tuple[Factors, list[Case]]]:
     """For each source the factors fitted on all others, and its rows."""
     sources = by_source(cases)
-    start = fit(sources)
     return {
-        name: (fit({other: rows for other, rows in sources.items() if other != name}, start), rows)
+        name: (fit({other: rows for other, rows in sources.items() if other != name}), rows)
         for name, rows in sources.items()
     }
 

@@ -57,8 +57,9 @@ class Factors:
     """What a real engine makes of the hardware's figures. Shares are of the peak; times in seconds.
 
     `flops` and `expert_flops`: of the FLOP/s in dense matrices and in routed experts. `bandwidth`: of the memory's.
-    `link`: of the links' in all-reduces, each of which takes `collective_s` at least. `step_s` is the engine's own
-    time a step (scheduling, launching, sampling), `sequence_s` that for each sequence in it.
+    `link`: of the links' in all-reduces and hops, each of which takes `collective_s` at least. `routing_s` is the time
+    each layer of experts takes to sort tokens and launch small kernels; `step_s` the engine's own, to schedule and
+    sample.
     """
 
     flops: float
@@ -66,14 +67,17 @@ class Factors:
     bandwidth: float
     link: float
     collective_s: float
+    routing_s: float
     step_s: float
-    sequence_s: float
 
 
-IDEAL = Factors(flops=1, expert_flops=1, bandwidth=1, link=1, collective_s=0, step_s=0, sequence_s=0)
+IDEAL = Factors(flops=1, expert_flops=1, bandwidth=1, link=1, collective_s=0, routing_s=0, step_s=0)
 EXPECTED = Factors(
-    flops=0.5, expert_flops=0.25, bandwidth=0.7, link=0.5, collective_s=15e-6, step_s=3e-3, sequence_s=50e-6
+    flops=0.34, expert_flops=0.23, bandwidth=0.70, link=0.40, collective_s=25e-6, routing_s=250e-6, step_s=1.3e-3
 )
+"""`FITTED` on published measurements of vLLM 0.6 to 0.12 (tests/perf_cases.py). `link` and `collective_s`, which those
+cannot tell from the rest, are assumed: 40 % of the links for the few MiB of a step, and 25 µs for a launch."""
+FITTED = ("flops", "expert_flops", "bandwidth", "routing_s", "step_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +209,7 @@ class Roofline:
             weights_s=weights,
             cache_s=cache,
             communication_s=communication,
-            engine_s=factors.step_s + factors.sequence_s * sequences,
+            engine_s=factors.step_s + factors.routing_s * sum(stage.expert_layers for stage in self.work.stages),
             overlapped=factors is IDEAL,
         )
 
@@ -264,14 +268,14 @@ def estimate_performance(
     chunks with the tokens of others; throughput, waiting and time between tokens follow from it by Little's law.
     """
     capacity = requests_held(roofline, traffic, memory)
-    batch = max(1.0, min(traffic.concurrency, capacity, roofline.places))
+    batch = running(roofline, traffic, capacity)
     return PerformanceEstimate(
         traffic=traffic,
         num_gpus=roofline.layout.num_gpus,
         batch=batch,
         capacity=capacity,
-        ideal=_speed(roofline, traffic, batch, IDEAL),
-        expected=_speed(roofline, traffic, batch, factors),
+        ideal=speed(roofline, traffic, batch, IDEAL),
+        expected=speed(roofline, traffic, batch, factors),
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
     )
@@ -279,7 +283,8 @@ def estimate_performance(
 
 def burst_s(
     roofline: Roofline,
-    estimate: PerformanceEstimate,
+    traffic: Traffic,
+    batch: float,
     requests: int,
     *,
     factors: Factors = EXPECTED,
@@ -290,11 +295,13 @@ def burst_s(
     While it fills, prompts are read with no tokens of others between. `lengths_vary`: answers end at a constant rate
     (geometric lengths of that mean), so that the last ones run in ever smaller batches.
     """
-    traffic, first = estimate.traffic, min(requests, estimate.batch)
+    first = min(requests, batch)
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
     chunks = math.ceil(first * inputs / roofline.chunk)
     fill_s = chunks * roofline.step(first * inputs / chunks, 0, context, factors, inputs).total_s
-    turnover_s = (requests - first) / estimate.expected.requests_per_s
+    turnover_s = 0.0
+    if requests > first:
+        turnover_s = (requests - first) / speed(roofline, traffic, batch, factors).requests_per_s
     if not lengths_vary:
         return fill_s + turnover_s + outputs * roofline.decode(first, context, factors).total_s
     drain_s, left = 0.0, first
@@ -315,7 +322,13 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
 
 
-def _speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+def running(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
+    """Requests that run at once, of those in flight: as many as the cache holds and max_num_seqs allows."""
+    return max(1.0, min(traffic.concurrency, capacity, roofline.places))
+
+
+def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+    """One column of an estimate: `batch` requests running in the steady state."""
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
     steps = max(float(outputs), batch * (inputs + outputs) / roofline.chunk)
     per_step = batch * outputs / steps

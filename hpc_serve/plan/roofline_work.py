@@ -52,6 +52,7 @@ class StageWork:
     """
 
     layers: int
+    expert_layers: int
     dense_bytes: int
     expert_bytes: int
     experts: int
@@ -123,7 +124,7 @@ def model_work(
     for stage in stages(model, tensor, pipeline, expert_parallel=expert_ranks > 1):
         dense: Counter[str] = Counter()
         experts: Counter[str] = Counter()
-        expert_bytes = 0
+        expert_bytes = expert_layers = 0
         known: dict[int, tuple[Counter[str], Counter[str], int]] = {}
         for layer in stage.layers:
             key = id(layer.block)
@@ -133,6 +134,7 @@ def model_work(
             dense += in_dense
             experts += in_experts
             expert_bytes += size
+            expert_layers += size > 0
         head = model.head or model.embedding
         is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1)
         looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
@@ -140,6 +142,7 @@ def model_work(
         found.append(
             StageWork(
                 layers=len(stage.layers),
+                expert_layers=expert_layers,
                 dense_bytes=max(0, dense_bytes),
                 expert_bytes=expert_bytes,
                 experts=model.num_experts,

@@ -1,0 +1,68 @@
+"""The performance estimate against published measurements; `python -m tests.perf_cases` prints the same table."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from hpc_serve.plan.roofline import EXPECTED, Factors
+from tests.perf_cases import Case, by_source, error, fit, leave_one_out, load, loss, median_errors, table
+
+Folds = dict[str, tuple[Factors, list[Case]]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def folds(cases: list[Case]) -> Folds:
+    return leave_one_out(cases)
+
+
+def test_accuracy_on_sources_the_factors_were_not_fitted_on(
+    cases: list[Case], folds: Folds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        print("\n" + table(cases, folds))
+    assert len(folds) >= 20
+    assert statistics.median(median_errors(folds).values()) <= 25
+
+
+def test_no_measurement_beats_the_ideal_roofline(cases: list[Case]) -> None:
+    beaten = {
+        one.id: (one.measured, ideal)
+        for one in cases
+        if not one.left_out
+        for ideal in [one.replicas * one.predict(EXPECTED).ideal.output_tokens_per_s]
+        if ideal < one.measured
+    }
+    assert beaten == {}
+
+
+def test_the_ideal_is_never_slower_than_the_expected(cases: list[Case]) -> None:
+    for one in (one for one in cases if not one.left_out):
+        estimate = one.predict(EXPECTED)
+        assert estimate.ideal.output_tokens_per_s >= estimate.expected.output_tokens_per_s, one.id
+        assert estimate.ideal.step.total_s <= estimate.expected.step.total_s, one.id
+
+
+def test_the_built_in_factors_are_nearly_those_that_fit_all_sources(cases: list[Case]) -> None:
+    sources = by_source(cases)
+    assert loss(sources, EXPECTED) <= loss(sources, fit(sources)) + 0.02
+
+
+def test_the_built_in_factors_do_as_well_as_any_fold(cases: list[Case]) -> None:
+    medians = [
+        statistics.median(abs(error(one, EXPECTED)) for one in rows) for rows in by_source(cases).values()
+    ]
+    assert statistics.median(medians) <= 25
+
+
+def test_what_is_left_out_says_why_and_is_little(cases: list[Case]) -> None:
+    left = [one for one in cases if one.left_out]
+    assert len(cases) == 114
+    assert len(left) <= 20
+    assert all(one.measured > 0 for one in cases if not one.left_out)
