@@ -176,6 +176,7 @@ def print_details(status: ServiceStatus) -> None:
     has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
     rows = {
         "model": status.model,
+        "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
         "state": status.sentence + _progress_text(status),
         "address": status.address,
         "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,

@@ -18,7 +18,7 @@ GATE = "hpc_serve.job.gate.Gate"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """A server command and what it says of itself. `argv` is complete but for what `on_head` and `on_worker` add."""
+    """A server command and what it says of itself. `argv` lacks only what the job alone can know."""
 
     argv: tuple[str, ...]
     model: str
@@ -26,6 +26,7 @@ class EngineCommand:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     port: int | None
+    stand_in: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -61,6 +62,7 @@ def read_command(words: Sequence[str], *, stand_in: str | None = None) -> Engine
         tensor_parallel_size=_integer(argv, 1, "--tensor-parallel-size", "-tp"),
         pipeline_parallel_size=_integer(argv, 1, "--pipeline-parallel-size", "-pp"),
         port=_integer(argv, 0, "--port") or None,
+        stand_in=stand_in or None,
     )
 
 

@@ -73,6 +73,7 @@ def _first_record(node: Node) -> EndpointRecord:
     return EndpointRecord(
         service=node.options.service,
         model=command.model,
+        stand_in=command.stand_in,
         served_model_names=command.served_model_names,
         cluster=allocation.cluster,
         job_id=allocation.job_id,

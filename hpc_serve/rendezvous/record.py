@@ -54,6 +54,7 @@ class EndpointRecord:
     port: int
     started_at: float
     updated_at: float
+    stand_in: str | None = None
     served_model_names: tuple[str, ...] = ()
     restart: int = 0
     replica: int = 0
@@ -98,6 +99,7 @@ class EndpointRecord:
             version=read.integer("version"),
             service=read.text("service"),
             model=read.text("model"),
+            stand_in=read.optional_text("stand_in"),
             served_model_names=read.texts("served_model_names"),
             cluster=read.text("cluster"),
             job_id=read.text("job_id"),

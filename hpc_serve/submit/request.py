@@ -159,7 +159,8 @@ class ServeRequest:
         for name in ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1 and not (name == "gpus_per_node" and value == 0):
-                raise InvalidRequestError(f"{name.replace('_', '-')} is {value}: it must be at least 1.")
+                option = name.removeprefix("num_").replace("_", "-")
+                raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
         if self.backend not in ("auto", "ray", "mp"):
             raise InvalidRequestError(f"backend is {self.backend!r}: use auto, ray or mp.")
         if self.cluster not in ("slurm", "local"):

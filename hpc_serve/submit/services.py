@@ -136,9 +136,7 @@ def wait(
         time.sleep(_RECORDS_S)
 
 
-def stop(
-    store: ServiceStore, found: Sequence[ServiceStatus], *, timeout_s: float = 120.0
-) -> tuple[ServiceStatus, ...]:
+def stop(store: ServiceStore, found: Sequence[ServiceStatus], *, timeout_s: float = 120.0) -> tuple[ServiceStatus, ...]:
     """End the jobs that `find` found, those that are over already apart, and return how they ended, once they have.
 
     Raises SchedulerError, InvalidRequestError for one that was started by hand, WaitTimeoutError.

@@ -45,6 +45,7 @@ class ServiceStatus:
     state: State
     cluster: str = "slurm"
     model: str = ""
+    stand_in: str | None = None
     stage: str = ""
     progress: Progress | None = None
     reason: str = ""
@@ -175,6 +176,7 @@ def _of_record(
         stage=record.stage,
         progress=record.progress,
         reason=record.reason or "",
+        stand_in=record.stand_in,
         address=f"{host}:{record.port}" if host else "",
         nodes=record.nodes,
         num_nodes=record.num_nodes,

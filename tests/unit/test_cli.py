@@ -24,7 +24,7 @@ from tests.unit.fake_slurm import FakeSlurm
 
 HEAVY = ("submitit", "openai", "httpx", "httpx2", "rich", "jinja2", "yaml", "filelock", "ray", "vllm", "torch")
 STATUS_KEYS = {
-    *("service", "job_id", "state", "cluster", "model", "stage", "progress", "reason", "address", "nodes"),
+    *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "reason", "address", "nodes"),
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
     *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_words", "has_last_word"),
     *("log_dir", "batch_log", "scheduler_state", "time_left", "measured", "predicted", "logs"),

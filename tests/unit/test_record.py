@@ -13,6 +13,7 @@ from hpc_serve.rendezvous.record import STATES, EndpointRecord, NodeRecord, Prog
 FULL = EndpointRecord(
     service="405b",
     model="meta-llama/Llama-3.1-405B-Instruct",
+    stand_in="/models/tiny",
     served_model_names=("meta-llama/Llama-3.1-405B-Instruct", "405b"),
     cluster="slurm",
     job_id="123_4",
@@ -43,7 +44,8 @@ FULL = EndpointRecord(
 )
 
 # The contract of ARCHITECTURE.md, in its order.
-CONTRACT = """version, service, model, served_model_names, cluster, job_id, restart, replica, user, state, stage,
+CONTRACT = """version, service, model, stand_in, served_model_names,
+    cluster, job_id, restart, replica, user, state, stage,
 progress, reason, failed_part, exit_code, last_words, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted"""

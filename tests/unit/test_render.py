@@ -168,7 +168,7 @@ def test_the_header_cannot_be_left_by_a_newline():
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"num_nodes": 0}, "num-nodes is 0"),
+        ({"num_nodes": 0}, "nodes is 0"),
         ({"tensor_parallel_size": -1}, "tensor-parallel-size is -1"),
         ({"backend": "mpi"}, "auto, ray or mp"),
         ({"cluster": "local", "num_nodes": 2}, "this machine alone"),
