@@ -100,11 +100,12 @@ class SlurmCluster:
             need = f"these commands: {', '.join(missing)}" if missing else "root"
             raise ClusterError(f"a test cluster needs {need} (Debian: apt-get install slurm-wlm munge iproute2)")
         with self._only_one():
+            runs = hosts.init_pid(self.config, LOGIN) is not None and self._config_path.exists()
+            if runs and self._config_path.read_text() != self.config.to_json():
+                raise ClusterError(
+                    f"cluster {self.config.name} is up with other settings ({self._config_path}); take it down first"
+                )
             if self.is_up():
-                if self._config_path.read_text() != self.config.to_json():
-                    raise ClusterError(
-                        f"cluster {self.config.name} is up with other settings ({self._config_path}); take it down"
-                    )
                 return
             self._take_down()
             try:
@@ -222,9 +223,8 @@ class SlurmCluster:
         self._wait_until_gone(doomed)
 
     def _wait_until_gone(self, pids: list[int]) -> None:
-        # A zombie that its parent has not yet fetched has no command line, and no namespaces either.
         wait_for(
-            lambda: not any(processes.argv_of(pid) for pid in pids),
+            lambda: not any(processes.is_alive(pid) for pid in pids),
             START_TIMEOUT_S,
             what=f"processes {pids} of cluster {self.config.name} to end",
         )

@@ -44,6 +44,12 @@ def argv_of(pid: int) -> tuple[str, ...]:
     return tuple(text.rstrip("\0").split("\0")) if text else ()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether the process has not ended. The first of a namespace ends last, after all others in it."""
+    status = status_of(pid)
+    return bool(status) and not status["State"].startswith(("Z", "X"))
+
+
 def namespace_of(pid: int) -> str:
     """Names the PID namespace a process lives in; "" if the process has gone."""
     try:
@@ -63,7 +69,7 @@ def of_users(user_ids: set[int], host_by_namespace: dict[str, str]) -> list[Proc
     found = []
     for pid in pids():
         status = status_of(pid)
-        if not status or status["State"].startswith("Z"):
+        if not status or status["State"].startswith(("Z", "X")):
             continue
         user_id = int(status["Uid"].split()[0])
         if user_id in user_ids:

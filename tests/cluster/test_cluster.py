@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import ClusterConfig, SlurmCluster, wait_for
+from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, wait_for
 from tests.cluster.config import CHECKOUT
 
 pytestmark = pytest.mark.slurm
@@ -107,6 +108,14 @@ def test_a_start_that_was_broken_off_is_made_good(other: SlurmCluster) -> None:
     assert not other.is_up()
     other.up()
     assert other.node_state("n1") == "idle"
+
+
+def test_a_cluster_that_is_up_is_not_resized_under_its_users(other: SlurmCluster) -> None:
+    other.up()
+    larger = SlurmCluster(replace(other.config, num_nodes=2))
+    with pytest.raises(ClusterError, match="is up with other settings"):
+        larger.up()
+    assert other.is_up()
 
 
 def test_a_node_without_power_is_noticed_and_comes_back(other: SlurmCluster) -> None:
