@@ -15,11 +15,14 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.accelerator import accelerator
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
 
+# How Apptainer takes the host's GPU driver into the container.
+_DRIVERS = {"NVIDIA": "--nv", "AMD": "--rocm"}
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _MEM_GIB_PER_GPU = 16
 _MEM_GIB_BASE = 16
@@ -71,7 +74,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
-        "in_environment": _Checked(_container_prefix(request.environment)),
+        "in_environment": _Checked(_container_prefix(request.environment, accelerator(request.gpu).vendor)),
         "service": request.service,
         "backend": request.backend,
         "gpus_per_node": plan.gpus_per_node,
@@ -156,12 +159,13 @@ def _comment(text: str) -> Markup:
     return _Checked("".join(character if character.isprintable() else "?" for character in text))
 
 
-def _container_prefix(environment: Environment) -> str:
+def _container_prefix(environment: Environment, vendor: str) -> str:
     if environment.kind != "apptainer":
         return ""
     assert environment.path is not None
     binds = [word for bind in environment.binds for word in ("--bind", bind)]
-    return shlex.join(["apptainer", "exec", "--nv", *binds, environment.path]) + " "
+    drivers = [_DRIVERS[vendor]] if vendor in _DRIVERS else []
+    return shlex.join(["apptainer", "exec", *drivers, *binds, environment.path]) + " "
 
 
 def _options(words: Iterable[str]) -> Iterable[list[str]]:

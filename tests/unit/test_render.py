@@ -78,6 +78,16 @@ def test_every_environment_gives_a_script_that_bash_accepts(kind, cluster):
     assert "module load cuda/12.8\n" in text
 
 
+@pytest.mark.parametrize(("gpu", "flag"), [("h100-80gb", "--nv"), ("mi300x", "--rocm"), ("v5e", None)])
+def test_a_container_gets_the_driver_of_the_accelerator(gpu, flag):
+    line = next(
+        line
+        for line in script(gpu=gpu, environment=Environment(kind="apptainer", path="x.sif")).splitlines()
+        if "hpc_serve.job.prepare" in line
+    )
+    assert {word for word in line.split() if word in ("--nv", "--rocm")} == ({flag} if flag else set())
+
+
 @pytest.mark.parametrize("nasty", NASTY)
 def test_whatever_a_value_holds_it_stays_one_word(nasty):
     text = script(
