@@ -56,18 +56,32 @@ class Size(_IntType):
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
+@click.option("--target", metavar="WHAT", help="throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.")
+@click.option("--input-tokens", type=click.IntRange(min=1), metavar="N", help="Prompt of a request [default: 1024].")
+@click.option("--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256].")
+@click.option(
+    "--usd-per-gpu-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD", help="Price, for tokens a dollar."
+)
+@click.option("--plot", metavar="FILE", help="Draw it: .png, .svg, .pdf or .html (needs the extra hpc-serve[plot]).")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
 @click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
-def plan_command(model: str, gpu: str, compare: str | None, as_json: bool, explained: bool, **options: Any) -> None:
-    """Say what fits where, before anything is queued: how many GPUs, which TP and PP, and why not otherwise.
+def plan_command(
+    model: str, gpu: str, compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any
+) -> None:
+    """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
 
-    Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts.
+    Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
+    requests in flight. A TPU slice is a GPU here: --gpu v5e:4x4.
     """
     from hpc_serve.cli import plan_view
 
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu]
     answers = [plan_view.answer(model, name, options) for name in names]
+    if plot and answers[0].plan:
+        from hpc_serve.plots import draw
+
+        draw(answers[0].question, answers[0].plan, answers[0].traffic, plot)
     if as_json:
         documents = [plan_view.as_json(answer) for answer in answers]
         plan_view.print_json(documents if compare else documents[0])

@@ -14,6 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_serve.cli.plan_speed import (
+    estimates,
+    for_target,
+    print_speed,
+    print_speed_explanation,
+    slice_cluster,
+    split_topology,
+    traffic_of,
+)
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import (
     AcceleratorSpec,
@@ -32,6 +41,8 @@ from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.planner import NoLayoutError
 from hpc_serve.plan.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
 from hpc_serve.plan.report import no_plan_json, plan_json
+from hpc_serve.plan.roofline import Traffic
+from hpc_serve.plan.roofline_report import performance_json
 
 GIB = 2**30
 _BAR_WIDTH = 60
@@ -46,6 +57,8 @@ class Answer:
     plan: ServePlan | None
     error: NoLayoutError | None
     note: str | None
+    traffic: Traffic
+    usd_per_gpu_hour: float | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -59,11 +72,13 @@ class Answer:
 def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
     """Plan for one accelerator; `options` are the command's, by name. Raises InvalidRequestError, UnknownModelError."""
     found, model = find_spec(model_name, dtype=options["dtype"], quantization=options["quantization"])
+    gpu, chips = split_topology(gpu)
+    device = accelerator(gpu, total_bytes=options["gpu_memory"])
     cluster = ClusterSpec(
-        accelerator=accelerator(gpu, total_bytes=options["gpu_memory"]),
-        num_nodes=options["num_nodes"],
-        gpus_per_node=options["gpus_per_node"],
+        accelerator=device, num_nodes=options["num_nodes"], gpus_per_node=options["gpus_per_node"]
     )
+    if chips:
+        cluster = slice_cluster(device, chips)
     own = {key: options[key] for key in EngineConfig.__dataclass_fields__ if options.get(key) is not None}
     engine = EngineConfig(**own)
     workload = Workload(
@@ -76,21 +91,35 @@ def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
         workload=workload,
         max_model_len=workload.max_model_len or model.max_model_len,
     )
+    traffic = traffic_of(options, question.max_model_len)
+    reasons: list[str] = []
+    if options["target"]:
+        cluster, engine, workload, reasons = for_target(question, traffic, options["target"])
     try:
         chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
-        return Answer(question=question, plan=None, error=error, note=found.note)
+        return Answer(question=question, plan=None, error=error, note=found.note, traffic=traffic)
+    chosen = replace(chosen, reasons=(*reasons, *chosen.reasons))
     if found.warning:
         chosen = replace(chosen, reasons=(*chosen.reasons, found.warning))
-    return Answer(question=question, plan=chosen, error=None, note=found.note)
+    return Answer(
+        question=question,
+        plan=chosen,
+        error=None,
+        note=found.note,
+        traffic=traffic,
+        usd_per_gpu_hour=options["usd_per_gpu_hour"],
+    )
 
 
 def as_json(given: Answer) -> dict[str, Any]:
     """The answer under stable keys."""
     if given.plan is not None:
-        return plan_json(given.plan, given.model, given.gpu)
+        found = estimates(given.question, given.plan, given.traffic, given.usd_per_gpu_hour)
+        performance = performance_json(found) if found else None
+        return {**plan_json(given.plan, given.model, given.gpu), "performance": performance}
     assert given.error is not None
-    return no_plan_json(given.error, given.model, given.gpu)
+    return {**no_plan_json(given.error, given.model, given.gpu), "performance": None}
 
 
 def print_json(value: Any) -> None:
@@ -113,6 +142,8 @@ def print_plan(given: Answer) -> None:
         console.print(Text(f"- {reason}"))
     _print_sharing(console, given, chosen)
     console.print()
+    print_speed(console, given.question, chosen, given.traffic, given.usd_per_gpu_hour)
+    console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
     Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
 
@@ -128,6 +159,7 @@ def print_explanation(given: Answer) -> None:
     )
     for line in explain(given.question, layout, chosen.memory, chosen.minimum_gpus, note=given.note):
         click.echo(line)
+    print_speed_explanation(given.question, chosen, given.traffic)
     click.echo()
     for reason in chosen.reasons:
         click.echo(f"- {reason}")

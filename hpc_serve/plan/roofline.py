@@ -116,10 +116,12 @@ class StepTime:
 class Speed:
     """One column: ideal or expected. Times of a request in seconds, rates of one replica.
 
-    `queue_s` is waited before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
+    `step` generates a token for each running request, `mixed` has its share of prompts as well. `queue_s` is waited
+    before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
     """
 
     step: StepTime
+    mixed: StepTime
     queue_s: float
     prefill_s: float
     ttft_s: float
@@ -144,8 +146,8 @@ class PerformanceEstimate:
 
     @property
     def bound(self) -> str:
-        """What most of an expected decode step goes to."""
-        return self.expected.step.bound
+        """What most of the expected time goes to, prompts included."""
+        return self.expected.mixed.bound
 
     @property
     def output_tokens_per_s_per_gpu(self) -> float:
@@ -342,6 +344,7 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
     queue_s = (traffic.concurrency - batch) / requests_per_s
     return Speed(
         step=decode,
+        mixed=mixed,
         queue_s=queue_s,
         prefill_s=prefill_s,
         ttft_s=queue_s + prefill_s,

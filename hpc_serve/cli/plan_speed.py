@@ -1,0 +1,149 @@
+"""What `plan` shows of speed: a table by requests in flight, lines of --explain, and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import AcceleratorSpec, ClusterSpec, EngineConfig, Workload, accelerator
+from hpc_serve.plan.layout import Layout
+from hpc_serve.plan.planner import ServePlan
+from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
+from hpc_serve.plan.roofline_choice import choose, parse_target
+from hpc_serve.plan.roofline_report import explain_lines, sweep
+from hpc_serve.plan.roofline_slices import SLICES, chips
+
+if TYPE_CHECKING:
+    from hpc_serve.plan.candidates import Question
+
+
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
+
+
+def traffic_of(options: Mapping[str, Any], max_model_len: int) -> Traffic:
+    """What each request is: the lengths said, else the defaults as far as the context allows.
+
+    Raises InvalidRequestError where the lengths said are more than the context.
+    """
+    inputs, outputs = options["input_tokens"], options["output_tokens"]
+    outputs = outputs or min(DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
+    inputs = inputs or max(1, min(DEFAULT_INPUT_TOKENS, max_model_len - outputs))
+    if inputs + outputs > max_model_len:
+        raise InvalidRequestError(
+            f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
+            f"{max_model_len:,}; use a longer --max-model-len, or fewer tokens."
+        )
+    return Traffic(input_tokens=inputs, output_tokens=outputs, concurrency=options["concurrency"])
+
+
+def roofline_of(question: Question, plan: ServePlan) -> Roofline:
+    """The roofline of a plan's layout. Raises InvalidRequestError where the accelerator's speed is not known."""
+    layout = Layout(
+        tensor_parallel_size=plan.tensor_parallel_size,
+        pipeline_parallel_size=plan.pipeline_parallel_size,
+        num_nodes=plan.num_nodes,
+        gpus_per_node=plan.gpus_per_node,
+    )
+    return Roofline(question.model, question.cluster.accelerator, question.engine, layout)
+
+
+def estimates(
+    question: Question, plan: ServePlan, traffic: Traffic, usd_per_gpu_hour: float | None
+) -> list[PerformanceEstimate]:
+    """Estimates by requests in flight; none where the accelerator's speed is not known."""
+    try:
+        roofline = roofline_of(question, plan)
+    except InvalidRequestError:
+        return []
+    return sweep(roofline, traffic, plan.memory, usd_per_gpu_hour=usd_per_gpu_hour)
+
+
+def print_speed(console: Console, question: Question, plan: ServePlan, traffic: Traffic, usd: float | None) -> None:
+    """The table: what to expect, and the ideal beside it."""
+    found = estimates(question, plan, traffic, usd)
+    if not found:
+        console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", "A GPU", *(("A DOLLAR",) if usd else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("BOUND BY", no_wrap=True)
+    for estimate in found:
+        expected = estimate.expected
+        dollar = [f"{estimate.output_tokens_per_usd:,.0f}"] if estimate.output_tokens_per_usd else []
+        table.add_row(
+            f"{estimate.traffic.concurrency:,}",
+            _time(expected.ttft_s),
+            _time(expected.tpot_s),
+            f"{expected.output_tokens_per_s:,.0f}",
+            f"{estimate.ideal.output_tokens_per_s:,.0f}",
+            f"{estimate.output_tokens_per_s_per_gpu:,.0f}",
+            *dollar,
+            estimate.bound,
+        )
+    each = " of each replica" if plan.replicas > 1 else ""
+    console.print(
+        Text(
+            f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out "
+            "(within about a quarter; --explain shows the factors):"
+        )
+    )
+    console.print(table)
+
+
+def print_speed_explanation(question: Question, plan: ServePlan, traffic: Traffic) -> None:
+    """The step of the plan at the concurrency asked for, or with the cache full."""
+    found = estimates(question, plan, traffic, None)
+    if not found:
+        return
+    asked = [one for one in found if one.traffic.concurrency == traffic.concurrency and traffic.concurrency > 1]
+    click.echo()
+    for line in explain_lines(roofline_of(question, plan), (asked or found)[-1]):
+        click.echo(line)
+
+
+def for_target(
+    question: Question, traffic: Traffic, text: str
+) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
+    """The machines, sizes and replicas that meet `--target`, and why. Raises DoesNotFitError."""
+    workload, cluster = question.workload, question.cluster
+    option, reasons = choose(question, traffic, parse_target(text), shared=workload.replicas is None)
+    layout = option.layout
+    engine = replace(
+        question.engine,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+    )
+    nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size)
+    concurrency = -(-workload.concurrency // option.replicas)
+    workload = replace(workload, replicas=option.replicas, concurrency=concurrency)
+    return cluster.with_nodes(nodes), engine, workload, reasons
+
+
+def split_topology(gpu: str) -> tuple[str, int | None]:
+    """(accelerator, chips) of `v5e:4x4`; no chips for a plain name. Raises InvalidRequestError."""
+    name, colon, topology = gpu.partition(":")
+    if not colon:
+        return gpu, None
+    known = SLICES.get(accelerator(name).name, ())
+    if topology not in known:
+        raise InvalidRequestError(f"{name} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
+    return name, chips(topology)
+
+
+def slice_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
+    """The hosts of a slice."""
+    host = min(count, device.gpus_per_node)
+    return ClusterSpec(accelerator=device, num_nodes=count // host, gpus_per_node=host)
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
