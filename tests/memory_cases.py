@@ -1,7 +1,8 @@
 """Scores the planner against figures that real vLLM runs printed: `python -m tests.memory_cases` prints the table.
 
 tests/data/memory_cases.jsonl holds the figures with their sources; memory_case_models.json says which catalogue entry
-or config each is about, what had to be assumed, and why a case is left out.
+or config each is about, what had to be assumed, and why a case is left out. memory_cases_later.jsonl holds what newer
+versions printed, each case with what it is about.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def load_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(case, models[case["id"]]) for case in map(json.loads, lines)]
 
 
+def load_later_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same, of vLLM 0.19 and later."""
+    lines = (DATA / "memory_cases_later.jsonl").read_text().splitlines()
+    return [(case, case["about"]) for case in map(json.loads, lines)]
+
+
 def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
     """Predict what one case measured."""
     measured = case["measured"]
@@ -58,7 +65,7 @@ def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
     config = {**config, **about.get("overrides", {})}
     if "quantization_config" in about:
         config["quantization_config"] = about["quantization_config"]
-    model = model_from_config(config, name=case["model"], dtype=_dtype(case))
+    model = model_from_config(config, name=case["model"], dtype=_dtype(case), quantization=about.get("quantization"))
     max_model_len = case.get("max_model_len") or about.get("max_model_len") or model.max_model_len
     model = replace(model, max_model_len=max(max_model_len, model.max_model_len))
     gib = about.get("gpu_mem_gib") or case.get("gpu_mem_gib")
@@ -86,7 +93,7 @@ def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
 
 
 def _dtype(case: dict[str, Any]) -> str:
-    return case["dtype"] if case.get("dtype") in ("bfloat16", "float16") else "auto"
+    return case["dtype"] if case.get("dtype") in ("bfloat16", "float16", "float32") else "auto"
 
 
 def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
@@ -138,25 +145,25 @@ def median_error(scores: list[Score], name: str) -> float:
 
 def table(scores: list[Score]) -> str:
     """The table for people: predicted and measured by case, medians by generation, and what is left out."""
-    lines = [f"{'case':42} {'weights GiB':>22} {'KV cache GiB':>24} {'activation':>13}  verdict"]
+    lines = [f"{'case':42} {'weights GiB':>22} {'KV cache GiB':>24} {'activation':>13} {'non-torch':>11}  verdict"]
     for one in scores:
         if one.left_out:
             continue
         lines.append(
             f"{one.id[:42]:42} {_cell(one, 'weights'):>22} {_cell(one, 'kv'):>24} "
-            f"{_pair(one, 'activation'):>13}  {_verdict(one)}"
+            f"{_pair(one, 'activation'):>13} {_pair(one, 'non-torch'):>11}  {_verdict(one)}"
         )
-    for title, group in (
+    generations = (
         ("V1 engine", [one for one in scores if not one.is_v0]),
         ("before V1", [one for one in scores if one.is_v0]),
-        ("all", scores),
-    ):
+    )
+    for title, group in (*(one for one in generations if one[1]), ("all", scores)):
         lines.append(
             f"{title}: median absolute error of weights {median_error(group, 'weights'):.2f} %, "
             f"of KV cache {median_error(group, 'kv'):.2f} %"
         )
     left = [one for one in scores if one.left_out]
-    lines.append(f"scored {len(scores) - len(left)} of {len(scores)}; left out:")
+    lines.append(f"scored {len(scores) - len(left)} of {len(scores)}" + ("; left out:" if left else ""))
     lines += [f"  {one.id}: {one.left_out}" for one in left]
     return "\n".join(lines)
 
@@ -178,3 +185,5 @@ def _verdict(one: Score) -> str:
 
 if __name__ == "__main__":
     print(table([score(case, about) for case, about in load_cases()]))
+    print("\nvLLM 0.19 and later")
+    print(table([score(case, about) for case, about in load_later_cases()]))

@@ -74,6 +74,11 @@ class EngineConfig:
         return not self.is_v0 and self.version >= (0, 10)
 
     @property
+    def keeps_expert_workspaces(self) -> bool:
+        """Whether the experts' workspaces outlive the forward pass (v1/worker/workspace.py, since 0.13)."""
+        return self.version >= (0, 13)
+
+    @property
     def caches_state_prefixes(self) -> bool:
         """Whether hybrids hold a second state per request for prefix caching (mamba_cache_mode "align")."""
         return self.version >= (0, 20)

@@ -39,7 +39,7 @@ def explain(
         *_minimum_lines(question, minimum),
         "",
         f"Tightest GPU of {layout}: " + _stage_name(stage, layout),
-        *_budget_lines(question, memory, run, layout),
+        *_budget_lines(question, memory, run),
         "",
         *_cache_lines(question, memory),
     ]
@@ -104,7 +104,7 @@ def _stage_name(stage: Stage, layout: Layout) -> str:
     return f"stage {stage.rank + 1} of {layout.pipeline_parallel_size}, {layers}"
 
 
-def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun, layout: Layout) -> Iterator[str]:
+def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun) -> Iterator[str]:
     utilisation = gpu_memory_utilization(question.engine)
     total, requested = memory.total_bytes, memory.requested_bytes
     share = f"{utilisation:g} (gpu_memory_utilization)"
@@ -116,7 +116,7 @@ def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun, lay
     sign = " " if memory.graphs_outside else "-"
     outside = ", outside the budget" if memory.graphs_outside else ""
     yield _line(sign, memory.cuda_graph_bytes, f"CUDA graphs: {_graph_text(run)}{outside}")
-    yield _line("-", memory.non_torch_bytes, "non-torch: " + _non_torch_text(run, layout))
+    yield _line("-", memory.non_torch_bytes, "non-torch: " + _non_torch_text(run))
     if question.engine.kv_cache_memory_bytes:
         yield _line("=", memory.kv_cache_bytes, "KV cache, as --kv-cache-memory-bytes says")
     else:
@@ -145,10 +145,9 @@ def _graph_text(run: StageRun) -> str:
     return f"{graphs} graphs x {layers} layers x {each:.2f} MiB"
 
 
-def _non_torch_text(run: StageRun, layout: Layout) -> str:
-    base, peer = overhead.NON_TORCH_BASE_BYTES / GIB, overhead.NON_TORCH_PER_PEER_BYTES / GIB
-    peers = run.ranks - 1 + (1 if layout.pipeline_parallel_size > 1 else 0)
-    return f"{base:.2f} GiB, and NCCL {peers} peers x {peer:.2f}" if peers else f"{base:.2f} GiB"
+def _non_torch_text(run: StageRun) -> str:
+    context, nccl = overhead.context_bytes(run) / GIB, overhead.nccl_bytes(run) / GIB
+    return f"{context:.2f} GiB of context and kernels" + (f", {nccl:.2f} of NCCL" if nccl else "")
 
 
 def _cache_lines(question: Question, memory: MemoryEstimate) -> Iterator[str]:

@@ -77,7 +77,7 @@ def estimate_memory(
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
     per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
     estimates = [
-        _stage_estimate(run, stage, layout, per_request, pipeline_parallel_size)
+        _stage_estimate(run, stage, layout, per_request)
         for stage, run in stage_runs(
             model,
             accelerator,
@@ -108,6 +108,7 @@ def stage_runs(
                 model=model,
                 layers=stage.layers,
                 is_last=stage.is_last,
+                is_pipelined=pipeline_parallel_size > 1,
                 ranks=tensor_parallel_size,
                 expert_ranks=tensor_parallel_size if expert_parallel else 1,
                 accelerator=accelerator,
@@ -119,13 +120,11 @@ def stage_runs(
     ]
 
 
-def _stage_estimate(
-    run: StageRun, stage: Stage, layout: CacheLayout, per_request: int, pipeline_parallel_size: int
-) -> MemoryEstimate:
+def _stage_estimate(run: StageRun, stage: Stage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
     engine, total = run.engine, run.accelerator.total_bytes
     requested = math.ceil(total * gpu_memory_utilization(engine))
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
-    non_torch = non_torch_bytes(run, pipeline_parallel_size)
+    non_torch = non_torch_bytes(run)
     taken = stage.weight_bytes + stage.loading_bytes + activation + non_torch
     if engine.subtracts_cuda_graphs:
         taken += graphs

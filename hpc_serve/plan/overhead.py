@@ -10,6 +10,7 @@ from functools import cached_property
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.model import DecoderLayer, ModelSpec
+from hpc_serve.plan.quantization import MXFP4
 from hpc_serve.plan.weights import Linear
 
 MIB = 2**20
@@ -36,16 +37,20 @@ FILTER_BUFFER_BYTES = 80 * MIB
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
-GRAPH_BYTES_PER_DENSE_LAYER = MIB // 4
-GRAPH_BYTES_PER_OTHER_LAYER = 2 * MIB // 5
+GRAPH_BYTES_PER_DENSE_LAYER = MIB * 3 // 10
+GRAPH_BYTES_PER_OTHER_LAYER = MIB * 4 // 10
 """Driver memory of one captured graph, per layer; layers with experts or states launch more kernels. Published totals
-divided by layers and graphs: Qwen3-4B 0.23 MiB, DeepSeek-R1-Distill-Qwen-1.5B 0.22, Qwen3-Next 0.38, GLM-5.2 0.39."""
+divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, Qwen3-Next 0.38, GLM-5.2 0.39."""
 
 NON_TORCH_BASE_BYTES = GIB * 13 // 100
-"""CUDA context and kernels as they grow while profiling: 0.13 GiB on H100, 0.03-0.10 on older GPUs."""
+NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
+"""CUDA context and kernels as they grow while profiling: 0.13 GiB on H100 (0.03-0.10 on older GPUs), and 0.25 in
+0.19 (49 runs in docs/accuracy of the same repository) and in 0.31."""
 
-NON_TORCH_PER_PEER_BYTES = GIB * 27 // 100
-"""NCCL's buffers per further rank of the group: 2 GPUs 0.55 GiB, 4 GPUs 0.95, 8 GPUs 2.1 (same sources)."""
+NCCL_PER_PEER_BYTES = GIB * 27 // 100
+NCCL_LATER_BYTES = GIB * 185 // 100
+"""NCCL's buffers of tensor parallelism. Per further rank: 2 GPUs 0.55 GiB, 4 GPUs 0.95, 8 GPUs 2.1. Since 0.13,
+with buffers for faster all-reduce, one sum: 2 GPUs 2.07 GiB with the base, 4 GPUs 2.13 (the same 49 runs)."""
 
 MLA_WORKSPACE_TOKENS = 64 * 1024
 """Most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
@@ -58,6 +63,7 @@ class StageRun:
     model: ModelSpec
     layers: tuple[DecoderLayer, ...]
     is_last: bool
+    is_pipelined: bool
     ranks: int
     expert_ranks: int
     accelerator: AcceleratorSpec
@@ -81,8 +87,10 @@ class StageRun:
 
 
 def activation_bytes(run: StageRun) -> int:
-    """Peak of what torch allocates during the profile run: the larger of forward pass and sampling."""
-    return max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    """Peak of what torch allocates during the profile run: the larger of forward pass and sampling, beside the hidden
+    state and residual that pipeline stages hand on."""
+    handed_on = 2 * run.tokens * run.model.hidden_size * run.model.dtype_bytes if run.is_pipelined else 0
+    return handed_on + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
 
 
 def forward_bytes(run: StageRun) -> int:
@@ -113,12 +121,27 @@ def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
 
 
 def _expert_elements_per_token(weight: Linear, run: StageRun) -> int:
-    """The workspaces of vLLM's fused experts: first output or result, whichever is wider, and the activation."""
+    """The two workspaces of vLLM's fused experts: one for the first output or the result, one for the activation,
+    which may hold the result as well where they are kept (`workspace_shapes` in layers/fused_moe/experts)."""
     if weight.split != "column":
         return 0
     outputs, hidden = weight.shard(run.ranks if run.expert_ranks == 1 else 1)
     chosen = max(1, run.model.num_experts_per_tok)
-    return chosen * (max(sum(outputs), hidden) + outputs[0])
+    activation = max(outputs[0], hidden) if run.engine.keeps_expert_workspaces else outputs[0]
+    return chosen * (max(sum(outputs), hidden) + activation)
+
+
+def _kept_workspace_bytes(run: StageRun) -> int:
+    """What the experts' workspaces still hold while sampling. Those in mxfp4 run in kernels that need none."""
+    if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
+        return 0
+    experts = (
+        _expert_elements_per_token(weight, run)
+        for layer, _ in run.distinct_layers
+        for weight in layer.block.weights
+        if isinstance(weight, Linear) and weight.is_expert
+    )
+    return run.tokens * max(experts, default=0) * run.model.dtype_bytes
 
 
 def _latent_expansion_bytes(run: StageRun) -> int:
@@ -138,7 +161,7 @@ def sampling_bytes(run: StageRun) -> int:
     hidden = (run.tokens + sequences) * run.model.hidden_size * run.model.dtype_bytes
     logits = sequences * run.model.vocab_size * 4
     copies, buffers = logits_copies(run)
-    return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES
+    return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
 
 
 def logits_copies(run: StageRun) -> tuple[float, int]:
@@ -195,9 +218,20 @@ def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
     return accelerator.name.split("-")[0] in ("b200", "gb200", "b300", "gb300")
 
 
-def non_torch_bytes(run: StageRun, pipeline_parallel_size: int) -> int:
-    """Memory torch does not see: context and kernels, and NCCL's buffers. vLLM 0.1 did not count it."""
+def non_torch_bytes(run: StageRun) -> int:
+    """Memory torch does not see: context and kernels, and NCCL's buffers."""
+    return context_bytes(run) + nccl_bytes(run)
+
+
+def context_bytes(run: StageRun) -> int:
+    """The growth of the CUDA context while profiling. vLLM 0.1 did not count it."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
-    peers = run.ranks - 1 + (1 if pipeline_parallel_size > 1 else 0)
-    return NON_TORCH_BASE_BYTES + peers * NON_TORCH_PER_PEER_BYTES
+    return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
+
+
+def nccl_bytes(run: StageRun) -> int:
+    """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
+    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
+        return 0
+    return (run.ranks - 1) * NCCL_PER_PEER_BYTES if run.engine.version < (0, 13) else NCCL_LATER_BYTES

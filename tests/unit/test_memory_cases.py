@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.memory_cases import Score, load_cases, median_error, score, table
+from tests.memory_cases import Score, load_cases, load_later_cases, median_error, score, table
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +36,15 @@ def test_nothing_that_vllm_refused_is_called_fine(scores: list[Score]) -> None:
 def test_every_case_left_out_says_why(scores: list[Score]) -> None:
     assert all(one.left_out != "" for one in scores)
     assert {one.id for one in scores} == {case["id"] for case, _ in load_cases()}
+
+
+def test_versions_since_0_19() -> None:
+    scores = [score(case, about) for case, about in load_later_cases()]
+    assert len(scores) == 20
+    assert all(one.fits for one in scores)
+    assert median_error(scores, "weights") <= 0.1
+    assert median_error(scores, "kv") <= 1
+    for name, most in (("activation", 0.05), ("non-torch", 0.05)):
+        pairs = [one.figures[name] for one in scores if name in one.figures]
+        assert len(pairs) >= 10
+        assert all(abs(predicted - measured) <= most for predicted, measured in pairs), name

@@ -103,12 +103,12 @@ def test_405b_on_four_nodes_of_four_says_what_it_chose_between() -> None:
 
 
 def test_70b_is_a_matter_of_four() -> None:
-    """On two there is room for the weights, and for 26 thousand tokens, not for one request of 131 thousand."""
+    """On two there is room for the weights, and for some ten thousand tokens, not for one request of 131 thousand."""
     two = next(c for c in planned("70b").candidates if c.layout.tensor_parallel_size == 2)
     assert two.verdict == "too small"
     assert two.memory is not None
-    assert 15_000 < two.memory.kv_cache_tokens < 40_000
-    assert layout_of(planned("70b", max_model_len=16384)) == (2, 1, 1, 2)
+    assert 5_000 < two.memory.kv_cache_tokens < 20_000
+    assert layout_of(planned("70b", max_model_len=8192)) == (2, 1, 1, 2)
 
 
 def test_more_requests_take_more_gpus() -> None:
