@@ -60,7 +60,7 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(13.5, 9.2), facecolor=_PAPER)
         grid = figure.add_gridspec(
-            2, 2, height_ratios=[1.25, 1], hspace=0.34, wspace=0.17, left=0.065, right=0.975, top=0.865, bottom=0.075
+            2, 2, height_ratios=[1.25, 1], hspace=0.36, wspace=0.26, left=0.065, right=0.975, top=0.85, bottom=0.075
         )
         _pareto(figure.add_subplot(grid[0, :]), roofline, plan, traffic)
         _breakdown(figure.add_subplot(grid[1, 0]), roofline, plan, traffic)
@@ -69,7 +69,8 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=_INK)
         layout = f"TP={plan.tensor_parallel_size}, PP={plan.pipeline_parallel_size} on {nodes}"
         scheme = question.model.quantization.method.replace("none", question.model.dtype)
-        figure.text(0.065, 0.922, f"one replica: {layout}, {scheme}", fontsize=11.5, color="#52606d")
+        about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
+        figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")
         _save(figure, target, plan.model)
         plt.close(figure)
 
@@ -130,17 +131,29 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
                     axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=_PAPER, zorder=4)
                     if colour == _FAMILY[0] or batch == held:
                         label = f"{batch:,} at once" if batch in (1, held) else f"{batch:,}"
-                        axes.annotate(label, point, (6, -12), textcoords="offset points", fontsize=8.5, color=colour)
+                        offset = (0, -13) if batch == held else (-7, 4) if batch == 1 else (7, -11)
+                        side = "right" if batch in (1, held) else "left"
+                        axes.annotate(
+                            label, point, offset, ha=side, textcoords="offset points", fontsize=8.5, color=colour
+                        )
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("time between tokens of a request (ms), prompts of others included")
     axes.set_ylabel("output tokens per second and GPU")
-    axes.set_title(f"Latency against throughput, answers of {traffic.output_tokens:,} tokens")
+    axes.set_title("Latency against throughput")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     axes.margins(x=0.06, y=0.1)
     handles, labels = axes.get_legend_handles_labels()
     dashed = axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
-    axes.legend([*handles, *dashed], [*labels, "ideal roofline"], loc="lower right", fontsize=9.5)
+    axes.legend(
+        [*handles, *dashed],
+        [*labels, "ideal roofline"],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=5,
+        fontsize=9.5,
+        borderaxespad=0.2,
+    )
 
 
 def _contexts(plan: ServePlan, traffic: Traffic) -> list[int]:
@@ -233,7 +246,7 @@ def _memory(axes: Any, plan: ServePlan) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.85)
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, max(total * 1.08, axes.get_xlim()[1]))
+    axes.set_xlim(0, min(1.7 * total, max(1.1 * total, axes.get_xlim()[1])))
     axes.set_xlabel("GiB")
     axes.set_title("Memory of the tightest GPU")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9.5)
