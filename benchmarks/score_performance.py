@@ -1,7 +1,7 @@
 """How good the speed estimate is, and how long it takes: `python benchmarks/score_performance.py`.
 
 Prints predicted against measured output tokens/s of every published row (factors fitted without that row's source),
-then the wall time of `hpc-serve plan` in a fresh process, plain and with --plot. The goals are 0.3 s and 3 s of CPU time.
+then the CPU time of `hpc-serve plan` in a fresh process, plain (goal 0.3 s) and with --plot (goal 3 s).
 """
 
 from __future__ import annotations

@@ -100,28 +100,32 @@ class StepTime:
         return work + self.communication_s + self.engine_s
 
     @property
-    def bound(self) -> str:
-        """The largest cause: "weights", "FLOP/s", "KV cache", "communication" or "engine"."""
-        causes = {
+    def causes(self) -> dict[str, float]:
+        """Seconds by cause; of weights and FLOP/s the larger alone."""
+        return {
             "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
             "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
             "KV cache": self.cache_s,
             "communication": self.communication_s,
             "engine": self.engine_s,
         }
-        return max(causes, key=lambda cause: causes[cause])
+
+    @property
+    def bound(self) -> str:
+        """The largest cause."""
+        return max(self.causes, key=lambda cause: self.causes[cause])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """One column: ideal or expected. Times of a request in seconds, rates of one replica.
 
-    `step` generates a token for each running request, `mixed` has its share of prompts as well. `queue_s` is waited
-    before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
+    `step` generates a token for each running request; `causes` are shares of all the time, prompts included. `queue_s`
+    is waited before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
     """
 
     step: StepTime
-    mixed: StepTime
+    causes: dict[str, float]
     queue_s: float
     prefill_s: float
     ttft_s: float
@@ -147,7 +151,8 @@ class PerformanceEstimate:
     @property
     def bound(self) -> str:
         """What most of the expected time goes to, prompts included."""
-        return self.expected.mixed.bound
+        causes = self.expected.causes
+        return max(causes, key=lambda cause: causes[cause])
 
     @property
     def output_tokens_per_s_per_gpu(self) -> float:
@@ -266,8 +271,9 @@ def estimate_performance(
     """What one replica does under some traffic, in the steady state.
 
     `memory` is that of the layout. Requests beyond what the cache or vLLM's max_num_seqs holds wait. A round in which
-    all running requests are served once takes as many steps as a request has output tokens, prompts being mixed in
-    chunks with the tokens of others; throughput, waiting and time between tokens follow from it by Little's law.
+    all running requests are served once takes as many steps as a request has output tokens, more if prompts need
+    more; each prompt comes in steps of its own (shared where they do not suffice), along with the tokens of others.
+    Throughput, waiting and time between tokens follow by Little's law.
     """
     capacity = requests_held(roofline, traffic, memory)
     batch = running(roofline, traffic, capacity)
@@ -333,22 +339,33 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
     """One column of an estimate: `batch` requests running in the steady state."""
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
     steps = max(float(outputs), batch * (inputs + outputs) / roofline.chunk)
-    per_step = batch * outputs / steps
-    mixed = roofline.step(per_step + batch * inputs / steps, per_step, context, factors, inputs)
-    round_s = steps * mixed.total_s
+    decoding = batch * outputs / steps
     chunks = math.ceil(inputs / roofline.chunk)
+    decode = roofline.decode(decoding, context, factors)
+
+    def round_of(with_prompts: float) -> tuple[float, StepTime]:
+        mixed = roofline.step(decoding + batch * inputs / with_prompts, decoding, context, factors, inputs)
+        return with_prompts * mixed.total_s + (steps - with_prompts) * decode.total_s, mixed
+
+    with_prompts = min(steps, max(batch * chunks, batch * inputs / roofline.chunk))
+    round_s, mixed = round_of(with_prompts)
+    if factors is IDEAL:
+        round_s = min(round_s, round_of(steps)[0])
     alone = roofline.step(inputs / chunks + batch - 1, batch - 1, context, factors, inputs)
     prefill_s = chunks * alone.total_s
-    decode = roofline.decode(batch, context, factors)
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
+    time = {
+        cause: with_prompts * mixed.causes[cause] + (steps - with_prompts) * decode.causes[cause]
+        for cause in decode.causes
+    }
     return Speed(
-        step=decode,
-        mixed=mixed,
+        step=roofline.decode(batch, context, factors),
+        causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
         queue_s=queue_s,
         prefill_s=prefill_s,
         ttft_s=queue_s + prefill_s,
-        tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
+        tpot_s=(round_s - prefill_s) / (outputs - 1) if outputs > 1 else decode.total_s,
         requests_per_s=requests_per_s,
         output_tokens_per_s=requests_per_s * outputs,
     )

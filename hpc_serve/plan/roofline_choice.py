@@ -180,9 +180,8 @@ def _reasons(met: list[Option], missed: list[Option], small: list[Candidate], ta
 
 
 def _spent(option: Option) -> str:
-    """What a step of an option goes to, with the share of communication where layers are cut."""
-    step = option.estimate.expected.mixed
+    """What the time of an option goes to, with the share of communication where layers are cut."""
     if option.layout.num_gpus == 1:
         return f"{option.estimate.bound} binds"
-    share = 100 * step.communication_s / step.total_s
-    return f"{option.estimate.bound} binds, communication takes {share:.0f} % of a step"
+    share = 100 * option.estimate.expected.causes["communication"]
+    return f"{option.estimate.bound} binds, communication takes {share:.0f} %"
