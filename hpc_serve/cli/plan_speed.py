@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from hpc_serve.plan.candidates import Question
 
 
+_TRUST = {
+    "gpu": "most published measurements are within a quarter",
+    "tpu": "two measurements on TPUs are within a quarter",
+    "cpu": "fitted on GPUs and TPUs, on no CPU",
+}
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
 
 
@@ -73,7 +78,7 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
         console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", "A GPU", *(("A DOLLAR",) if usd else ())):
+    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", "PER GPU", *(("PER $",) if usd else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("BOUND BY", no_wrap=True)
     for estimate in found:
@@ -93,10 +98,16 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
     console.print(
         Text(
             f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out "
-            "(within about a quarter; --explain shows the factors):"
+            f"({_TRUST[question.cluster.accelerator.kind]}; --explain shows the factors):"
         )
     )
     console.print(table)
+
+
+def full_rate(question: Question, plan: ServePlan, traffic: Traffic) -> str:
+    """Tokens per second of all replicas with their caches full, for a table; "?" where the speed is not known."""
+    found = estimates(question, plan, traffic, None)
+    return f"{plan.replicas * found[-1].expected.output_tokens_per_s:,.0f}" if found else "?"
 
 
 def print_speed_explanation(question: Question, plan: ServePlan, traffic: Traffic) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from hpc_serve.cli.plan_speed import (
     estimates,
     for_target,
+    full_rate,
     print_speed,
     print_speed_explanation,
     slice_cluster,
@@ -169,7 +170,7 @@ def print_comparison(answers: list[Answer]) -> None:
     """One line an accelerator."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("GPU", no_wrap=True)
-    for heading in ("NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE"):
+    for heading in ("NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE", "TOKENS/S"):
         table.add_column(heading, justify="right", no_wrap=True)
     for given in answers:
         if given.plan is None:
@@ -186,6 +187,7 @@ def print_comparison(answers: list[Answer]) -> None:
             _gib(memory.kv_cache_bytes),
             f"{memory.kv_cache_tokens:,}",
             f"{memory.max_concurrency:.1f}",
+            full_rate(given.question, chosen, given.traffic),
         )
     console = Console(highlight=False)
     length = answers[0].question.max_model_len

@@ -14,6 +14,7 @@ from hpc_serve.plan.candidates import Candidate, Question
 from hpc_serve.plan.layout import Layout, layouts_on
 from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.roofline import EXPECTED, PerformanceEstimate, Roofline, Traffic, estimate_performance
+from hpc_serve.plan.roofline_report import limit_lines
 
 _NODES = (1, 2, 4, 8, 16)
 _UNITS = {"ms": 1e-3, "s": 1.0}
@@ -92,7 +93,10 @@ def choose(question: Question, traffic: Traffic, target: Target, *, shared: bool
             f"(ideally {1000 * nearest.estimate.ideal.tpot_s:.1f} ms between tokens); use an accelerator with faster "
             "memory, fewer bits a weight (--quantization fp8), or a looser target."
         )
-    return met[0], _reasons(met, [option for option in options if not option.meets], small, target)
+    reasons = _reasons(met, [option for option in options if not option.meets], small, target)
+    widest = max(options, key=lambda option: option.layout.tensor_parallel_size)
+    roofline = Roofline(question.model, question.cluster.accelerator, question.engine, widest.layout)
+    return met[0], [*reasons, *limit_lines(roofline)]
 
 
 def _options(

@@ -77,10 +77,11 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
         shown = f"{1e6 * value:.0f} µs" if name.endswith("_s") else f"{100 * value:.0f} %"
         origin = "fitted on published measurements" if name in FITTED else "assumed"
         yield f"    {shown:>8} {meaning} ({origin})"
-    yield from _limit_lines(roofline)
+    for line in limit_lines(roofline):
+        yield f"  {line}"
 
 
-def _limit_lines(roofline: Roofline) -> Iterator[str]:
+def limit_lines(roofline: Roofline) -> Iterator[str]:
     """From which width on communication binds."""
     gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
     inner = model.intermediate_size or model.moe_intermediate_size
@@ -90,14 +91,14 @@ def _limit_lines(roofline: Roofline) -> Iterator[str]:
         limit = model_parallel_limit(gpu, inner, used)
         verdict = "communication binds" if width > limit else "FLOP/s bind"
         yield (
-            f"  Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
+            f"Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
             f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
         )
     elif width > 1:
         step = roofline.step(roofline.chunk, 0, 1, IDEAL)
         verdict = "communication binds" if step.communication_s > step.flops_s else "FLOP/s bind"
         yield (
-            f"  A full step of {roofline.chunk:,} tokens at TP={width}, ideally: "
+            f"A full step of {roofline.chunk:,} tokens at TP={width}, ideally: "
             f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
         )
 

@@ -159,14 +159,15 @@ def model_work(
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
     """The type in which a matrix is multiplied: its own where the accelerator can, else the model's 16-bit type.
 
-    Integer groups (AWQ, GPTQ) and bitsandbytes are weights alone, unpacked before the multiplication; MXFP4 is too on
-    hardware without 4-bit arithmetic, and meets 8-bit activations where there is.
+    Integer groups (AWQ, GPTQ), bitsandbytes and the int8 that vLLM makes itself on loading are weights alone, unpacked
+    before the multiplication; MXFP4 is too on hardware without 4-bit arithmetic, and meets 8-bit activations where
+    there is.
     """
     rates = accelerator.dense_flops
     plain = "fp16" if model.dtype == "float16" and "fp16" in rates else "bf16" if "bf16" in rates else "fp16"
     if scheme.name.startswith("fp8") and "fp8" in rates:
         return "fp8"
-    if scheme.name.startswith("int8 w8a8") and "int8" in rates:
+    if scheme.name.startswith("int8 w8a8") and "int8" in rates and not model.quantization.is_assumed:
         return "int8"
     if scheme.name == "nvfp4" and "fp4" in rates:
         return "fp4"

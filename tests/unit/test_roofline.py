@@ -105,7 +105,7 @@ def test_a_latent_cache_is_whole_on_every_rank() -> None:
         ("h100", "fp8", "fp8"),
         ("a100", "fp8", "bf16"),
         ("h100", "awq", "bf16"),
-        ("a100", "int8", "int8"),
+        ("a100", "int8", "bf16"),
         ("b200", "nvfp4", "fp4"),
         ("h100", "mxfp4", "bf16"),
         ("v100", None, "fp16"),
@@ -228,7 +228,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_command_says_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "--model", "8b", "--usd-per-gpu-hour", "2")
-    assert re.search(r"IN FLIGHT +TTFT +TPOT +TOKENS/S +IDEAL +A GPU +A DOLLAR +BOUND BY", shown)
+    assert re.search(r"IN FLIGHT +TTFT +TPOT +TOKENS/S +IDEAL +PER GPU +PER \$ +BOUND BY", shown)
     explained = printed(capsys, "--model", "8b", "--explain")
     assert "ideal    expected" in explained
     assert f"{100 * EXPECTED.bandwidth:.0f} % of the memory bandwidth (fitted" in explained
@@ -242,6 +242,26 @@ def test_the_command_chooses_for_a_target(capsys: pytest.CaptureFixture[str]) ->
     document = json.loads(printed(capsys, *words))
     assert (document["replicas"], document["tensor_parallel_size"]) == (8, 1)
     assert document["reasons"][0].startswith("For throughput: 8 replicas of TP=1")
+
+
+def test_a_checkpoint_in_int8_is_multiplied_in_int8() -> None:
+    config = {**resolve("8b").config, "quantization_config": {"quant_method": "int8"}}
+    model = model_from_config(config, name="8b-int8")
+    assert compute_type(model.quantization.linear, model, accelerator("a100")) == "int8"
+
+
+def test_the_width_beyond_which_links_bind_is_a_reason() -> None:
+    _, reasons = choose(question("70b", "v5e"), Traffic(), Target())
+    assert any("C ÷ W_ici" in reason for reason in reasons)
+    _, reasons = choose(question("70b"), Traffic(), Target())
+    assert any("all-reduces" in reason for reason in reasons)
+
+
+def test_accelerators_are_compared_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "--model", "8b", "--compare", "h100,a100,h100-64gb", "--max-model-len", "8192")
+    rates = {row.split()[0]: row.split()[-1] for row in shown.splitlines() if re.match(r"[ah]100-", row)}
+    assert int(rates["h100-80gb"].replace(",", "")) > int(rates["a100-80gb"].replace(",", ""))
+    assert rates["h100-64gb"] == "?"
 
 
 def test_the_command_takes_slices(capsys: pytest.CaptureFixture[str]) -> None:
