@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import AcceleratorSpec, ClusterSpec, EngineConfig, Workload, accelerator
 from hpc_serve.plan.layout import Layout
-from hpc_serve.plan.planner import ServePlan
+from hpc_serve.plan.minimum import minimum_gpus
+from hpc_serve.plan.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
 from hpc_serve.plan.roofline_choice import choose, parse_target
 from hpc_serve.plan.roofline_report import explain_lines, sweep
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
 
 _TRUST = {
-    "gpu": "most published measurements are within a quarter",
-    "tpu": "two measurements on TPUs are within a quarter",
+    "gpu": "typically within a quarter of what was published",
+    "tpu": "within a quarter of the two measurements published",
     "cpu": "fitted on GPUs and TPUs, on no CPU",
 }
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
@@ -83,7 +85,7 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
     table.add_column("BOUND BY", no_wrap=True)
     for estimate in found:
         expected = estimate.expected
-        dollar = [f"{estimate.output_tokens_per_usd:,.0f}"] if estimate.output_tokens_per_usd else []
+        dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []
         table.add_row(
             f"{estimate.traffic.concurrency:,}",
             _time(expected.ttft_s),
@@ -124,9 +126,19 @@ def print_speed_explanation(question: Question, plan: ServePlan, traffic: Traffi
 def for_target(
     question: Question, traffic: Traffic, text: str
 ) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
-    """The machines, sizes and replicas that meet `--target`, and why. Raises DoesNotFitError."""
+    """The machines, sizes and replicas that meet `--target`, and why.
+
+    Raises NoLayoutError where none does, InvalidRequestError for another target or where replicas were asked for.
+    """
     workload, cluster = question.workload, question.cluster
-    option, reasons = choose(question, traffic, parse_target(text), shared=workload.replicas is None)
+    target = parse_target(text)
+    if workload.replicas is not None:
+        raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
+    try:
+        option, reasons = choose(question, traffic, target)
+    except DoesNotFitError as error:
+        minimum = minimum_gpus(question, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
     layout = option.layout
     engine = replace(
         question.engine,
@@ -140,7 +152,13 @@ def for_target(
 
 
 def split_topology(gpu: str) -> tuple[str, int | None]:
-    """(accelerator, chips) of `v5e:4x4`; no chips for a plain name. Raises InvalidRequestError."""
+    """(accelerator, chips) of `v5e:4x4` or `cpu-spr-2s` (sockets); no chips for a plain name.
+
+    Raises InvalidRequestError for a slice that is not offered.
+    """
+    sockets = re.fullmatch(r"(cpu-.+)[-:](\d)s", gpu)
+    if sockets:
+        return sockets[1], max(1, int(sockets[2]))
     name, colon, topology = gpu.partition(":")
     if not colon:
         return gpu, None
@@ -151,8 +169,8 @@ def split_topology(gpu: str) -> tuple[str, int | None]:
 
 
 def slice_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
-    """The hosts of a slice."""
-    host = min(count, device.gpus_per_node)
+    """The hosts of a slice; the sockets of a CPU node are of one host."""
+    host = count if device.kind == "cpu" else min(count, device.gpus_per_node)
     return ClusterSpec(accelerator=device, num_nodes=count // host, gpus_per_node=host)
 
 

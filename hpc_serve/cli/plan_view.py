@@ -94,9 +94,10 @@ def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
     )
     traffic = traffic_of(options, question.max_model_len)
     reasons: list[str] = []
-    if options["target"]:
-        cluster, engine, workload, reasons = for_target(question, traffic, options["target"])
     try:
+        if options["target"]:
+            cluster, engine, workload, reasons = for_target(question, traffic, options["target"])
+            traffic = replace(traffic, concurrency=workload.concurrency)
         chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return Answer(question=question, plan=None, error=error, note=found.note, traffic=traffic)

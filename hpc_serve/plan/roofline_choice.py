@@ -71,13 +71,13 @@ def parse_target(text: str) -> Target:
     return Target(**limits)
 
 
-def choose(question: Question, traffic: Traffic, target: Target, *, shared: bool = True) -> tuple[Option, list[str]]:
+def choose(question: Question, traffic: Traffic, target: Target) -> tuple[Option, list[str]]:
     """The fastest option that meets the target, and the reasons.
 
-    `traffic.concurrency` above 1 is what all replicas together are asked for; 1 leaves the batch free. `shared` False:
-    only single engines are compared. Raises DoesNotFitError where nothing fits or nothing is in time, with the nearest.
+    `traffic.concurrency` above 1 is what all replicas together are asked for; 1 leaves the batch free. Raises
+    DoesNotFitError where nothing fits, or nothing is in time, with the nearest.
     """
-    options, small = _options(question, traffic, target, shared)
+    options, small = _options(question, traffic, target)
     if not options:
         raise DoesNotFitError(
             f"{question.model.name} fits no layout of these machines with requests of "
@@ -99,15 +99,13 @@ def choose(question: Question, traffic: Traffic, target: Target, *, shared: bool
     return met[0], [*reasons, *limit_lines(roofline)]
 
 
-def _options(
-    question: Question, traffic: Traffic, target: Target, shared: bool
-) -> tuple[list[Option], list[Candidate]]:
+def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list[Option], list[Candidate]]:
     """(options, layouts that hold less than one request), on the fewest nodes on which there is an option."""
     cluster = question.cluster
     found: list[Option] = []
     small: list[Candidate] = []
     for nodes in [cluster.num_nodes] if cluster.num_nodes else _NODES:
-        for layout, replicas in _ways(question, nodes, shared):
+        for layout, replicas in _ways(question, nodes):
             candidate = question.consider(layout)
             if candidate.memory is None or not candidate.memory.holds(1):
                 small.append(candidate)
@@ -128,7 +126,7 @@ def _options(
     return found, small
 
 
-def _ways(question: Question, nodes: int, shared: bool) -> Iterator[tuple[Layout, int]]:
+def _ways(question: Question, nodes: int) -> Iterator[tuple[Layout, int]]:
     """(layout, replicas): every even way to fill so many nodes, with engines over all of them or within one.
 
     No more stages than nodes: what pipelines lose to bubbles is in no measurement that the factors are fitted on.
@@ -138,8 +136,8 @@ def _ways(question: Question, nodes: int, shared: bool) -> Iterator[tuple[Layout
     for used in sorted({nodes, 1}, reverse=True):
         for layout in layouts_on(used, cluster, engine):
             copies, rest = divmod(nodes * cluster.node_size, layout.num_gpus)
-            if asked or (rest == 0 and layout.pipeline_parallel_size <= used and (shared or copies == 1)):
-                yield layout, copies if shared else 1
+            if asked or (rest == 0 and layout.pipeline_parallel_size <= used):
+                yield layout, copies
 
 
 def _best_batch(

@@ -270,6 +270,13 @@ def test_the_command_takes_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["num_nodes"] * document["gpus_per_node"] == 16
 
 
+def test_the_command_takes_sockets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-2-7b", "--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB", "--target", "tpot=60ms")
+    shown = printed(capsys, *words)
+    assert "fitted on GPUs and TPUs, on no CPU" in " ".join(shown.split())
+    assert "one TP=2 PP=1" in shown or "2 replicas of TP=1" in shown
+
+
 def test_it_says_where_no_speed_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "8b", "--gpu", "h100-64gb")
     assert "no source confirms" in printed(capsys, *words)
@@ -282,9 +289,34 @@ def test_it_says_where_no_speed_is_known(capsys: pytest.CaptureFixture[str]) -> 
         ("--gpu", "v5e:3x3"),
         ("--gpu", "h100:2x2"),
         ("--target", "cheap"),
+        ("--target", "throughput", "--replicas", "2"),
         ("--max-model-len", "512", "--input-tokens", "600"),
         ("--plot", "plan.gif"),
     ],
 )
 def test_what_the_command_refuses(words: tuple[str, ...]) -> None:
     assert run(["plan", "--model", "8b", *words]) == 2
+
+
+def test_a_target_out_of_reach_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "405b", "--target", "tpot=1ms"]
+    assert run(words) == 3
+    assert "the nearest is" in capsys.readouterr().err
+    assert run([*words, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["8b", "70b", "405b", "deepseek-r1", "gpt-oss-20b", "gemma-3-27b", "Qwen/Qwen3-Next-80B-A3B-Instruct"],
+)
+@pytest.mark.parametrize("gpu", ["h100", "a100", "mi300x", "v6e", "l40s"])
+def test_a_target_is_met_by_what_is_chosen_or_refused(name: str, gpu: str) -> None:
+    target = Target(tpot_s=0.1)
+    try:
+        option, reasons = choose(question(name, gpu, 4096), Traffic(), target)
+    except DoesNotFitError:
+        return
+    assert target.is_met(option.estimate)
+    assert option.estimate.ideal.tpot_s <= option.estimate.expected.tpot_s
+    assert reasons[0].startswith("For throughput within a tpot of 100 ms: ")
