@@ -244,12 +244,15 @@ class Roofline:
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
     """Bytes per second that a rank sends to the others of its tensor-parallel group.
 
-    Where every pair has a link of its own (`MESH_LINKS`), a group smaller than the node has that part of them alone.
+    Where every pair has a link of its own (`MESH_LINKS`), a group smaller than the node has that part of them alone; a
+    bridge of two is of no use to more.
     """
     ranks = layout.tensor_parallel_size
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
         return network_rate(accelerator)
     rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
+    if "bridge (2 GPUs)" in (accelerator.link or "") and ranks > 2:
+        return ASSUMED_LINK_BYTES_PER_S
     if (accelerator.link or "").startswith(MESH_LINKS) and 1 < ranks < accelerator.gpus_per_node:
         return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
     return rate
@@ -351,8 +354,9 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
     round_s, mixed = round_of(with_prompts)
     if factors is IDEAL:
         round_s = min(round_s, round_of(steps)[0])
-    alone = roofline.step(inputs / chunks + batch - 1, batch - 1, context, factors, inputs)
-    prefill_s = chunks * alone.total_s
+    stages = roofline.layout.pipeline_parallel_size
+    alone = roofline.step(stages * inputs / chunks + batch - 1, batch - 1, context, factors, inputs)
+    prefill_s = (chunks + stages - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
     time = {

@@ -135,10 +135,21 @@ def test_stages_work_one_after_the_other_on_shares_of_the_batch() -> None:
     assert staged.hop == 50e9
 
 
+def test_one_prompt_passes_the_stages_one_after_the_other() -> None:
+    """Two stages of four GPUs each take as long for a prompt as one of four, but for a hop."""
+    whole, memory = prepared("70b", 4)
+    staged, _ = prepared("70b", 4, 2, 2)
+    traffic = Traffic(input_tokens=4000)
+    one, two = (estimate_performance(roofline, traffic, memory).ideal.ttft_s for roofline in (whole, staged))
+    assert two == pytest.approx(one, rel=0.05)
+
+
 def test_links_of_pairs_are_few_between_few() -> None:
     mesh = accelerator("mi300x")
     assert link_rate(mesh, layout(2)) == pytest.approx(64e9)
     assert link_rate(mesh, layout(8)) == pytest.approx(448e9)
+    assert link_rate(accelerator("h100-94gb"), layout(2)) == 300e9
+    assert link_rate(accelerator("h100-94gb"), layout(4)) == 32e9
     assert link_rate(H100, layout(2)) == 450e9
     assert link_rate(H100, layout(16, 1, 2)) == 50e9
 
