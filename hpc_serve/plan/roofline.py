@@ -369,7 +369,7 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
         queue_s=queue_s,
         prefill_s=prefill_s,
         ttft_s=queue_s + prefill_s,
-        tpot_s=(round_s - prefill_s) / (outputs - 1) if outputs > 1 else decode.total_s,
+        tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
         requests_per_s=requests_per_s,
         output_tokens_per_s=requests_per_s * outputs,
     )

@@ -164,6 +164,17 @@ def test_queues_follow_littles_law() -> None:
     assert speed.requests_per_s * speed.queue_s == pytest.approx(5000 - estimate.batch)
 
 
+def test_no_token_comes_sooner_than_a_step_takes() -> None:
+    roofline, memory = prepared("70b", 4)
+    for inputs in (100, 1000, 7000):
+        estimate = estimate_performance(roofline, Traffic(input_tokens=inputs), memory)
+        for speed in (estimate.ideal, estimate.expected):
+            assert speed.tpot_s >= speed.step.total_s * (1 - 1e-9)
+    alone = estimate_performance(roofline, Traffic(), memory).expected
+    assert alone.tpot_s == pytest.approx(alone.step.total_s, rel=0.01)
+    assert alone.output_tokens_per_s == pytest.approx(256 / (alone.ttft_s + 255 * alone.tpot_s), rel=0.01)
+
+
 def test_more_in_flight_is_never_fewer_tokens_nor_a_shorter_wait() -> None:
     roofline, memory = prepared("70b", 4)
     found = [estimate_performance(roofline, Traffic(concurrency=2**power), memory).expected for power in range(12)]
