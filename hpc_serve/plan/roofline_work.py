@@ -1,6 +1,6 @@
 """What a step of the engine computes and moves, counted: operations, bytes of weights, of cache and between GPUs.
 
-Counts follow from the config and the layout alone. How long they take, on which accelerator, is for roofline.py.
+Counts follow from the config and the layout alone. How long they take, on which accelerator, is for roofline_step.py.
 """
 
 from __future__ import annotations
