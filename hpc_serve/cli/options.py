@@ -32,13 +32,15 @@ _SLURM = (
     "exclusive",
     "job_name",
 )
-_DEFAULT_GPU = "h100-80gb"
+DEFAULT_GPU = "h100-80gb"
 _REQUEST_OPTIONS = (
     click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, or folder."),
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit]."),
-    click.option("--gpus-per-node", type=int, metavar="N", help="GPUs of each node [default: as the plan needs]."),
-    click.option("--gpu", metavar="NAME", help=f"Accelerator to plan for [default: site file, or {_DEFAULT_GPU}]."),
+    click.option(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs that a node has; the plan says how many are used."
+    ),
+    click.option("--gpu", metavar="NAME", help=f"Accelerator to plan for [default: site file, or {DEFAULT_GPU}]."),
     click.option("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share each layer."),
     click.option("--pipeline-parallel-size", type=int, metavar="N", help="Stages the layers are dealt to."),
     click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context to serve."),
@@ -108,7 +110,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     return ServeRequest(
         model=options["model"],
         service=options["service"] or default_service(options["model"]),
-        gpu=options["gpu"] or site.gpu or _DEFAULT_GPU,
+        gpu=options["gpu"] or site.gpu or DEFAULT_GPU,
         num_nodes=options["num_nodes"],
         gpus_per_node=options["gpus_per_node"] if options["gpus_per_node"] is not None else site.gpus_per_node,
         tensor_parallel_size=options["tensor_parallel_size"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class Size(_IntType):
 
 @click.command("plan")
 @click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, folder, or a config.json.")
-@click.option("--gpu", default="h100-80gb", metavar="NAME", show_default=True, help="Accelerator to plan for.")
+@click.option("--gpu", metavar="NAME", help="Accelerator to plan for [default: the site file's, or h100-80gb].")
 @click.option("--gpu-memory", type=Size(), metavar="SIZE", help="Memory its driver shows (79.2GiB) [default: known].")
 @click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
 @click.option("--gpus-per-node", type=int, metavar="N", help="GPUs a node has [default: usual for that GPU].")
@@ -67,7 +68,7 @@ class Size(_IntType):
 @click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
 @click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
 def plan_command(
-    model: str, gpu: str, compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any
+    model: str, gpu: str | None, compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any
 ) -> None:
     """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
 
@@ -75,8 +76,14 @@ def plan_command(
     requests in flight. A TPU slice is a GPU here: --gpu v5e:4x4.
     """
     from hpc_serve.cli import plan_view
+    from hpc_serve.cli.options import DEFAULT_GPU
+    from hpc_serve.submit.site import find_site_file, load_site
 
-    names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu]
+    if gpu is None and not compare:  # the machines that `submit` would plan for
+        site = load_site(find_site_file(os.environ))
+        gpu = site.gpu
+        options["gpus_per_node"] = options["gpus_per_node"] or site.gpus_per_node
+    names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu or DEFAULT_GPU]
     answers = [plan_view.answer(model, name, options) for name in names]
     if plot and answers[0].plan:
         from hpc_serve.plots import draw

@@ -21,7 +21,7 @@ _A_DAY_S = 24 * 3600.0
 
 
 @click.command("status")
-@click.argument("service", required=False)
+@click.argument("service", metavar="[SERVICE|JOB]", required=False)
 @click.option("--all", "everything", is_flag=True, help="Also what ended before.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, as_json: bool) -> None:
@@ -37,7 +37,8 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     store = _store()
     report = look(store, service)
     if service is not None and not report.services:
-        raise services.not_found(store, service)
+        found = tuple(services.find(store, service))
+        report, everything = StatusReport(services=found, problems=report.problems), True
     if not everything:
         within_s = math.inf if service else _A_DAY_S
         report = StatusReport(services=tuple(_latest(report.services, within_s)), problems=report.problems)

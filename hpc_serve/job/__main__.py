@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.service import publish_failure
 
 
 def main() -> int:
@@ -16,23 +18,33 @@ def main() -> int:
     parser.add_argument("--service", required=True, help="name under which clients find it")
     parser.add_argument("--backend", choices=("auto", "ray", "mp"), default="auto")
     parser.add_argument("--gpus-per-node", type=int, required=True)
-    parser.add_argument("--stall-s", type=float, default=float(os.environ.get("HPC_SERVE_STALL_S") or 1_800))
-    parser.add_argument("--join-s", type=float, default=float(os.environ.get("HPC_SERVE_JOIN_S") or 300))
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    options = LaunchOptions(
-        service=arguments.service,
-        backend=arguments.backend,
-        gpus_per_node=arguments.gpus_per_node,
-        stall_s=arguments.stall_s,
-        join_s=arguments.join_s,
-    )
+    allocation = None
     try:
-        return launch(options, words, dict(os.environ))
+        allocation = read_allocation(os.environ)
+        options = LaunchOptions(
+            service=arguments.service,
+            backend=arguments.backend,
+            gpus_per_node=arguments.gpus_per_node,
+            stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
+            join_s=_seconds("HPC_SERVE_JOIN_S", 300),
+        )
+        return launch(options, words, allocation, dict(os.environ))
     except HpcServeError as error:
         print(f"hpc-serve: {error}", file=sys.stderr, flush=True)
+        if allocation is not None and allocation.is_head:
+            publish_failure(arguments.service, allocation, error, os.environ)
         return error.exit_code
+
+
+def _seconds(variable: str, default: float) -> float:
+    value = os.environ.get(variable)
+    try:
+        return float(value) if value else default
+    except ValueError:
+        raise InvalidRequestError(f"{variable}={value}: it must be a number of seconds.") from None
 
 
 if __name__ == "__main__":

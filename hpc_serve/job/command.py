@@ -33,6 +33,25 @@ class EngineCommand:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+# What would leak a secret, or take the engine out of reach of the launcher that looks after it.
+_REFUSED = {
+    "--api-key": "everybody on a node can read command lines; the service has a key of its own (hpc-serve env)",
+    "--uds": "the service is reached by TCP",
+    "--headless": "the launcher adds it where it belongs",
+    "--nnodes": "the launcher adds it with --backend mp",
+    "--node-rank": "the launcher adds it with --backend mp",
+    "--ssl-keyfile": "TLS on the endpoint is not supported yet",
+    "--ssl-certfile": "TLS on the endpoint is not supported yet",
+}
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Raises InvalidRequestError for an engine option that cannot work here; its value is not repeated."""
+    for name, _ in _options(words):
+        if name in _REFUSED:
+            raise InvalidRequestError(f"{name} cannot be given to the engine: {_REFUSED[name]}.")
+
+
 def read_command(words: Sequence[str], *, stand_in: str | None = None) -> EngineCommand:
     """The command after `--`. `stand_in` (HPC_SERVE_MODEL) is a folder that takes the place of the model's weights.
 
@@ -48,6 +67,7 @@ def read_command(words: Sequence[str], *, stand_in: str | None = None) -> Engine
         ) from None
     if model.startswith("-"):
         raise InvalidRequestError(f"The engine's command names no model after `serve`: {shlex.join(words)}.")
+    check_words(words)
     argv = list(words)
     names = _values(argv, "--served-model-name") or (model,)
     if stand_in:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import pwd
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.allocation import Allocation, read_allocation
+from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.command import choose_backend, read_command
 from hpc_serve.job.head import Head
 from hpc_serve.job.network import PortBlock, guard, reachable_addresses
 from hpc_serve.job.node import LaunchOptions, Node, private_folder, read_token
-from hpc_serve.job.service import LEASE_S, RecordKeeper
+from hpc_serve.job.service import LEASE_S, RecordKeeper, user_name
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -25,13 +23,12 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 _FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
 
 
-def launch(options: LaunchOptions, words: Sequence[str], environ: Mapping[str, str]) -> int:
+def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation, environ: Mapping[str, str]) -> int:
     """Run this node's part of the service until it ends; returns the exit code. Raises HpcServeError."""
     if absent := [name for name in _FROM_PREPARE if name not in environ]:
         raise InvalidRequestError(
             f"{', '.join(absent)} not set: run `python -m hpc_serve.job.prepare` first, as the script does."
         )
-    allocation = read_allocation(environ)
     command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
     with _run_folder(allocation, environ), private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:
         node = Node(
@@ -79,7 +76,7 @@ def _first_record(node: Node) -> EndpointRecord:
         job_id=allocation.job_id,
         restart=allocation.restart,
         replica=0,
-        user=_user(),
+        user=user_name(),
         state="starting",
         stage="starting",
         hosts=_hosts(allocation, node.head),
@@ -101,10 +98,3 @@ def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
     if allocation.cluster == "local":
         return ("127.0.0.1",)
     return tuple(dict.fromkeys((head, *reachable_addresses())))
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container without the site's user database
-        return str(os.getuid())

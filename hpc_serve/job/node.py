@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.errors import DoesNotFitError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.command import EngineCommand
 from hpc_serve.job.network import PortBlock, PortsInUseError, interface_of
@@ -101,6 +101,11 @@ def private_folder(path: Path) -> Iterator[Path]:
         path.mkdir(mode=0o700)
     except FileExistsError:
         raise PortsInUseError(f"{path} exists on {socket.gethostname()}; another name is needed.") from None
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{path} cannot be made on {socket.gethostname()}: {error.strerror}. "
+            "Set HPC_SERVE_TMPDIR to a node-local folder that exists on every node."
+        ) from error
     try:
         yield path
     finally:

@@ -18,6 +18,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import Allocation, read_allocation
 from hpc_serve.job.network import choose_port_block, node_address
 from hpc_serve.job.node import ray_dir
+from hpc_serve.job.service import publish_failure
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 # Ray makes UNIX sockets below it; the kernel allows 107 characters, Ray's own part takes 64.
@@ -28,10 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.job.prepare", description=__doc__)
     parser.add_argument("--service", required=True)
     options = parser.parse_args(argv)
+    allocation = None
     try:
-        exports = prepare(options.service, read_allocation(os.environ), os.environ)
+        allocation = read_allocation(os.environ)
+        exports = prepare(options.service, allocation, os.environ)
     except HpcServeError as error:
         print(f"hpc-serve: {error}", file=sys.stderr)
+        publish_failure(options.service, allocation, error, os.environ)
         return error.exit_code
     for name, value in exports.items():
         print(f"export {name}={shlex.quote(value)}")
@@ -41,15 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) -> dict[str, str]:
     """Make what a run needs and return what its processes must be told, by variable name."""
     store = ServiceStore(default_home(environ))
-    api_key_file = store.ensure_api_key(service)
-    job_dir = make_job_dir(store.home, allocation)
-    log_dir = Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service))
-    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log_dir = make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))
     node_tmp = node_tmp_name(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
     if allocation.cluster == "local":
         address = "127.0.0.1"
     else:
         address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
+    api_key_file = store.ensure_api_key(service)
+    job_dir = make_job_dir(store.home, allocation)
     return {
         "HPC_SERVE_HOME": str(store.home),
         "HPC_SERVE_JOB_ID": allocation.job_id,
@@ -63,6 +66,17 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(job_dir / "ray_token"),
     }
+
+
+def make_log_dir(folder: Path) -> Path:
+    """The folder of logs, made if it is missing. Raises InvalidRequestError: srun would only say that IO failed."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={folder} cannot be made: {error.strerror}.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={folder} cannot be written to.")
+    return folder
 
 
 def make_job_dir(home: Path, allocation: Allocation) -> Path:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.job.progress import error_of
+from hpc_serve.job.progress import error_of, is_consequence
 
 _LAST_WORDS = 30
 _LONGEST_LINE = 4_000
@@ -35,6 +35,7 @@ class Child:
         self.name = name
         self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         self.first_error: str | None = None
+        self._consequence: str | None = None
         self.last_output_s = time.monotonic()
         self._process = process
         self._on_line = on_line
@@ -54,7 +55,8 @@ class Child:
     def epitaph(self) -> str:
         """How it ended, and why as far as it said."""
         how = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
-        return f"{self.name} {how}" + (f": {self.first_error}" if self.first_error else "")
+        why = self.first_error or self._consequence
+        return f"{self.name} {how}" + (f": {why}" if why else "")
 
     async def wait(self) -> int:
         """Wait for the end, and for its last lines, which a left-behind descendant may hold open for ever."""
@@ -99,6 +101,8 @@ class Child:
         if line:
             self.last_words.append(line[:_LONGEST_LINE])
             self.first_error = self.first_error or error_of(line)
+            if self._consequence is None and is_consequence(line):
+                self._consequence = line.rpartition("] ")[2].strip()
             self._on_line(line)
 
 

@@ -58,6 +58,11 @@ def error_of(line: str) -> str | None:
     if part := _RAY_PART.search(line):
         return f"{part[1]} ended with {part[2]}"
     match = _ERROR.search(line)
-    if match is None or _RAY_LOG.search(line) or any(words in line for words in _CONSEQUENCES):
+    if match is None or _RAY_LOG.search(line) or is_consequence(line):
         return None
     return f"{match[1]}: {match[2]}".strip()
+
+
+def is_consequence(line: str) -> bool:
+    """Whether `line` only reports that something else went wrong: better than nothing, if that is all there is."""
+    return any(words in line for words in _CONSEQUENCES)

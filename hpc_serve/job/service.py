@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import pwd
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hpc_serve.errors import HpcServeError
+from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.network import PortsInUseError
 from hpc_serve.rendezvous.record import EndpointRecord, Progress
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 LEASE_S = 30.0
 _MOST_WRITES_PER_S = 1.0
+
+
+def publish_failure(
+    service: str, allocation: Allocation | None, error: HpcServeError, environ: Mapping[str, str]
+) -> None:
+    """Leave a record of a run that ended before it had one, so that `status` can say why; a clash is tried again."""
+    if allocation is None or isinstance(error, PortsInUseError):
+        return
+    now = time.time()
+    record = EndpointRecord(
+        service=service,
+        model="",
+        cluster=allocation.cluster,
+        job_id=allocation.job_id,
+        restart=allocation.restart,
+        user=user_name(),
+        state="failed",
+        failed_part="launcher",
+        reason=str(error),
+        exit_code=error.exit_code,
+        hosts=(),
+        port=0,
+        num_nodes=allocation.num_nodes,
+        started_at=now,
+        updated_at=now,
+        log_dir=environ.get("HPC_SERVE_LOG_DIR"),
+    )
+    with contextlib.suppress(HpcServeError, OSError):
+        store = ServiceStore(default_home(environ))
+        store.ensure_service(service)
+        store.write(record)
+
+
+def user_name() -> str:
+    """The user's name, or number in a container without the site's user database."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 class RecordKeeper:

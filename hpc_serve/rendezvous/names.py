@@ -28,9 +28,7 @@ def validate_job_id(job_id: str) -> str:
     '123_4'
     """
     if not _JOB_ID.fullmatch(job_id):
-        raise InvalidRequestError(
-            f"{job_id!r} is no job id: it should look like 123 or 123_4 (Slurm's) or local-4567."
-        )
+        raise InvalidRequestError(f"{job_id!r} is no job id: it should look like 123 or 123_4 (Slurm's) or local-4567.")
     return job_id
 
 

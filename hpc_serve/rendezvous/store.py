@@ -128,7 +128,7 @@ class ServiceStore:
         ]
         return ServiceRecords(
             service=service,
-            records=tuple(sorted(records, key=lambda record: (record.started_at, record.name))),
+            records=tuple(sorted(records, key=_moment)),
             submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
             problems=tuple(problems),
         )
@@ -260,6 +260,11 @@ class ServiceStore:
             yield
         finally:
             lease.release()
+
+
+def _moment(record: EndpointRecord) -> tuple[float, str]:
+    """When a replica began or, if it is over, when it ended: the last end is the news, whichever job began first."""
+    return record.updated_at if record.is_final else record.started_at, record.name
 
 
 def _read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.command import check_words
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -170,6 +171,7 @@ class ServeRequest:
                 f"--cluster local runs on this machine alone, but {self.num_nodes} nodes were asked for; "
                 "leave --nodes out, or use --cluster slurm."
             )
+        check_words(self.engine_args)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")

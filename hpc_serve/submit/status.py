@@ -76,10 +76,17 @@ class ServiceStatus:
         return self.state in ("stopped", "failed")
 
     @property
+    def moment_s(self) -> float:
+        """When it began or, if it is over, when it ended."""
+        began_s = self.submitted_at or self.started_at or 0.0
+        return (self.updated_at or began_s) if self.is_over else began_s
+
+    @property
     def detail(self) -> str:
         """Stage, failed part and reason, as far as they say more than the state."""
         stage = "" if self.is_over or self.stage == self.state else self.stage
-        return ": ".join(part for part in (stage, self.failed_part, self.reason) if part)
+        part = self.failed_part if not self.reason.startswith(f"{self.failed_part} ") else ""
+        return ": ".join(words for words in (stage, part, self.reason) if words)
 
     @property
     def sentence(self) -> str:
@@ -104,7 +111,7 @@ def look(store: ServiceStore, service: str | None = None, *, slurm: SchedulerVie
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     statuses = [status for records in found for status in _of_service(store, records, slurm)]
-    statuses.sort(key=lambda status: status.submitted_at or status.started_at or 0.0)
+    statuses.sort(key=lambda status: status.moment_s)
     seen = {status.job_id for status in statuses}
     statuses += [status for status in _by_hand(store, slurm, service) if status.job_id not in seen]
     problems = [problem for records in found for problem in records.problems]

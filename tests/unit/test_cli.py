@@ -288,7 +288,7 @@ def test_status_of_one_service_says_it_all(store, capsys):
     out = capsys.readouterr().out
     for line in (
         "8b  job 7",
-        "  state      failed: engine: engine exited with 1",
+        "  state      failed: engine exited with 1",
         "  exit code  1",
         f"    {words[1]}",
         "  kv_cache_tokens                   2,048          1,024",
@@ -432,3 +432,15 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout in ("141\n", "0\n")  # 0 if it had written all before the reader went
     assert done.stderr == ""
+
+
+def test_plan_is_for_the_machines_that_submit_would_ask_for(monkeypatch, tmp_path, capsys):
+    site = tmp_path / "site.yaml"
+    site.write_text("gpu: a100-40gb\ngpus_per_node: 4\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
+    assert run(["plan", "--model", "70b"]) == 0
+    assert "2 nodes x 4 a100-40gb, TP=4 x PP=2" in capsys.readouterr().out
+    assert run(["render", "--model", "70b"]) == 0
+    assert "2 nodes x 4 GPUs (a100-40gb), TP=4 x PP=2" in capsys.readouterr().out
+    site.write_text("gpuu: a100-40gb\n")
+    assert run(["plan", "--model", "70b"]) == 2

@@ -8,6 +8,7 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.command import check_layout, choose_backend, head_args, multi_node_args, read_command
+from hpc_serve.submit.request import ServeRequest
 
 
 def words(text: str) -> list[str]:
@@ -105,3 +106,12 @@ def test_only_the_first_of_several_nodes_has_a_server():
     first, second = (multi_node_args(num_nodes=2, node_rank=rank, master=("10.0.0.1", 5)) for rank in (0, 1))
     assert "--headless" not in first
     assert second == [*words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 5"), "--headless"]
+
+
+@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])
+def test_what_would_leak_or_hide_the_engine_is_refused_without_repeating_it(text):
+    with pytest.raises(InvalidRequestError, match="cannot be given to the engine") as refused:
+        read_command(words(f"vllm serve m {text}"))
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
+        ServeRequest(model="8b", service="8b", engine_args=tuple(words(text)))

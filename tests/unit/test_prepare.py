@@ -11,6 +11,7 @@ import pytest
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.prepare import main, node_tmp_name, prepare
+from hpc_serve.rendezvous.store import ServiceStore
 
 
 @pytest.fixture
@@ -58,3 +59,20 @@ def test_outside_a_job_it_fails_with_words(monkeypatch, capsys):
     assert main(["--service", "8b"]) == InvalidRequestError.exit_code
     assert issubclass(InvalidRequestError, HpcServeError)
     assert "submit a script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("HPC_SERVE_TMPDIR", "/" + "x" * 40, "too long"),
+        ("HPC_SERVE_LOG_DIR", "/proc/x", "cannot be made"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypatch, variable, value, why):
+    for name, text in {**environ, variable: value}.items():
+        monkeypatch.setenv(name, text)
+    assert main(["--service", "8b"]) == 2
+    (record,) = ServiceStore(Path(environ["HPC_SERVE_HOME"])).read("8b").records
+    assert (record.state, record.failed_part, record.exit_code) == ("failed", "launcher", 2)
+    assert why in record.reason
+    assert not (Path(environ["HPC_SERVE_HOME"]) / "jobs").exists()

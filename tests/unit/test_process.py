@@ -34,6 +34,17 @@ def test_lines_exit_code_and_last_words_are_kept():
     assert lines == ["a", "b", "c"]
 
 
+def test_a_consequence_is_better_than_no_reason():
+    async def run(code):
+        child = await start_child("engine", python(code), environ(), lambda line: None)
+        await child.wait()
+        return child.epitaph
+
+    dead = "print('(x pid=1) ERROR [a.py:1] EngineDeadError: EngineCore encountered an issue.')"
+    assert asyncio.run(run(dead)).endswith("before it was stopped: EngineDeadError: EngineCore encountered an issue.")
+    assert asyncio.run(run(dead + "; print('ValueError: the cause')")).endswith(": ValueError: the cause")
+
+
 def test_a_signal_is_told_as_a_shell_would():
     async def run():
         child = await start_child("x", python("import os; os.kill(os.getpid(), 9)"), environ(), lambda line: None)

@@ -354,7 +354,7 @@ class TestWait:
         with pytest.raises(ServiceFailedError) as caught:
             services.wait(store, "8b", timeout_s=20, on_change=go_on)
         assert told[:3] == [("pending", ""), ("starting", "its script has begun"), ("starting", "loading weights")]
-        assert "8b (job 7) failed: engine: engine exited with 1" in str(caught.value)
+        assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
     def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):

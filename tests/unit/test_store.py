@@ -35,9 +35,7 @@ def job(**fields):
 
 
 def tree(folder):
-    return {
-        str(path.relative_to(folder)): stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]
-    }
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]}
 
 
 # Where
@@ -467,3 +465,11 @@ def test_a_job_is_forgotten_when_told(store):
 def test_sweeping_a_service_that_is_not_there_is_nothing(store):
     assert store.sweep("405b") == 0
     assert not store.home.exists()
+
+
+def test_the_last_end_is_the_news_whichever_job_began_first(store):
+    older_job_that_ended_last = make_record(job_id="1", state="failed", started_at=100.0, updated_at=900.0)
+    newer_job_that_ended_first = make_record(job_id="2", state="failed", started_at=200.0, updated_at=300.0)
+    for one in (older_job_that_ended_last, newer_job_that_ended_first):
+        store.write(one)
+    assert [one.job_id for one in store.read("405b").records] == ["2", "1"]
