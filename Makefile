@@ -38,7 +38,7 @@ cluster: packages venv ## a Slurm of three hosts on this machine, to play with
 
 .PHONY: cluster-down
 cluster-down: ## take it down; nothing is left
-	@$(PYTHON_AS_ROOT) -m tests.cluster down
+	@$(SUDO) env PYTHONDONTWRITEBYTECODE=1 python3 -m tests.cluster down
 
 .PHONY: lock
 lock: ## choose versions anew and write them to envs/*/lock.txt
