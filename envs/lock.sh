@@ -17,7 +17,7 @@ freeze() { pip freeze --all | grep -vE "^($unwanted)( @ |==)" | LC_ALL=C sort -f
 
 pip install --quiet -r envs/cpu/requirements.txt .
 freeze > "$work/cpu"
-pip install --quiet -r "$work/cpu" '.[dev]'
+pip install --quiet -r "$work/cpu" '.[dev,plot]'
 freeze > "$work/all"
 
 header() {

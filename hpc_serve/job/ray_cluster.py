@@ -95,6 +95,7 @@ def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for what other users of the node take
+        "RAY_worker_niceness": "0",  # its default, 15, lets every other user of the node go first
         "RAY_prestart_worker_first_driver": "0",  # else one idle Python per CPU of the job, with the first driver
     }
 

@@ -126,7 +126,7 @@ def wait(
             return status
         if status.is_over:
             silent_end_s = silent_end_s or time.monotonic()
-            if status.has_last_word or time.monotonic() - silent_end_s > _LAST_WORD_S:
+            if (status.has_last_word and _has_left(status)) or time.monotonic() - silent_end_s > _LAST_WORD_S:
                 raise ServiceFailedError(epitaph(status))
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError(
@@ -227,6 +227,14 @@ def _judge(store: ServiceStore, service: str) -> Callable[[Holder], bool]:
         return job is None or job.is_over
 
     return is_over
+
+
+def _has_left(status: ServiceStatus) -> bool:
+    """Whether a job with a last word is really over: one that Slurm still clears away may be about to run again."""
+    if status.cluster != "slurm":
+        return True
+    job = scheduler.job_state(status.job_id)
+    return job.is_over or job.state == UNKNOWN
 
 
 def _foremost(statuses: Sequence[ServiceStatus], job_id: str | None) -> ServiceStatus | None:

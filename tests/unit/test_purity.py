@@ -28,7 +28,16 @@ PURE = (
         "hpc_serve.plan.measured",
         "hpc_serve.plan.catalog",
     ),
-    *("hpc_serve.submit.request", "hpc_serve.submit.slurm", "hpc_serve.submit.sentences", "hpc_serve.rendezvous.names"),
+    *(
+        "hpc_serve.plan.roofline",
+        "hpc_serve.plan.roofline_choice",
+        "hpc_serve.plan.roofline_report",
+        "hpc_serve.plan.roofline_slices",
+        "hpc_serve.submit.request",
+        "hpc_serve.submit.slurm",
+        "hpc_serve.submit.sentences",
+        "hpc_serve.rendezvous.names",
+    ),
 )
 # A finder that comes first and refuses; what the interpreter itself has loaded already does not count.
 GUARD = """
