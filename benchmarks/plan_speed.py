@@ -1,7 +1,8 @@
 """How long a plan takes in process: `python benchmarks/plan_speed.py`. The goal is 50 ms.
 
 CPU time, so that a shared machine does not count. "first" is the first plan of a fresh process, with the catalogue
-read from disk, after the import; "next" the median of twenty more; "no fit" a plan that fails, with the search for what would help.
+read from disk, after the import; "next" the median of twenty more; "no fit" a plan that fails, with the search for
+what would help.
 """
 
 from __future__ import annotations
