@@ -53,13 +53,20 @@ def which_wins(ways: list[Sharing], max_model_len: int) -> str | None:
     if len(ways) < 2:
         return None
     wide, many = ways[0], ways[-1]
+    width = "one" if wide.replicas == 1 else str(wide.replicas)
     text = (
         f"{many.replicas} engines of TP={many.layout.tensor_parallel_size} hold the weights {many.replicas} times and "
-        f"leave {many.total_tokens:,} tokens of cache in all; one of TP={wide.layout.tensor_parallel_size} leaves "
-        f"{wide.total_tokens:,}. The small ones spend less on communication and win while {many.typical_requests:,} "
-        f"requests of {TYPICAL_REQUEST_TOKENS:,} tokens at once are enough; beyond that the wide one does, with its "
-        "larger batches."
+        f"leave {many.total_tokens:,} tokens of cache in all; {width} of TP={wide.layout.tensor_parallel_size} "
+        f"{'leaves' if wide.replicas == 1 else 'leave'} {wide.total_tokens:,}. "
     )
+    if many.typical_requests >= wide.typical_requests:
+        text += "The small ones hold no less and spend less on communication: they win."
+    else:
+        text += (
+            f"The small ones spend less on communication and win while {many.typical_requests:,} requests of "
+            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once are enough; beyond that the wide "
+            f"{'one does' if wide.replicas == 1 else 'ones do'}, with larger batches."
+        )
     if many.memory.kv_cache_tokens < max_model_len:
         text += f" In a small one a request may have at most {many.memory.kv_cache_tokens:,} tokens."
     return text

@@ -274,3 +274,16 @@ def test_explanation_adds_up() -> None:
     signed = [(match[1], float(match[2])) for match in budget if match]
     assert [sign for sign, _ in signed] == [" ", "-", "-", "-", "-", "-", "="]
     assert signed[0][1] - sum(size for sign, size in signed if sign == "-") == pytest.approx(signed[-1][1], abs=0.04)
+
+
+def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
+    question = Question(
+        model=spec("Qwen/Qwen2.5-0.5B"),
+        cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
+        engine=EngineConfig(),
+        workload=Workload(),
+        max_model_len=2048,
+    )
+    ways = ways_to_share(question)
+    assert ways[-1].typical_requests >= ways[0].typical_requests
+    assert "hold no less" in (which_wins(ways, 2048) or "")
