@@ -129,6 +129,8 @@ def _figures(
     elif "gpu_blocks" in measured:
         size = measured["gpu_blocks"] * 16 * estimate.kv_bytes_per_token / GIB
         figures["kv"] = (estimate.kv_cache_bytes / GIB, size)
+    elif "state_blocks" in measured:
+        figures["kv"] = (estimate.num_blocks, measured["state_blocks"])
     elif "kv_cache_tokens" in measured:
         figures["kv"] = (estimate.kv_cache_tokens, measured["kv_cache_tokens"])
     for name, key in (("activation", "activation_peak_gib"), ("non-torch", "non_torch_gib")):

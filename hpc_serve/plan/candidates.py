@@ -40,19 +40,34 @@ class Question:
     def consider(self, layout: Layout) -> Candidate:
         """What a layout would take, and whether that is enough."""
         try:
-            memory = estimate_memory(
-                self.model,
-                self.cluster.accelerator,
-                self.engine,
-                tensor_parallel_size=layout.tensor_parallel_size,
-                pipeline_parallel_size=layout.pipeline_parallel_size,
-                max_model_len=self.max_model_len,
-            )
+            memory = self._estimate(layout, self.engine)
+            if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
+                fewer = sequences_for(memory.num_blocks)
+                memory = self._estimate(layout, replace(self.engine, max_num_seqs=fewer))
         except DoesNotFitError as error:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
         if memory.holds(self.workload.concurrency):
             return Candidate(layout=layout, memory=memory, verdict="fits", reason=room(memory))
         return Candidate(layout=layout, memory=memory, verdict="too small", reason=shortfall(memory, self.workload))
+
+    def _estimate(self, layout: Layout, engine: EngineConfig) -> MemoryEstimate:
+        return estimate_memory(
+            self.model,
+            self.cluster.accelerator,
+            engine,
+            tensor_parallel_size=layout.tensor_parallel_size,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+            max_model_len=self.max_model_len,
+        )
+
+
+def sequences_for(blocks: int) -> int:
+    """Sequences of a step that leave a quarter of a hybrid's blocks to spare, as a power of two.
+
+    >>> sequences_for(856)
+    512
+    """
+    return int(2 ** ((blocks * 3 // 4) or 1).bit_length()) // 2
 
 
 def alternatives(question: Question, chosen: Layout) -> list[Candidate]:
@@ -107,6 +122,11 @@ def shortfall(memory: MemoryEstimate, workload: Workload) -> str:
     if memory.kv_cache_bytes <= 0:
         needed = memory.requested_bytes - memory.kv_cache_bytes
         return f"{needed / GIB:.1f} GiB per GPU before any cache, {memory.requested_bytes / GIB:.1f} usable"
+    if memory.num_blocks < memory.least_blocks:
+        return (
+            f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "
+            f"({memory.num_blocks})"
+        )
     needed = (workload.concurrency * memory.blocks_per_request + 1) * memory.bytes_per_block
     wanted = "one request" if workload.concurrency == 1 else f"{workload.concurrency} requests"
     verb = "needs" if workload.concurrency == 1 else "need"
@@ -132,7 +152,7 @@ def _why_not(layout: Layout, chosen: Layout, question: Question) -> str:
     if layout.splits_layers_across_nodes:
         return f"two all-reduces a layer would cross the network{_link_speeds(question)}{_held_twice(layout, question)}"
     if layout.num_gpus > chosen.num_gpus:
-        return f"{layout.num_gpus} GPUs where {chosen.num_gpus} do"
+        return f"{layout.num_gpus} GPUs where {chosen.num_gpus} {'does' if chosen.num_gpus == 1 else 'do'}"
     return "more stages than needed, each a hop and a bubble"
 
 

@@ -89,6 +89,11 @@ class EngineConfig:
         return self.version >= (0, 21)
 
     @property
+    def counts_state_blocks(self) -> bool:
+        """Whether CUDA graphs of hybrids need a cache block for each sequence of a step (config/compilation.py)."""
+        return self.version >= (0, 20) and not self.enforce_eager
+
+    @property
     def prints_request_tokens(self) -> bool:
         """Whether "KV cache size" is concurrency times context, rather than blocks per group times their size."""
         return self.version >= (0, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hpc_serve.plan import overhead
 from hpc_serve.plan.accelerator import GIB
@@ -26,7 +27,7 @@ def explain(
     runs = stage_runs(
         question.model,
         question.cluster.accelerator,
-        question.engine,
+        replace(question.engine, max_num_seqs=memory.max_num_seqs),
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
         max_model_len=question.max_model_len,
@@ -124,8 +125,12 @@ def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun) -> 
 
 
 def _activation_text(run: StageRun) -> str:
-    """Which of forward pass and sampling is the larger, and from what."""
+    """Which of images, forward pass and sampling is the largest, and from what."""
     forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
+    encoder, _ = overhead.image_bytes(run)
+    if run.model.images and encoder > max(forward, sampling):
+        size = run.model.images.image_tokens
+        return f"images of {size:,} tokens, {max(1, run.tokens // size)} at once, through the vision tower"
     if forward >= sampling:
         return (
             f"a step of {run.tokens:,} tokens x {overhead.elements_per_token(run):,} elements "

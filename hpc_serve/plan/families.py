@@ -27,50 +27,74 @@ FAMILIES: dict[str, Family] = {
     "DeepseekForCausalLM": moe.deepseek,
     "DeepseekV2ForCausalLM": moe.deepseek,
     "DeepseekV3ForCausalLM": moe.deepseek,
+    "Exaone4ForCausalLM": dense.exaone4,
     "FalconForCausalLM": dense.falcon,
+    "GemmaForCausalLM": dense.llama,
     "Gemma2ForCausalLM": dense.gemma2,
     "Gemma3ForCausalLM": dense.gemma3,
     "Gemma3ForConditionalGeneration": dense.gemma3,
     "Glm4ForCausalLM": dense.glm4,
     "Glm4MoeForCausalLM": moe.glm4_moe,
     "GptOssForCausalLM": moe.gpt_oss,
+    "GraniteForCausalLM": dense.llama,
     "Llama4ForConditionalGeneration": moe.llama4,
     "LlamaForCausalLM": dense.llama,
+    "MiniMaxM2ForCausalLM": moe.minimax_m2,
     "Mistral3ForConditionalGeneration": dense.llama,
     "MistralForCausalLM": dense.llama,
     "MixtralForCausalLM": moe.mixtral,
     "NemotronHForCausalLM": hybrid.nemotron_h,
     "Olmo2ForCausalLM": dense.olmo2,
     "Olmo3ForCausalLM": dense.olmo2,
+    "OlmoeForCausalLM": moe.olmoe,
     "Phi3ForCausalLM": dense.llama,
     "Qwen2ForCausalLM": dense.qwen2,
     "Qwen2MoeForCausalLM": moe.qwen2_moe,
+    "Qwen2_5_VLForConditionalGeneration": dense.qwen2,
     "Qwen3ForCausalLM": dense.qwen3,
     "Qwen3MoeForCausalLM": moe.qwen3_moe,
     "Qwen3NextForCausalLM": hybrid.qwen3_next,
+    "Qwen3VLForConditionalGeneration": dense.qwen3,
+    "Qwen3VLMoeForConditionalGeneration": moe.qwen3_moe,
+    "Qwen3_5ForCausalLM": hybrid.qwen3_5,
+    "Qwen3_5ForConditionalGeneration": hybrid.qwen3_5,
+    "Qwen3_5MoeForCausalLM": hybrid.qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": hybrid.qwen3_5,
 }
 
-_TOWERS: dict[str, Callable[[Mapping[str, Any], int], Block]] = {
+_TOWERS: dict[str, vision.Tower] = {
     "Gemma3ForConditionalGeneration": vision.siglip,
     "Llama4ForConditionalGeneration": vision.llama4_vision,
     "Mistral3ForConditionalGeneration": vision.pixtral,
+    "Qwen2_5_VLForConditionalGeneration": vision.qwen2_5_vision,
+    "Qwen3VLForConditionalGeneration": vision.qwen3_vision,
+    "Qwen3VLMoeForConditionalGeneration": vision.qwen3_vision,
+    "Qwen3_5ForConditionalGeneration": vision.qwen3_vision,
+    "Qwen3_5MoeForConditionalGeneration": vision.qwen3_vision,
 }
 
-_TIED_UNLESS_SAID = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_TIED_UNLESS_SAID = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 """Architectures whose transformers config ties the output head to the embedding by default."""
 
 _ENDS = frozenset({"embedding", "final", "head"})
 _ON_EVERY_STAGE: dict[str, frozenset[str]] = {
     "FalconForCausalLM": _ENDS,
+    "GemmaForCausalLM": frozenset({"embedding", "final"}),
     "Gemma2ForCausalLM": frozenset({"embedding", "final"}),
     "Gemma3ForCausalLM": frozenset({"embedding", "final"}),
     "Gemma3ForConditionalGeneration": frozenset({"embedding", "final"}),
     "GptOssForCausalLM": _ENDS,
     "MixtralForCausalLM": _ENDS,
     "NemotronHForCausalLM": _ENDS,
+    "OlmoeForCausalLM": _ENDS,
     "Qwen2MoeForCausalLM": _ENDS,
     "Qwen3MoeForCausalLM": _ENDS,
     "Qwen3NextForCausalLM": frozenset({"embedding", "head"}),
+    "Qwen3VLMoeForConditionalGeneration": _ENDS,
+    "Qwen3_5ForCausalLM": frozenset({"embedding"}),
+    "Qwen3_5ForConditionalGeneration": frozenset({"embedding"}),
+    "Qwen3_5MoeForCausalLM": frozenset({"embedding"}),
+    "Qwen3_5MoeForConditionalGeneration": frozenset({"embedding"}),
 }
 """What each pipeline stage builds, whether it uses it or not, as the model's file in vLLM 0.32 has it."""
 
@@ -96,8 +120,9 @@ def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str
     if tied is None:
         tied = architecture in _TIED_UNLESS_SAID
     rows, width = reader.vocab_size, reader.hidden_size
-    tower = _TOWERS.get(architecture)
-    vision_config = config.get("vision_config")
+    tower, images = Block(), None
+    if architecture in _TOWERS and config.get("vision_config"):
+        tower, images = _TOWERS[architecture](config["vision_config"], reader.hidden_size)
     final = reader.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else reader.norms("norm")
     return ModelSpec(
         name=name,
@@ -114,14 +139,14 @@ def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str
         layers=_layers(reader, family),
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
-        everywhere=tower(vision_config, reader.hidden_size) if tower and vision_config else Block(),
+        everywhere=tower,
         on_every_stage=_ON_EVERY_STAGE.get(architecture, frozenset()),
         intermediate_size=reader.intermediate_size,
         rotary_bytes=_rotary_bytes(reader),
         num_experts=reader.get("num_experts", reader.get("n_routed_experts", reader.get("num_local_experts", 0))),
         num_experts_per_tok=reader.get("num_experts_per_tok", reader.get("experts_per_token", 0)),
         moe_intermediate_size=reader.get("moe_intermediate_size", reader.intermediate_size),
-        is_multimodal=tower is not None,
+        images=images,
     )
 
 
@@ -164,5 +189,7 @@ def _rotary_bytes(reader: Reader) -> int:
     """Bytes of the table of sines and cosines (`_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py)."""
     if reader.get("hybrid_override_pattern"):
         return 0
-    width: int = reader.get("qk_rope_head_dim", int(reader.head_dim * reader.get("partial_rotary_factor", 1.0)))
+    scaling = reader.get("rope_parameters", {})
+    share = reader.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
+    width: int = reader.get("qk_rope_head_dim", reader.get("rotary_dim", int(reader.head_dim * share)))
     return _max_model_len(reader) * width * reader.dtype_bytes

@@ -27,13 +27,26 @@ def window_cache(reader: Reader, index: int, *, pattern: int = 0) -> LayerCache:
 
 
 def llama(reader: Reader, index: int) -> DecoderLayer:
-    """Llama 2 and 3, Mistral, Phi-3 and 4."""
+    """Llama 2 and 3, Mistral, Phi-3 and 4, Granite, Gemma 1."""
     prefix = f"model.layers.{index}"
     bias = bool(reader.get("attention_bias", reader.get("bias", False)))
     weights = block(
         reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
         reader.mlp(f"{prefix}.mlp", reader.intermediate_size, bias=bool(reader.get("mlp_bias", False))),
         reader.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=window_cache(reader, index))
+
+
+def exaone4(reader: Reader, index: int) -> DecoderLayer:
+    """EXAONE 4: norms over queries and keys, and after each half of the layer."""
+    prefix = f"model.layers.{index}"
+    bias = bool(reader.get("attention_bias", reader.get("bias", False)))
+    weights = block(
+        reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        reader.query_key_norms(f"{prefix}.self_attn"),
+        reader.mlp(f"{prefix}.mlp", reader.intermediate_size, bias=bool(reader.get("mlp_bias", False))),
+        reader.norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
     return DecoderLayer(block=weights, cache=window_cache(reader, index))
 

@@ -1,6 +1,6 @@
 """Hybrids: layers whose memory of the past is a state of fixed size beside layers with ordinary attention.
 
-Qwen3-Next (gated delta net) and Nemotron-H (Mamba 2).
+Qwen3-Next and Qwen 3.5 (gated delta net) and Nemotron-H (Mamba 2).
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from hpc_serve.plan.weights import Part, Weight
 
 def qwen3_next(reader: Reader, index: int) -> DecoderLayer:
     """Qwen3-Next: every fourth layer attends, with a gate on its output; the others are gated delta nets."""
-    prefix = f"model.layers.{index}"
+    return _qwen_hybrid(reader, index, f"model.layers.{index}", ("in_proj_qkvz", "in_proj_ba"))
+
+
+def qwen3_5(reader: Reader, index: int) -> DecoderLayer:
+    """Qwen 3.5 to 3.8, dense or with experts: the same layers, stored in smaller pieces."""
+    return _qwen_hybrid(reader, index, f"model.language_model.layers.{index}", ("in_proj_qkv", "in_proj_b"))
+
+
+def _qwen_hybrid(reader: Reader, index: int, prefix: str, names: tuple[str, str]) -> DecoderLayer:
     kinds = reader.get("layer_types")
     interval = reader.get("full_attention_interval", 4)
     attends = kinds[index] == "full_attention" if kinds else (index + 1) % interval == 0
@@ -23,22 +31,22 @@ def qwen3_next(reader: Reader, index: int) -> DecoderLayer:
         mixer += reader.query_key_norms(f"{prefix}.self_attn")
         cache = reader.cache()
     else:
-        mixer, cache = _gated_delta_net(reader, f"{prefix}.linear_attn")
+        mixer, cache = _gated_delta_net(reader, f"{prefix}.linear_attn", names)
     weights = block(
         mixer, qwen_moe_half(reader, index, prefix), reader.norms("input_layernorm", "post_attention_layernorm")
     )
     return DecoderLayer(block=weights, cache=cache)
 
 
-def _gated_delta_net(reader: Reader, prefix: str) -> tuple[list[Weight], LayerCache]:
+def _gated_delta_net(reader: Reader, prefix: str, names: tuple[str, str]) -> tuple[list[Weight], LayerCache]:
     key_heads, key_dim = reader.need("linear_num_key_heads"), reader.need("linear_key_head_dim")
     value_heads, value_dim = reader.need("linear_num_value_heads"), reader.need("linear_value_head_dim")
     kernel = reader.get("linear_conv_kernel_dim", 4)
     keys, values = Part(key_heads, key_dim), Part(value_heads, value_dim)
     convolved = 2 * keys.size + values.size
     weights: list[Weight] = [
-        reader.linear(f"{prefix}.in_proj_qkvz", reader.hidden_size, [keys, keys, values, values], "column"),
-        reader.linear(f"{prefix}.in_proj_ba", reader.hidden_size, [value_heads, value_heads], "column"),
+        reader.linear(f"{prefix}.{names[0]}", reader.hidden_size, [keys, keys, values, values], "column"),
+        reader.linear(f"{prefix}.{names[1]}", reader.hidden_size, [value_heads, value_heads], "column"),
         reader.vector(f"{prefix}.conv1d", convolved * kernel, split=True),
         reader.vector(f"{prefix}.dt_bias", value_heads, split=True),
         reader.vector(f"{prefix}.A_log", value_heads, split=True, element_bytes=4),
@@ -100,4 +108,5 @@ def _squared_relu_experts(reader: Reader, prefix: str) -> list[Weight]:
 
 def _state_bytes(reader: Reader) -> int:
     """Bytes an element of the recurrent state has; 0: the model's type."""
-    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(reader.get("mamba_ssm_cache_dtype")), 0)
+    name = reader.get("mamba_ssm_cache_dtype", reader.get("mamba_ssm_dtype"))
+    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(name), 0)

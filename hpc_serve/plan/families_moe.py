@@ -65,6 +65,42 @@ def qwen3_moe(reader: Reader, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=window_cache(reader, index))
 
 
+def olmoe(reader: Reader, index: int) -> DecoderLayer:
+    """OLMoE: small experts, norms over all queries and over all keys together."""
+    prefix = f"model.layers.{index}"
+    count = reader.need("num_experts")
+    weights = block(
+        reader.attention(f"{prefix}.self_attn"),
+        [
+            reader.vector(f"{prefix}.self_attn.q_norm", reader.heads * reader.head_dim),
+            reader.vector(f"{prefix}.self_attn.k_norm", reader.kv_heads * reader.head_dim),
+        ],
+        reader.router(f"{prefix}.mlp", count),
+        reader.experts(f"{prefix}.mlp", count, reader.intermediate_size),
+        reader.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=reader.cache())
+
+
+def minimax_m2(reader: Reader, index: int) -> DecoderLayer:
+    """MiniMax-M2: experts in every layer, routers in 32 bit, norms over all queries and over all keys of a rank."""
+    prefix = f"model.layers.{index}"
+    count = reader.need("num_local_experts")
+    weights = block(
+        reader.attention(f"{prefix}.self_attn", bias=bool(reader.get("attention_bias", False))),
+        [
+            reader.vector(f"{prefix}.self_attn.q_norm", reader.heads * reader.head_dim, split=True),
+            reader.vector(f"{prefix}.self_attn.k_norm", reader.kv_heads * reader.head_dim, split=True),
+        ],
+        reader.router(
+            f"{prefix}.block_sparse_moe", count, correction=bool(reader.get("use_routing_bias", False)), scheme=FP32
+        ),
+        reader.experts(f"{prefix}.block_sparse_moe", count, reader.intermediate_size),
+        reader.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=reader.cache())
+
+
 def _latent_attention(reader: Reader, prefix: str) -> list[Weight]:
     """DeepSeek's: low-rank projections that each rank holds whole, per-head ones that are divided."""
     nope, rope = reader.need("qk_nope_head_dim"), reader.need("qk_rope_head_dim")

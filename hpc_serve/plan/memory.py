@@ -16,6 +16,7 @@ from hpc_serve.plan.engine import (
     EngineConfig,
     gpu_memory_utilization,
     max_num_batched_tokens,
+    max_num_seqs,
 )
 from hpc_serve.plan.kv_cache import CacheLayout, cache_layout
 from hpc_serve.plan.model import ModelSpec
@@ -30,6 +31,7 @@ class MemoryEstimate:
     `weight_bytes` are the checkpoint's, `model_loading_bytes` vLLM's "Model loading took". `kv_cache_tokens`
     and `max_concurrency` are its "KV cache size" and "Maximum concurrency"; `blocks_per_request` are those of one
     request of the longest context. `cuda_graph_bytes` lie outside the budget where `graphs_outside` (vLLM before 0.21).
+    vLLM refuses fewer blocks than `least_blocks`: the `max_num_seqs` of a step, where a state takes a block.
     """
 
     total_bytes: int
@@ -48,11 +50,14 @@ class MemoryEstimate:
     kv_cache_tokens: int
     max_concurrency: float
     pipeline_rank: int
+    max_num_seqs: int
+    least_blocks: int = 0
     graphs_outside: bool = False
 
     def holds(self, concurrency: int) -> bool:
         """Whether so many requests of the longest context fit; one block is vLLM's own (the null block)."""
-        return self.kv_cache_bytes > 0 and self.num_blocks - 1 >= concurrency * self.blocks_per_request
+        needed = max(1 + concurrency * self.blocks_per_request, self.least_blocks)
+        return self.kv_cache_bytes > 0 and self.num_blocks >= needed
 
 
 def estimate_memory(
@@ -107,6 +112,7 @@ def stage_runs(
             StageRun(
                 model=model,
                 layers=stage.layers,
+                is_first=stage.rank == 0,
                 is_last=stage.is_last,
                 is_pipelined=pipeline_parallel_size > 1,
                 ranks=tensor_parallel_size,
@@ -122,6 +128,8 @@ def stage_runs(
 
 def _stage_estimate(run: StageRun, stage: Stage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
     engine, total = run.engine, run.accelerator.total_bytes
+    sequences = max_num_seqs(engine, run.accelerator)
+    counts_blocks = run.model.has_states and engine.counts_state_blocks and run.accelerator.kind == "gpu"
     requested = math.ceil(total * gpu_memory_utilization(engine))
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
     non_torch = non_torch_bytes(run)
@@ -153,6 +161,8 @@ def _stage_estimate(run: StageRun, stage: Stage, layout: CacheLayout, per_reques
         kv_cache_tokens=tokens,
         max_concurrency=concurrency,
         pipeline_rank=stage.rank,
+        max_num_seqs=sequences,
+        least_blocks=sequences if counts_blocks else 0,
         graphs_outside=not engine.subtracts_cuda_graphs,
     )
 

@@ -44,15 +44,28 @@ class DecoderLayer:
     derived: Block = field(default_factory=Block)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageEncoder:
+    """What images take while vLLM profiles: the most tokens one image becomes, patches behind each token, elements a
+    patch needs at the peak of the tower (whole, and divided by tensor parallelism), and rows of output for a token
+    (more than one where inner layers feed the decoder too)."""
+
+    image_tokens: int
+    patches_per_token: int
+    patch_elements: int
+    split_patch_elements: int
+    output_rows: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model as the planner sees it. Sizes in elements; `dtype` is torch's name of the 16-bit (or 32-bit) type, which
     was asked for by name where `dtype_asked`.
 
     `max_model_len` is the longest context the config allows (vLLM's default). `head` is None where the output head is
-    the embedding. `everywhere` is held by each pipeline stage (a vision tower), and so are those of "embedding",
-    "final" and "head" that `on_every_stage` names (some of vLLM's models do not look at the stage). `rotary_bytes` is
-    the table of sines and cosines that each rank keeps.
+    the embedding. `everywhere` is held by each pipeline stage (the vision tower, which `images` is about), as are those
+    of "embedding", "final" and "head" that `on_every_stage` names (some of vLLM's models do not look at the stage).
+    `rotary_bytes` is the table of sines and cosines that each rank keeps.
     """
 
     name: str
@@ -76,7 +89,7 @@ class ModelSpec:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    is_multimodal: bool = False
+    images: ImageEncoder | None = None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -114,6 +127,11 @@ class ModelSpec:
         layers = sum(layer.block.bytes_per_rank(1) for layer in self.layers)
         ends = self.embedding.bytes_per_rank(1) + self.final.bytes_per_rank(1)
         return ends + layers + head + self.everywhere.bytes_per_rank(1)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of fixed size (a hybrid)."""
+        return any(layer.cache is not None and layer.cache.kind == "state" for layer in self.layers)
 
     @cached_property
     def is_mla(self) -> bool:

@@ -48,9 +48,10 @@ NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
 0.19 (49 runs in docs/accuracy of the same repository) and in 0.31."""
 
 NCCL_PER_PEER_BYTES = GIB * 27 // 100
-NCCL_LATER_BYTES = GIB * 185 // 100
-"""NCCL's buffers of tensor parallelism. Per further rank: 2 GPUs 0.55 GiB, 4 GPUs 0.95, 8 GPUs 2.1. Since 0.13,
-with buffers for faster all-reduce, one sum: 2 GPUs 2.07 GiB with the base, 4 GPUs 2.13 (the same 49 runs)."""
+HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
+"""NCCL's buffers of tensor parallelism. Per further rank: 2 GPUs 0.55 GiB with the base, 4 GPUs 0.95, 8 GPUs 2.1 (and
+2 RTX 5090 0.75, 4 GB200 0.95 in 2026). On H100s since 0.13, which set up faster all-reduces there, one sum: 2 GPUs
+2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
 
 MLA_WORKSPACE_TOKENS = 64 * 1024
 """Most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
@@ -62,6 +63,7 @@ class StageRun:
 
     model: ModelSpec
     layers: tuple[DecoderLayer, ...]
+    is_first: bool
     is_last: bool
     is_pipelined: bool
     ranks: int
@@ -87,10 +89,29 @@ class StageRun:
 
 
 def activation_bytes(run: StageRun) -> int:
-    """Peak of what torch allocates during the profile run: the larger of forward pass and sampling, beside the hidden
-    state and residual that pipeline stages hand on."""
-    handed_on = 2 * run.tokens * run.model.hidden_size * run.model.dtype_bytes if run.is_pipelined else 0
-    return handed_on + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    """Peak of what torch allocates during the profile run: images through the tower, then the larger of forward pass
+    and sampling, beside the images' tokens and the hidden state and residual that pipeline stages hand on."""
+    handed_on = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
+    decoder = handed_on + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    encoder, outputs = image_bytes(run)
+    return outputs + max(encoder, decoder)
+
+
+def image_bytes(run: StageRun) -> tuple[int, int]:
+    """(peak of the vision tower, its outputs) for as many of the largest images as a step may hold, and at least one
+    (`MultiModalBudget` in vLLM's multimodal/encoder_budget.py). Model runner V2 encodes on the first stage alone."""
+    images = run.model.images
+    if images is None or (_has_new_runner(run) and not run.is_first):
+        return 0, 0
+    tokens = max(1, run.tokens // images.image_tokens) * images.image_tokens
+    element = run.model.dtype_bytes
+    patch = images.patch_elements + images.split_patch_elements // run.ranks
+    rows = tokens * images.output_rows + run.tokens * (images.output_rows - 1)
+    return tokens * images.patches_per_token * patch * element, rows * _row_bytes(run)
+
+
+def _row_bytes(run: StageRun) -> int:
+    return run.model.hidden_size * run.model.dtype_bytes
 
 
 def forward_bytes(run: StageRun) -> int:
@@ -158,7 +179,7 @@ def _latent_expansion_bytes(run: StageRun) -> int:
 def sampling_bytes(run: StageRun) -> int:
     """Peak of sampling for as many sequences as a step may hold."""
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
-    hidden = (run.tokens + sequences) * run.model.hidden_size * run.model.dtype_bytes
+    hidden = (run.tokens + sequences) * _row_bytes(run)
     logits = sequences * run.model.vocab_size * 4
     copies, buffers = logits_copies(run)
     return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
@@ -169,11 +190,16 @@ def logits_copies(run: StageRun) -> tuple[float, int]:
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
         return SORTED_LOGITS_COPIES, 0
-    is_plain = version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
     gathered = PLAIN_LOGITS_COPIES if run.ranks > 1 else 0.0
-    if is_plain:
+    if _has_new_runner(run):
         return PLAIN_LOGITS_COPIES + gathered, 0
     return FILTERED_LOGITS_COPIES, FILTER_BUFFER_BYTES
+
+
+def _has_new_runner(run: StageRun) -> bool:
+    """Whether model runner V2 is the default: for dense models since 0.25, for all since 0.30."""
+    version = run.engine.version
+    return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
 
 
 def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
@@ -234,4 +260,6 @@ def nccl_bytes(run: StageRun) -> int:
     """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
         return 0
-    return (run.ranks - 1) * NCCL_PER_PEER_BYTES if run.engine.version < (0, 13) else NCCL_LATER_BYTES
+    if run.engine.version >= (0, 13) and run.accelerator.link == "NVLink 4":
+        return HOPPER_ALL_REDUCE_BYTES
+    return (run.ranks - 1) * NCCL_PER_PEER_BYTES

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, ClusterSpec
 from hpc_serve.plan.candidates import Candidate, Question, alternatives, just_below, nearest, room, widest
-from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
 from hpc_serve.plan.layout import layouts
 from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.minimum import MinimumGpus, minimum_gpus
@@ -95,8 +95,10 @@ def plan(
 def _plan(
     question: Question, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
 ) -> ServePlan:
-    layout, memory, model = chosen.layout, chosen.memory, question.model
+    layout, memory, model, engine = chosen.layout, chosen.memory, question.model, question.engine
     assert memory is not None
+    if memory.max_num_seqs != max_num_seqs(engine, question.cluster.accelerator):
+        engine = replace(engine, max_num_seqs=memory.max_num_seqs)
     others = alternatives(question, layout)
     minimum = minimum_gpus(question, at_most=layout.num_gpus)
     return ServePlan(
@@ -108,7 +110,7 @@ def _plan(
         gpus_per_node=layout.gpus_per_node,
         replicas=question.workload.replicas or 1,
         max_model_len=question.max_model_len,
-        vllm_args=vllm_args(layout, question.max_model_len, question.engine, model),
+        vllm_args=vllm_args(layout, question.max_model_len, engine, model),
         memory=memory,
         reasons=tuple(_reasons(question, chosen, tried, others, minimum)),
         minimum_gpus=minimum,
@@ -161,6 +163,11 @@ def _reasons(
         )
     reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
     reasons.append(f"{layout} leaves {room(memory)}.")
+    if memory.least_blocks and memory.max_num_seqs != max_num_seqs(question.engine, gpu):
+        reasons.append(
+            f"--max-num-seqs {memory.max_num_seqs}: each sequence of a hybrid takes a block of the cache, "
+            f"and vLLM refuses to start with more sequences than blocks ({memory.num_blocks:,})."
+        )
     if memory.graphs_outside and memory.cuda_graph_bytes:
         graphs = f"{memory.cuda_graph_bytes / GIB:.1f} GiB of CUDA graphs"
         reasons.append(f"vLLM {question.engine.vllm_version} does not count its {graphs}: leave them room.")

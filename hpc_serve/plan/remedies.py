@@ -22,8 +22,25 @@ _QUANTISATIONS: tuple[tuple[str, Scheme], ...] = (
 
 def remedies(question: Question, nearest: list[Layout]) -> list[str]:
     """Changes after which a layout fits, each as what to type and what it gives. Empty: none of them helps."""
-    tries = (_more_nodes(question), _fewer_requests(question, nearest), _shorter_context(question, nearest))
+    tries = (
+        _fewer_sequences(question, nearest),
+        _more_nodes(question),
+        _fewer_requests(question, nearest),
+        _shorter_context(question, nearest),
+    )
     return [text for text in (*tries, _smaller_cache(question, nearest), _smaller_weights(question)) if text]
+
+
+def _fewer_sequences(question: Question, nearest: list[Layout]) -> str | None:
+    """For hybrids, where more sequences than blocks were asked for."""
+    if question.engine.max_num_seqs is None:
+        return None
+    free = replace(question, engine=replace(question.engine, max_num_seqs=None))
+    for layout in nearest:
+        candidate = free.consider(layout)
+        if candidate.verdict == "fits" and candidate.memory is not None and candidate.memory.least_blocks:
+            return f"--max-num-seqs {candidate.memory.max_num_seqs}"
+    return None
 
 
 def _more_nodes(question: Question) -> str | None:

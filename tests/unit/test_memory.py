@@ -127,7 +127,7 @@ def test_a_plan_passes_its_own_check(
     again = estimate_memory(
         spec(name),
         cluster.accelerator,
-        EngineConfig(),
+        EngineConfig(max_num_seqs=found.memory.max_num_seqs),
         tensor_parallel_size=found.tensor_parallel_size,
         pipeline_parallel_size=found.pipeline_parallel_size,
         max_model_len=length,
@@ -294,3 +294,28 @@ def test_cache_type_of_the_checkpoint_is_taken() -> None:
     model = model_from_config({**resolve("8b").config, "quantization_config": scheme}, name="x")
     assert full_context_bytes(model, EngineConfig(), 1) == 65_536
     assert full_context_bytes(replace(model), EngineConfig(kv_cache_dtype="bfloat16"), 1) == 131_072
+
+
+def test_images_count_in_the_activation_peak() -> None:
+    """On one GPU the tower's pass over the largest images is the peak; on later stages nothing of it is left."""
+    text, images = estimate("Qwen/Qwen3.5-27B", max_num_seqs=16), spec("Qwen/Qwen3.5-27B").images
+    assert images is not None
+    outputs = 16384 * 5120 * 2
+    tower = 16384 * 4 * 15 * 1152 * 2
+    assert text.activation_bytes == outputs + tower
+    assert estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", max_num_seqs=16).activation_bytes < 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "version", "gib"),
+    [
+        ("h100-80gb", 1, "0.32.0", 0.25),
+        ("h100-80gb", 4, "0.32.0", 2.10),
+        ("rtx-5090", 2, "0.32.0", 0.52),
+        ("h100-80gb", 4, "0.11.0", 0.94),
+        ("v5e", 4, "0.32.0", 0),
+    ],
+)
+def test_memory_torch_does_not_see(gpu: str, tp: int, version: str, gib: float) -> None:
+    found = estimate("8b", tp=tp, gpu=accelerator(gpu), vllm_version=version)
+    assert found.non_torch_bytes / GIB == pytest.approx(gib, abs=0.01)

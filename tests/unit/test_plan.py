@@ -111,6 +111,22 @@ def test_70b_is_a_matter_of_four() -> None:
     assert layout_of(planned("70b", max_model_len=8192)) == (2, 1, 1, 2)
 
 
+def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
+    """vLLM refuses the default of 1,024 on an H100 (vllm-project/recipes, pull request 551, sets 512)."""
+    found = planned("Qwen/Qwen3.5-27B", quantization="fp8")
+    assert layout_of(found) == (1, 1, 1, 1)
+    assert found.vllm_args[found.vllm_args.index("--max-num-seqs") + 1] == "512"
+    assert any("more sequences than blocks" in reason for reason in found.reasons)
+    assert "--max-num-seqs" not in planned("Qwen/Qwen3.5-27B", quantization="fp8", enforce_eager=True).vllm_args
+    assert "--max-num-seqs" not in planned("8b").vllm_args
+
+
+def test_more_sequences_than_blocks_are_refused() -> None:
+    with pytest.raises(NoLayoutError, match=r"max_num_seqs \(1024\) exceeds available Mamba cache blocks") as caught:
+        planned("Qwen/Qwen3.5-27B", nodes=1, size=1, quantization="fp8", max_num_seqs=1024)
+    assert "--max-num-seqs 512" in caught.value.remedies
+
+
 def test_more_requests_take_more_gpus() -> None:
     assert layout_of(planned("70b", concurrency=8)) == (8, 1, 1, 8)
     assert layout_of(planned("8b", concurrency=4)) == (2, 1, 1, 2)
