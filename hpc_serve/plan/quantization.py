@@ -167,11 +167,6 @@ def quantization_from_config(
     if not config:
         return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
     method = str(config.get("quant_method", "")).lower().replace("-", "_")
-    skipped = tuple(
-        str(name)
-        for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules")
-        for name in config.get(key) or ()
-    )
     linear, experts, head = _schemes(method, config, plain)
     return Quantization(
         method=method,
@@ -179,7 +174,7 @@ def quantization_from_config(
         linear=linear,
         experts=experts,
         head=head,
-        skipped=skipped,
+        skipped=_skipped(config),
         kv_cache_dtype=_kv_cache_dtype(config),
         is_assumed=is_assumed,
     )
@@ -199,6 +194,23 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4"},
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
+
+
+_SKIP_KEYS = (
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude",
+    "exclude_modules",
+    "llm_int8_skip_modules",
+)
+
+
+def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of modules left alone, under each key that a method has for them; GPTQModel's "-:" patterns among them."""
+    names = [str(name) for key in _SKIP_KEYS for name in config.get(key) or ()]
+    dynamic = config.get("dynamic") or {}
+    return (*names, *(f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")))
 
 
 def _same_method(declared: str, override: str) -> bool:
@@ -235,9 +247,13 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
     if method == "compressed_tensors":
         scheme = _compressed_tensors(config)
         return scheme, scheme, plain
+    if method == "quark":
+        scheme = _quark(config)
+        return scheme, scheme, plain
     raise InvalidRequestError(
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
-        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt (FP8, NVFP4) and compressed-tensors."
+        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt (FP8, NVFP4), compressed-tensors "
+        "and quark."
     )
 
 
@@ -265,3 +281,21 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if kind == "float":
         return {"channel": FP8_CHANNEL, "block": FP8_BLOCK}.get(strategy, FP8_TENSOR)
     return INT8_CHANNEL if bits == 8 else int_groups(bits, -1, False)
+
+
+def _quark(config: Mapping[str, Any]) -> Scheme:
+    """AMD's: one specification for all weights (layers that it treats apart are apart in their outputs)."""
+    weights = (config.get("global_quant_config") or {}).get("weight") or {}
+    kind, strategy = str(weights.get("dtype")), str(weights.get("qscheme", "per_tensor"))
+    known = {
+        ("fp8_e4m3", "per_tensor"): FP8_TENSOR,
+        ("fp8_e4m3", "per_channel"): FP8_CHANNEL,
+        ("fp8_e4m3", "per_block"): FP8_BLOCK,
+        ("int8", "per_channel"): INT8_CHANNEL,
+        ("fp4", "per_group"): MXFP4,
+    }
+    if kind == "int4" and strategy == "per_group":
+        return int_groups(4, int(weights.get("group_size") or 128), not weights.get("symmetric", True))
+    if (kind, strategy) not in known:
+        raise InvalidRequestError(f"quantization_config of quark has weights in {kind}, {strategy}: not known here.")
+    return known[kind, strategy]

@@ -120,6 +120,8 @@ def test_a_config_without_a_size_is_refused(missing: str) -> None:
 def test_unknown_quantisation_is_named() -> None:
     with pytest.raises(InvalidRequestError, match="'magic'"):
         spec("8b", quantization_config={"quant_method": "magic"})
+    with pytest.raises(InvalidRequestError, match="quark has weights in fp6"):
+        spec("8b", quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6"}}})
     with pytest.raises(InvalidRequestError, match="'magic'"):
         model_from_config(resolve("8b").config, name="x", quantization="magic")
 
@@ -131,6 +133,8 @@ def test_unknown_quantisation_is_named() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.61),
         ({"quant_method": "fp8"}, 8.46),
         ({"quant_method": "mxfp4"}, 14.96),  # mxfp4 is for experts
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8.46),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*down_proj": {}}}, 7.91),
     ],
 )
 def test_sizes_of_quantised_8b(config: dict[str, Any], gib: float) -> None:
