@@ -5,13 +5,13 @@ The arithmetic is the planner's; here is only who tells it what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import find_model
-from hpc_serve.plan import ClusterSpec, EngineConfig, ServePlan, Workload, accelerator, model_from_config, plan
+from hpc_serve.hub import FoundModel, find_spec
+from hpc_serve.plan import ClusterSpec, EngineConfig, ModelSpec, ServePlan, Workload, accelerator, plan
 from hpc_serve.submit.request import ServeRequest
 
 _VALUES: dict[str, Callable[[str], Any]] = {
@@ -37,11 +37,11 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     A layout asked for in so many words is checked against what will be loaded: `stand_in` (HPC_SERVE_MODEL), where
     there is one. A layout to be chosen is that of the model named.
     """
-    found = find_model(request.model)
-    is_asked_for = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
-    loaded = find_model(stand_in) if stand_in and is_asked_for else found
-    spec = model_from_config(loaded.config, name=found.name)
     asked = engine_words(request.engine_args)
+    found, spec = _find(request.model, asked)
+    is_asked_for = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
+    if stand_in and is_asked_for:
+        spec = replace(_find(stand_in, asked)[1], name=found.name)
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,
         "pipeline_parallel_size": request.pipeline_parallel_size,
@@ -58,6 +58,11 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     chosen = plan(spec, cluster, EngineConfig(**engine), workload, served_model_names=names)
     chosen = replace(chosen, vllm_args=_without(chosen.vllm_args, asked))
     return replace(chosen, gpus_per_node=0) if request.gpus_per_node == 0 else chosen
+
+
+def _find(name: str, asked: Mapping[str, Any]) -> tuple[FoundModel, ModelSpec]:
+    """The model as the engine's words would have it; files of weights that are at hand are the truth."""
+    return find_spec(name, dtype=asked.get("dtype", "auto"), quantization=asked.get("quantization"))
 
 
 def engine_words(words: Sequence[str]) -> dict[str, Any]:
