@@ -163,7 +163,7 @@ class SlurmCluster:
             ["munged", f"--socket={munge}/socket", f"--key-file={self.config.munge_key}"]
             + [f"--{kind}-file={munge}/private/{kind}" for kind in ("pid", "log", "seed")],
         )
-        self.start_controller()
+        self.start_controller(nodes_are_up=False)
         for node in self.nodes:
             self.start_slurmd(node)
         wait_for(self._all_idle, START_TIMEOUT_S, what=f"all of {', '.join(self.nodes)} to be idle")
@@ -330,14 +330,21 @@ class SlurmCluster:
                 raise
             self._end_daemon(host, pid_file, signal.SIGKILL)
 
-    def start_controller(self) -> None:
-        """Starts slurmctld and waits until it answers."""
+    def start_controller(self, *, nodes_are_up: bool = True) -> None:
+        """Starts slurmctld and waits until it answers and, if they are up, has heard of the nodes' GPUs again."""
         self._daemon(LOGIN, ["slurmctld", "-f", str(self.config.slurm_conf)])
         wait_for(
             lambda: self.run(["scontrol", "ping"], user="root").returncode == 0,
             START_TIMEOUT_S,
             what="slurmctld to answer",
         )
+        if nodes_are_up:
+            wait_for(self._knows_the_gpus, START_TIMEOUT_S, what="the nodes to register", step_s=0.5)
+
+    def _knows_the_gpus(self) -> bool:
+        """Until a node has registered anew, steps there are refused: Invalid generic resource specification."""
+        step = ["srun", "--immediate=5", f"--nodes={len(self.nodes)}", "--gres=gpu:1", "--mem=1M", "true"]
+        return "Invalid generic resource" not in self.run(step, user=self.config.users[0]).stderr
 
     def stop_controller(self) -> None:
         """Stops slurmctld, in good order unless that takes long (it waits for its own messages); jobs go on."""
