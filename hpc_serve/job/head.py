@@ -24,7 +24,7 @@ from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Ending, Outcome, PartFailedError, failure
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
 from hpc_serve.job.progress import stage_of
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_node, watch_nodes_argv
+from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, watch_nodes_argv
 from hpc_serve.job.service import RecordKeeper
 from hpc_serve.plan.measured import parse_measured
 
@@ -111,13 +111,7 @@ class Head:
     async def _start_ray(self, environ: dict[str, str]) -> None:
         node = self._node
         self._keeper.stage("starting Ray's head")
-        share = ray_node(
-            node.allocation,
-            address=node.head,
-            ports=node.head_ports,
-            temp_dir=node.ray_dir,
-            num_gpus=node.options.gpus_per_node,
-        )
+        share = node.ray_share(address=node.head, ports=node.head_ports)
         await self._start("ray head", head_argv(share), environ)
 
         def missing() -> str | None:

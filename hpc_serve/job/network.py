@@ -95,10 +95,9 @@ class PortBlock:
 
 def choose_port_block() -> PortBlock:
     """A block in which nobody listens now. Raises PortsInUseError if there is none."""
-    for block in _shuffled_blocks():
-        if _is_free(block):
-            return block
-    raise PortsInUseError(f"No {BLOCK_SIZE} consecutive free ports below the ephemeral range on this node.")
+    block, listener = hold_port_block()
+    listener.close()
+    return block
 
 
 def guard(block: PortBlock) -> socket.socket:

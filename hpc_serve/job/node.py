@@ -15,6 +15,7 @@ from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.command import EngineCommand
 from hpc_serve.job.network import PortBlock, PortsInUseError, interface_of
 from hpc_serve.job.process import MARK
+from hpc_serve.job.ray_cluster import RayNode, ray_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,12 @@ class Node:
     def ray_dir(self) -> str:
         """Ray opens its folder to everybody (0777), so it gets one inside ours."""
         return ray_dir(str(self.temp_dir))
+
+    def ray_share(self, *, address: str, ports: PortBlock) -> RayNode:
+        """What Ray may use of this node."""
+        return ray_node(
+            self.allocation, address=address, ports=ports, temp_dir=self.ray_dir, num_gpus=self.options.gpus_per_node
+        )
 
     def check_gpus(self) -> None:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""

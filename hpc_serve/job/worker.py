@@ -11,7 +11,7 @@ from hpc_serve.job.control import Link, LinkLostError, Message, connect
 from hpc_serve.job.network import hold_port_block, node_address
 from hpc_serve.job.node import Node
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
-from hpc_serve.job.ray_cluster import ray_environ, ray_node, worker_argv
+from hpc_serve.job.ray_cluster import ray_environ, worker_argv
 
 _GOODBYE_S = 30.0
 _GRACE_S = 5.0
@@ -61,13 +61,7 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
         environ = node.child_environ(address=address, ports=ports)
         if node.backend == "ray":
             name = "ray worker"
-            raylet = ray_node(
-                node.allocation,
-                address=address,
-                ports=ports,
-                temp_dir=node.ray_dir,
-                num_gpus=node.options.gpus_per_node,
-            )
+            raylet = node.ray_share(address=address, ports=ports)
             argv, environ = worker_argv(raylet, head=node.gcs), ray_environ(environ)
         else:
             name = "engine"
