@@ -9,15 +9,43 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import ServeRequest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    _IntType = click.ParamType[int]
+else:
+    _IntType = click.ParamType
+
+
+class Size(_IntType):
+    """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except InvalidRequestError as error:
+            self.fail(str(error), param, ctx)
+
+
+GPU_MEMORY = click.option(
+    "--gpu-memory",
+    "gpu_memory_bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
+)
 _SLURM = (
     "partition",
     "account",
@@ -40,7 +68,12 @@ _REQUEST_OPTIONS = (
     click.option(
         "--gpus-per-node", type=int, metavar="N", help="GPUs that a node has; the plan says how many are used."
     ),
-    click.option("--gpu", metavar="NAME", help=f"Accelerator to plan for [default: site file, or {DEFAULT_GPU}]."),
+    click.option(
+        "--gpu",
+        metavar="NAME",
+        help=f"What the nodes have: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
+    ),
+    GPU_MEMORY,
     click.option("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share each layer."),
     click.option("--pipeline-parallel-size", type=int, metavar="N", help="Stages the layers are dealt to."),
     click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context to serve."),
@@ -63,7 +96,9 @@ _REQUEST_OPTIONS = (
     click.option("--exclude", metavar="NODES", help="Nodes that must not be used."),
     click.option("--mem", metavar="SIZE", help="Memory of each node, as Slurm writes it (200G; 0 is all)."),
     click.option("--cpus-per-task", type=int, metavar="N", help="CPU cores of each node."),
-    click.option("--exclusive/--no-exclusive", default=None, help="Whole nodes [default: if there are several]."),
+    click.option(
+        "--exclusive/--no-exclusive", default=None, help="Whole nodes [default: if several, or of TPUs or CPUs]."
+    ),
     click.option("--job-name", metavar="NAME", help="Name in the queue [default: hpc-serve-NAME]."),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option("--log-dir", metavar="FOLDER", help="Where logs go [default: the service's own folder]."),
@@ -111,8 +146,9 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         model=options["model"],
         service=options["service"] or default_service(options["model"]),
         gpu=options["gpu"] or site.gpu or DEFAULT_GPU,
+        gpu_memory_bytes=options["gpu_memory_bytes"] or (None if options["gpu"] else site.gpu_memory_bytes),
         num_nodes=options["num_nodes"],
-        gpus_per_node=options["gpus_per_node"] if options["gpus_per_node"] is not None else site.gpus_per_node,
+        gpus_per_node=options["gpus_per_node"] or (None if options["gpu"] else site.gpus_per_node),
         tensor_parallel_size=options["tensor_parallel_size"],
         pipeline_parallel_size=options["pipeline_parallel_size"],
         max_model_len=options["max_model_len"],

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    _IntType = click.ParamType[int]
-else:
-    _IntType = click.ParamType
-
-_SIZE = re.compile(r"([\d.]+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-
-
-class Size(_IntType):
-    """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(value.strip())
-        try:
-            number = float(match[1]) if match else 0.0
-        except ValueError:
-            number = 0.0
-        if not match or number <= 0:
-            self.fail(f"{value!r} is no size: write 79.2GiB, 80GB or a number of bytes.", param, ctx)
-        base = 1024 if match[3] else 1000
-        return int(number * base ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
-
+from hpc_serve.cli.options import DEFAULT_GPU, GPU_MEMORY, Size
 
 @click.command("plan")
 @click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, folder, or a config.json.")
-@click.option("--gpu", metavar="NAME", help="Accelerator to plan for [default: the site file's, or h100-80gb].")
-@click.option("--gpu-memory", type=Size(), metavar="SIZE", help="Memory its driver shows (79.2GiB) [default: known].")
+@click.option("--gpu", metavar="NAME", help="Accelerator to plan for (h100-80gb, mi300x, v5e:4x4, cpu-spr-2s …).")
+@GPU_MEMORY
 @click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
 @click.option("--gpus-per-node", type=int, metavar="N", help="GPUs a node has [default: usual for that GPU].")
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
@@ -73,16 +47,16 @@ def plan_command(
     """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
 
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
-    requests in flight. A TPU slice is a GPU here: --gpu v5e:4x4.
+    requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
     """
     from hpc_serve.cli import plan_view
-    from hpc_serve.cli.options import DEFAULT_GPU
     from hpc_serve.submit.site import find_site_file, load_site
 
     if gpu is None and not compare:  # the machines that `submit` would plan for
         site = load_site(find_site_file(os.environ))
         gpu = site.gpu
         options["gpus_per_node"] = options["gpus_per_node"] or site.gpus_per_node
+        options["gpu_memory_bytes"] = options["gpu_memory_bytes"] or site.gpu_memory_bytes
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu or DEFAULT_GPU]
     answers = [plan_view.answer(model, name, options) for name in names]
     if plot and answers[0].plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import AcceleratorSpec, ClusterSpec, EngineConfig, Workload, accelerator
+from hpc_serve.plan import ClusterSpec, EngineConfig, Workload
 from hpc_serve.plan.layout import Layout
 from hpc_serve.plan.minimum import minimum_gpus
 from hpc_serve.plan.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
 from hpc_serve.plan.roofline_choice import choose, parse_target
 from hpc_serve.plan.roofline_report import explain_lines, sweep
-from hpc_serve.plan.roofline_slices import SLICES, chips
 
 if TYPE_CHECKING:
     from hpc_serve.plan.candidates import Question
@@ -79,8 +77,9 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
     if not found:
         console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
         return
+    unit = question.cluster.accelerator.unit.upper()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", "PER GPU", *(("PER $",) if usd else ())):
+    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", f"PER {unit}", *(("PER $",) if usd else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("BOUND BY", no_wrap=True)
     for estimate in found:
@@ -130,8 +129,9 @@ def for_target(
 
     Raises NoLayoutError where none does, InvalidRequestError for another target or where replicas were asked for.
     """
-    workload, cluster = question.workload, question.cluster
     target = parse_target(text)
+    cluster, workload = replace(question.cluster, is_whole=False), question.workload
+    question = replace(question, cluster=cluster)
     if workload.replicas is not None:
         raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
     try:
@@ -145,33 +145,10 @@ def for_target(
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
     )
-    nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size)
+    nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)
     return cluster.with_nodes(nodes), engine, workload, reasons
-
-
-def split_topology(gpu: str) -> tuple[str, int | None]:
-    """(accelerator, chips) of `v5e:4x4` or `cpu-spr-2s` (sockets); no chips for a plain name.
-
-    Raises InvalidRequestError for a slice that is not offered.
-    """
-    sockets = re.fullmatch(r"(cpu-.+)[-:](\d)s", gpu)
-    if sockets:
-        return sockets[1], max(1, int(sockets[2]))
-    name, colon, topology = gpu.partition(":")
-    if not colon:
-        return gpu, None
-    known = SLICES.get(accelerator(name).name, ())
-    if topology not in known:
-        raise InvalidRequestError(f"{name} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
-    return name, chips(topology)
-
-
-def slice_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
-    """The hosts of a slice; the sockets of a CPU node are of one host."""
-    host = count if device.kind == "cpu" else min(count, device.gpus_per_node)
-    return ClusterSpec(accelerator=device, num_nodes=count // host, gpus_per_node=host)
 
 
 def _time(seconds: float) -> str:

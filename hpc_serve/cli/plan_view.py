@@ -20,24 +20,21 @@ from hpc_serve.cli.plan_speed import (
     full_rate,
     print_speed,
     print_speed_explanation,
-    slice_cluster,
-    split_topology,
     traffic_of,
 )
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import (
     AcceleratorSpec,
-    ClusterSpec,
     EngineConfig,
     ModelSpec,
     ServePlan,
     Workload,
-    accelerator,
     plan,
 )
 from hpc_serve.plan.candidates import Question
 from hpc_serve.plan.explain import explain
 from hpc_serve.plan.layout import Layout
+from hpc_serve.plan.machines import machines
 from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.planner import NoLayoutError
 from hpc_serve.plan.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
@@ -73,13 +70,12 @@ class Answer:
 def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
     """Plan for one accelerator; `options` are the command's, by name. Raises InvalidRequestError, UnknownModelError."""
     found, model = find_spec(model_name, dtype=options["dtype"], quantization=options["quantization"])
-    gpu, chips = split_topology(gpu)
-    device = accelerator(gpu, total_bytes=options["gpu_memory"])
-    cluster = ClusterSpec(
-        accelerator=device, num_nodes=options["num_nodes"], gpus_per_node=options["gpus_per_node"]
+    cluster = machines(
+        gpu,
+        total_bytes=options["gpu_memory_bytes"],
+        num_nodes=options["num_nodes"],
+        gpus_per_node=options["gpus_per_node"],
     )
-    if chips:
-        cluster = slice_cluster(device, chips)
     own = {key: options[key] for key in EngineConfig.__dataclass_fields__ if options.get(key) is not None}
     engine = EngineConfig(**own)
     workload = Workload(
@@ -136,7 +132,7 @@ def print_plan(given: Answer) -> None:
     memory = chosen.memory
     console.print(_headline(given, chosen))
     console.print()
-    _print_bar(console, memory)
+    _print_bar(console, memory, given.gpu.unit)
     console.print()
     console.print(_candidate_table(chosen))
     console.print()
@@ -214,7 +210,7 @@ def _headline(given: Answer, chosen: ServePlan) -> Text:
     return text.append(f": {replicas}{nodes}, {layout}", style="not bold")
 
 
-def _print_bar(console: Console, memory: MemoryEstimate) -> None:
+def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
     """The GPU's memory as a bar and a legend."""
     graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
     parts = [
@@ -225,7 +221,7 @@ def _print_bar(console: Console, memory: MemoryEstimate) -> None:
         ("KV cache", max(0, memory.kv_cache_bytes), "green", "░"),
         ("left free", memory.total_bytes - memory.requested_bytes, "bright_black", "·"),
     ]
-    console.print(Text(f"One GPU of {_gib(memory.total_bytes)} GiB, the tightest:"))
+    console.print(Text(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:"))
     bar = Text("  ")
     for width, (_, _, colour, mark) in zip(_widths([size for _, size, _, _ in parts]), parts):
         bar.append(mark * width, style=colour)
@@ -285,7 +281,7 @@ def _print_sharing(console: Console, given: Answer, chosen: ServePlan) -> None:
             f"{way.typical_requests:,}",
         )
     console.print()
-    console.print(Text(f"A whole node of {given.question.cluster.node_size}, shared (GiB per GPU):"))
+    console.print(Text(f"A whole node of {given.question.cluster.node_size}, shared (GiB per {given.gpu.unit}):"))
     console.print(table)
     console.print(Text(f"- {sentence}"))
 

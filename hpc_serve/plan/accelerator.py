@@ -14,6 +14,7 @@ from hpc_serve.plan.catalog import accelerator_entry
 
 GIB = 2**30
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
+_UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,19 @@ class AcceleratorSpec:
     gpus_per_node: int
     note: str | None = None
     source: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """What people call one of them: GPU, chip, socket."""
+        return _UNITS[self.kind]
+
+    @property
+    def gpus_per_host_of_many(self) -> int:
+        """How many a node of several has: hosts of TPU slices that span hosts have four chips, whatever a single has.
+
+        Source: Google Cloud's TPU VM types; the same rule is in Ray (_private/accelerators/tpu.py).
+        """
+        return min(4, self.gpus_per_node) if self.kind == "tpu" else self.gpus_per_node
 
 
 def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec:
@@ -73,11 +87,15 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have."""
+    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have.
+
+    `is_whole`: an engine uses all of its nodes' accelerators, as with a TPU slice, not as few as it needs.
+    """
 
     accelerator: AcceleratorSpec
     num_nodes: int | None = None
     gpus_per_node: int | None = None
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
@@ -89,6 +107,12 @@ class ClusterSpec:
     def node_size(self) -> int:
         """GPUs of one node."""
         return self.gpus_per_node or self.accelerator.gpus_per_node
+
+    def node_size_of(self, num_nodes: int) -> int:
+        """GPUs that each of so many nodes has."""
+        if num_nodes == 1:
+            return self.node_size
+        return self.gpus_per_node or self.accelerator.gpus_per_host_of_many
 
     def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
         """The same machines, another number of them."""

@@ -48,7 +48,10 @@ class Question:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
         if memory.holds(self.workload.concurrency):
             return Candidate(layout=layout, memory=memory, verdict="fits", reason=room(memory))
-        return Candidate(layout=layout, memory=memory, verdict="too small", reason=shortfall(memory, self.workload))
+        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall(memory))
+
+    def _shortfall(self, memory: MemoryEstimate) -> str:
+        return shortfall(memory, self.workload, self.cluster.accelerator.unit)
 
     def _estimate(self, layout: Layout, engine: EngineConfig) -> MemoryEstimate:
         return estimate_memory(
@@ -117,11 +120,11 @@ def room(memory: MemoryEstimate) -> str:
     return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
 
 
-def shortfall(memory: MemoryEstimate, workload: Workload) -> str:
+def shortfall(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
     """What a layout lacks."""
     if memory.kv_cache_bytes <= 0:
         needed = memory.requested_bytes - memory.kv_cache_bytes
-        return f"{needed / GIB:.1f} GiB per GPU before any cache, {memory.requested_bytes / GIB:.1f} usable"
+        return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
     if memory.num_blocks < memory.least_blocks:
         return (
             f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "
@@ -131,7 +134,7 @@ def shortfall(memory: MemoryEstimate, workload: Workload) -> str:
     wanted = "one request" if workload.concurrency == 1 else f"{workload.concurrency} requests"
     verb = "needs" if workload.concurrency == 1 else "need"
     return (
-        f"{wanted} of the longest context {verb} {needed / GIB:.1f} GiB of cache per GPU, "
+        f"{wanted} of the longest context {verb} {needed / GIB:.1f} GiB of cache per {unit}, "
         f"{memory.kv_cache_bytes / GIB:.1f} left"
     )
 
@@ -149,10 +152,11 @@ def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
 
 
 def _why_not(layout: Layout, chosen: Layout, question: Question) -> str:
-    if layout.splits_layers_across_nodes:
+    accelerator = question.cluster.accelerator
+    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
         return f"two all-reduces a layer would cross the network{_link_speeds(question)}{_held_twice(layout, question)}"
     if layout.num_gpus > chosen.num_gpus:
-        return f"{layout.num_gpus} GPUs where {chosen.num_gpus} {'does' if chosen.num_gpus == 1 else 'do'}"
+        return f"{layout.num_gpus} {accelerator.unit}s where {chosen.num_gpus} {'does' if chosen.num_gpus == 1 else 'do'}"
     return "more stages than needed, each a hop and a bubble"
 
 

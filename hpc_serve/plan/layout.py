@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.accelerator import ClusterSpec
 from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.roofline_slices import is_offered
 
 MAX_NODES = 64
 """Nodes beyond which the search for a layout stops."""
@@ -44,23 +45,37 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
 
     Raises DoesNotFitError where the sizes asked for cannot be laid on the nodes asked for.
     """
+    if cluster.accelerator.kind == "cpu" and (cluster.num_nodes or 1) > 1:
+        raise DoesNotFitError(
+            "vLLM's CPU backend serves within one node (its ranks talk through shared memory): leave out --nodes, "
+            "or start one service a node."
+        )
     if engine.tensor_parallel_size and engine.pipeline_parallel_size:
         yield _explicit(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
         return
-    for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, MAX_NODES + 1):
+    for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, _most_nodes(cluster) + 1):
         yield from layouts_on(nodes, cluster, engine)
+
+
+def _most_nodes(cluster: ClusterSpec) -> int:
+    return 1 if cluster.accelerator.kind == "cpu" else MAX_NODES
 
 
 def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
     """Layouts on exactly so many nodes: any share of a single one, the whole of several.
 
-    The links of TPU chips span hosts, and so do their tensor-parallel groups.
+    The links of TPU chips span hosts, and so do their tensor-parallel groups; several hosts are a slice that is offered.
     """
     seen = set()
-    node_size = cluster.node_size
-    for gpus in _divisors(node_size) if num_nodes == 1 else [node_size]:
+    is_tpu = cluster.accelerator.kind == "tpu"
+    node_size = cluster.node_size_of(num_nodes)
+    if num_nodes > 1 and not cluster.gpus_per_node and not is_offered(cluster.accelerator, num_nodes * node_size):
+        return
+    for gpus in _divisors(node_size) if num_nodes == 1 and not cluster.is_whole else [node_size]:
         total = num_nodes * gpus
-        for tensor, pipeline in _splits(total, total if cluster.accelerator.kind == "tpu" else gpus, engine):
+        for tensor, pipeline in _splits(total, total if is_tpu else gpus, engine):
+            if is_tpu and num_nodes > 1 and pipeline not in (1, num_nodes):
+                continue  # a stage is a host: tpu-inference's Ray executor takes no other number of them
             used = tensor * pipeline // num_nodes
             if tensor * pipeline % num_nodes == 0 and used <= node_size and (tensor, pipeline) not in seen:
                 seen.add((tensor, pipeline))
@@ -90,8 +105,9 @@ def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[
 
 
 def _explicit(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
-    ranks, size = tensor * pipeline, cluster.node_size
-    nodes = cluster.num_nodes or -(-ranks // size)
+    ranks = tensor * pipeline
+    nodes = cluster.num_nodes or (1 if ranks <= cluster.node_size else -(-ranks // cluster.node_size_of(2)))
+    size = cluster.node_size_of(nodes)
     if ranks > nodes * size:
         raise DoesNotFitError(
             f"TP={tensor} x PP={pipeline} is {ranks} ranks, but {nodes} x {size} GPUs are {nodes * size}; "

@@ -156,7 +156,9 @@ def _reasons(
         f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
     ]
     reasons += [f"Not {below.layout}: {below.reason}." for below in widest(tried)]
-    if layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
+    if gpu.kind == "tpu" and layout.num_nodes > 1:
+        reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
+    elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
         reasons.append(
             f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
             "the network between nodes carries one hop a stage."

@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.accelerator import ClusterSpec
 from hpc_serve.plan.candidates import Question
 from hpc_serve.plan.kv_cache import kv_cache_dtype
 from hpc_serve.plan.layout import Layout, layouts
 from hpc_serve.plan.quantization import FP8_TENSOR, Scheme, int_groups
+from hpc_serve.plan.roofline_slices import slice_of
 from hpc_serve.plan.what_if import quantised
 
 _CONTEXT_STEP = 1024
@@ -50,13 +52,22 @@ def _more_nodes(question: Question) -> str | None:
     free = replace(
         question,
         engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None),
-        cluster=replace(cluster, num_nodes=None),
+        cluster=_any_number_of(cluster),
     )
     layout = _first_that_fits(free)
     if layout is None:
         return None
     sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
-    return f"--nodes {layout.num_nodes} --gpus-per-node {cluster.node_size} ({sizes})"
+    if topology := slice_of(cluster.accelerator, layout.num_gpus):
+        return f"--gpu {cluster.accelerator.name}:{topology} ({sizes})"
+    return f"--nodes {layout.num_nodes} --gpus-per-node {free.cluster.node_size_of(layout.num_nodes)} ({sizes})"
+
+
+def _any_number_of(cluster: ClusterSpec) -> ClusterSpec:
+    """The same machines, as many as one likes; of slices, another slice."""
+    if cluster.is_whole and cluster.accelerator.kind == "tpu":
+        return ClusterSpec(accelerator=cluster.accelerator)
+    return replace(cluster, num_nodes=None)
 
 
 def _fewer_requests(question: Question, nearest: list[Layout]) -> str | None:

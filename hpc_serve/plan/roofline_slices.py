@@ -40,6 +40,11 @@ def slice_of(accelerator: AcceleratorSpec, count: int) -> str | None:
     return next((name for name in SLICES.get(accelerator.name, ()) if chips(name) == count), None)
 
 
+def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
+    """Whether so many can be had as one machine: any number of GPUs, of TPU chips those of a slice."""
+    return accelerator.kind != "tpu" or slice_of(accelerator, count) is not None
+
+
 def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
     """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
     for name in SLICES.get(accelerator.name, ()):

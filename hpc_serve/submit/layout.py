@@ -11,7 +11,8 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub import FoundModel, find_spec
-from hpc_serve.plan import ClusterSpec, EngineConfig, ModelSpec, ServePlan, Workload, accelerator, plan
+from hpc_serve.plan import EngineConfig, ModelSpec, ServePlan, Workload, plan
+from hpc_serve.plan.machines import machines
 from hpc_serve.submit.request import ServeRequest
 
 _VALUES: dict[str, Callable[[str], Any]] = {
@@ -49,15 +50,15 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     }
     engine = flags | asked
     workload = Workload(max_model_len=engine.pop("max_model_len"))
-    cluster = ClusterSpec(
-        accelerator=accelerator(request.gpu),
+    cluster = machines(
+        request.gpu,
+        total_bytes=request.gpu_memory_bytes,
         num_nodes=request.num_nodes,
-        gpus_per_node=request.gpus_per_node or None,  # 0, no GPUs: planned as if for one, and none are asked for
+        gpus_per_node=request.gpus_per_node,
     )
     names = found.served_model_names
     chosen = plan(spec, cluster, EngineConfig(**engine), workload, served_model_names=names)
-    chosen = replace(chosen, vllm_args=_without(chosen.vllm_args, asked))
-    return replace(chosen, gpus_per_node=0) if request.gpus_per_node == 0 else chosen
+    return replace(chosen, vllm_args=_without(chosen.vllm_args, asked))
 
 
 def _find(name: str, asked: Mapping[str, Any]) -> tuple[FoundModel, ModelSpec]:

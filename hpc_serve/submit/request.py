@@ -135,6 +135,8 @@ class JobSettings:
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
+    `gpu` names what the nodes have, as in plan/machines.py: a GPU, a TPU slice, the sockets of a CPU node;
+    `gpu_memory_bytes` is the memory of one of them, where that is no fact of the product (CPUs) or another one.
     `engine_args` are further words for `vllm serve`, put last, so that they win. `log_dir` is absolute, or None for the
     service's own folder. `templates_dir` is looked in before our own templates.
     """
@@ -142,6 +144,7 @@ class ServeRequest:
     model: str
     service: str
     gpu: str = "h100-80gb"
+    gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
     tensor_parallel_size: int | None = None
@@ -159,7 +162,7 @@ class ServeRequest:
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
             value = getattr(self, name)
-            if value is not None and value < 1 and not (name == "gpus_per_node" and value == 0):
+            if value is not None and value < 1:
                 option = name.removeprefix("num_").replace("_", "-")
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
         if self.backend not in ("auto", "ray", "mp"):

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import Environment, JobSettings, SlurmOptions
 
 _PATHS = ("venv", "apptainer", "log_dir", "templates_dir")
@@ -29,8 +30,8 @@ class SiteProfile:
 
     Slurm's own options under Slurm's names: `partition`, `account`, `qos`, `time` ("24:00:00"), `constraint`,
     `reservation`, `nodelist`, `exclude`, `mem` (per node), `cpus_per_task`, `exclusive`; `sbatch_extra` holds further
-    `--name=value` words. `gpu` is the accelerator of the nodes as `hpc-serve plan --gpu` names it, `gpus_per_node` how
-    many a node has; `gpu_directive` (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
+    `--name=value` words. `gpu` is the accelerator of the nodes as `hpc-serve plan --gpu` names it, `gpu_memory` the
+    memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node` how many a node has; `gpu_directive` (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
     Of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with `binds`) at most one says where
     Python is; `modules` are loaded first. `interface` is the network interface between nodes, `tmpdir` and `cache_dir`
     are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own script templates.
@@ -49,6 +50,7 @@ class SiteProfile:
     exclusive: bool | None = None
     sbatch_extra: tuple[str, ...] = ()
     gpu: str | None = None
+    gpu_memory: str | None = None
     gpus_per_node: int | None = None
     gpu_directive: str | None = None
     gres_type: str | None = None
@@ -62,6 +64,11 @@ class SiteProfile:
     cache_dir: str | None = None
     log_dir: str | None = None
     templates_dir: str | None = None
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """`gpu_memory` in bytes. Raises InvalidRequestError."""
+        return parse_size(self.gpu_memory) if self.gpu_memory else None
 
     def slurm_options(self, **asked: Any) -> SlurmOptions:
         """sbatch's options: what was asked for (None: nothing), else the site's. Raises InvalidRequestError."""
@@ -161,6 +168,7 @@ def _check(profile: SiteProfile, path: Path) -> None:
         raise SiteFileError(f"site file {path}: templates_dir {profile.templates_dir} is not a folder.")
     try:
         profile.slurm_options()
+        _ = profile.gpu_memory_bytes
     except InvalidRequestError as error:
         raise SiteFileError(f"site file {path}: {error}") from error
 

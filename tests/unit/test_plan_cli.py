@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.cli.plan import Size
+from hpc_serve.cli.options import Size
 
 KEYS = {
     *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
@@ -111,6 +111,11 @@ def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) ->
         (("--model", "70b", "--max-model-len", "999999"), 2, "131072 positions"),
         (("--model", "70b", "--nodes", "0"), 2, "num_nodes is 0"),
         (("--model", "70b", "--gpu-memory", "much"), 2, "is no size"),
+        (("--model", "70b", "--gpu-memory", "80"), 2, "'80' is 80 bytes: write the unit"),
+        (("--model", "70b", "--gpu", "v5e:3x3"), 2, "2x4, 4x4"),
+        (("--model", "70b", "--gpu", "v5e:4x4", "--nodes", "2"), 2, "4 nodes x 4 chips, but --nodes is 2"),
+        (("--model", "70b", "--gpu", "v5e:2x4"), 3, "--gpu v5e:4x4 (TP=16 PP=1)"),
+        (("--model", "8b", "--gpu", "cpu-spr", "--gpu-memory", "64GB", "--nodes", "2"), 3, "within one node"),
         (("--model", "70b", "--quantization", "magic"), 2, "'magic'"),
         (("--model", "8b", "-tp", "3"), 3, "attention heads (32)"),
         (("--model", "8b", "--gpu", "cpu-spr"), 2, "--gpu-memory"),
@@ -126,7 +131,7 @@ def test_what_cannot_be_is_said(
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("79.2GiB", int(79.2 * 2**30)), ("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("1024", 1024), ("2T", 2 * 10**12)],
+    [("79.2GiB", int(79.2 * 2**30)), ("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("8388608", 2**23), ("2T", 2 * 10**12)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size

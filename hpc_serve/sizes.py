@@ -1,0 +1,28 @@
+"""Sizes as people write them, in bytes."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_serve.errors import InvalidRequestError
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SMALLEST = 2**20
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `79.2GiB` (powers of 1024), `80GB` (powers of 1000) or a plain number of them.
+
+    Raises InvalidRequestError, with what to write, for what is no size or too small to be meant.
+
+    >>> parse_size("1.5GiB")
+    1610612736
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not (number := float(match[1])):
+        raise InvalidRequestError(f"{text!r} is no size: write 79.2GiB, 80GB or a number of bytes.")
+    base = 1024 if match[3] else 1000
+    size = int(number * base ** ("KMGT".index(match[2].upper()) + 1 if match[2] else 0))
+    if size < _SMALLEST:
+        raise InvalidRequestError(f"{text!r} is {size:,} bytes: write the unit, as 80GB or 79.2GiB.")
+    return size
