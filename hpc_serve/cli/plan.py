@@ -9,6 +9,7 @@ import click
 
 from hpc_serve.cli.options import DEFAULT_GPU, GPU_MEMORY, Size
 
+
 @click.command("plan")
 @click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, folder, or a config.json.")
 @click.option("--gpu", metavar="NAME", help="Accelerator to plan for (h100-80gb, mi300x, v5e:4x4, cpu-spr-2s …).")

@@ -156,7 +156,8 @@ def _why_not(layout: Layout, chosen: Layout, question: Question) -> str:
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
         return f"two all-reduces a layer would cross the network{_link_speeds(question)}{_held_twice(layout, question)}"
     if layout.num_gpus > chosen.num_gpus:
-        return f"{layout.num_gpus} {accelerator.unit}s where {chosen.num_gpus} {'does' if chosen.num_gpus == 1 else 'do'}"
+        enough = "1 does" if chosen.num_gpus == 1 else f"{chosen.num_gpus} do"
+        return f"{layout.num_gpus} {accelerator.unit}s where {enough}"
     return "more stages than needed, each a hop and a bubble"
 
 

@@ -64,7 +64,7 @@ def _most_nodes(cluster: ClusterSpec) -> int:
 def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
     """Layouts on exactly so many nodes: any share of a single one, the whole of several.
 
-    The links of TPU chips span hosts, and so do their tensor-parallel groups; several hosts are a slice that is offered.
+    The links of TPU chips span hosts, and so do their tensor-parallel groups; several hosts are a slice on offer.
     """
     seen = set()
     is_tpu = cluster.accelerator.kind == "tpu"

@@ -31,7 +31,8 @@ class SiteProfile:
     Slurm's own options under Slurm's names: `partition`, `account`, `qos`, `time` ("24:00:00"), `constraint`,
     `reservation`, `nodelist`, `exclude`, `mem` (per node), `cpus_per_task`, `exclusive`; `sbatch_extra` holds further
     `--name=value` words. `gpu` is the accelerator of the nodes as `hpc-serve plan --gpu` names it, `gpu_memory` the
-    memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node` how many a node has; `gpu_directive` (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
+    memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node` how many a node has; `gpu_directive`
+    (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
     Of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with `binds`) at most one says where
     Python is; `modules` are loaded first. `interface` is the network interface between nodes, `tmpdir` and `cache_dir`
     are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own script templates.

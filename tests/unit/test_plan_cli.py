@@ -131,7 +131,13 @@ def test_what_cannot_be_is_said(
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("79.2GiB", int(79.2 * 2**30)), ("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("8388608", 2**23), ("2T", 2 * 10**12)],
+    [
+        ("79.2GiB", int(79.2 * 2**30)),
+        ("80GB", 80 * 10**9),
+        ("80 gb", 80 * 10**9),
+        ("8388608", 2**23),
+        ("2T", 2 * 10**12),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size
