@@ -32,7 +32,8 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     """
     from hpc_serve.cli import show
     from hpc_serve.submit import services
-    from hpc_serve.submit.status import StatusReport, look
+    from hpc_serve.submit.look import look
+    from hpc_serve.submit.status import StatusReport
 
     store = _store()
     report = look(store, service)
@@ -80,12 +81,15 @@ def wait_command(service: str, timeout: float | None, as_json: bool) -> None:
 def logs_command(target: str, follow: bool, node: int | None, lines: int, files: bool) -> None:
     """Show what the batch script and the launcher of each node have written.
 
-    Of a service, the logs of its latest job are shown.
+    Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
+    that ended; those of another by its JOB.
     """
     from hpc_serve.submit import logs, services
 
     store = _store()
-    status = services.find_job(store, target)
+    status, others = services.find_job(store, target, to_follow=follow)
+    if others:
+        click.echo(_which_is_shown(status, others), err=True)
 
     def find_files() -> list[Path]:
         of_node = f"{status.job_id}-node{node}.log"
@@ -136,6 +140,13 @@ def _latest(statuses: Sequence[ServiceStatus], within_s: float) -> Iterator[Serv
         ended_s = status.updated_at or status.submitted_at or time.time()
         if not status.is_over or (status is last[status.service] and time.time() - ended_s < within_s):
             yield status
+
+
+def _which_is_shown(status: ServiceStatus, others: Sequence[ServiceStatus]) -> str:
+    latest = ", ".join(f"{one.job_id} ({one.state})" for one in list(reversed(others))[:3])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    shown = f"These are the logs of job {status.job_id}, which is {status.state}."
+    return f"{shown} {status.service} also has {latest}{more}: hpc-serve logs JOB"
 
 
 def _print_lines(lines: Iterator[tuple[Path, str]]) -> None:

@@ -45,20 +45,22 @@ class ReplicaView:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceView:
-    """One service of the store in `home`: its replicas, oldest first, and the jobs that have no record yet.
+    """One service of the store in `home`: its replicas, oldest first, and the jobs that have no record (yet).
 
-    `problems` says which files are not trusted and why.
+    `withdrawn` are those whose end was noted before they published one. `problems` says which files are not trusted
+    and why.
     """
 
     service: str
     home: str
     replicas: tuple[ReplicaView, ...] = ()
     queued: tuple[SubmittedJob, ...] = ()
+    withdrawn: tuple[SubmittedJob, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def exists(self) -> bool:
-        return bool(self.replicas or self.queued)
+        return bool(self.replicas or self.queued or self.withdrawn)
 
     @property
     def live(self) -> tuple[ReplicaView, ...]:
@@ -111,10 +113,16 @@ def summary(view: ServiceView) -> str:
         if condition == "coming" and view.queued:
             job = view.queued[-1]
             return f"submitted: job {job.job_id} has not started, or its record cannot be seen yet"
-    if not view.replicas:
-        return "nothing was ever published"
-    newest = view.replicas[-1]
-    return f"{'failed: ' if newest.condition == 'failed' else 'stopped: '}{newest.note}"
+    return _end(view) or "nothing was ever published"
+
+
+def _end(view: ServiceView) -> str | None:
+    """How the last of a service's jobs ended."""
+    ends = [(replica.record.updated_at, f"{replica.condition}: {replica.note}") for replica in view.replicas]
+    ends += [
+        (job.end.at, f"{job.end.state}: {job.end.reason} (job {job.job_id})") for job in view.withdrawn if job.end
+    ]
+    return max(ends)[1] if ends else None
 
 
 _WORDS: tuple[tuple[Condition, str], ...] = (

@@ -121,7 +121,8 @@ class ServiceWatch:
                 )
                 for record in found.records
             ),
-            queued=found.without_record(),
+            queued=found.coming(),
+            withdrawn=tuple(job for job in found.without_record() if job.end is not None),
             problems=found.problems,
         )
 

@@ -17,6 +17,7 @@ from hpc_serve.job.network import PortBlock, guard, reachable_addresses
 from hpc_serve.job.node import LaunchOptions, Node, private_folder, read_token
 from hpc_serve.job.service import LEASE_S, RecordKeeper, user_name
 from hpc_serve.job.worker import run_worker
+from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -59,7 +60,7 @@ async def _run_head(node: Node) -> int:
     listener = guard(node.head_ports)
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
-    store.claim(service, node.command.model)
+    claim(store, service, node.command.model)
     keeper = RecordKeeper(store, _first_record(node))
     return await Head(node, keeper, store.read_api_key(service)).run(listener)
 

@@ -42,6 +42,9 @@ class FieldReader:
             raise RecordError(f"{source} holds a {type(fields).__name__}, not an object; remove it.")
         return cls(fields, source)
 
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
     def text(self, name: str) -> str:
         value = self._get(name)
         if not isinstance(value, str):

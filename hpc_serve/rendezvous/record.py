@@ -17,7 +17,8 @@ VERSION = 1
 
 State = Literal["starting", "ready", "draining", "stopped", "failed"]
 STATES: tuple[State, ...] = get_args(State)
-FINAL_STATES: frozenset[State] = frozenset(("stopped", "failed"))
+FinalState = Literal["stopped", "failed"]
+FINAL_STATES: frozenset[FinalState] = frozenset(get_args(FinalState))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +134,17 @@ class EndpointRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job ended that never published a record, told by who ended it; `at` is seconds since the epoch."""
+
+    state: FinalState
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """A job that `submit` handed over, written once. `script` and `log_path` are file names.
+    """A job that `submit` handed over. `script` and `log_path` are file names; `end` is added by `stop`.
 
     `pid` and `pid_start_time` (clock ticks since boot, field 22 of /proc/PID/stat) identify a local job's process on
     the host that submitted it. `submitted_at` is seconds since the epoch by the writer's clock.
@@ -154,6 +164,7 @@ class SubmittedJob:
     pid_start_time: int | None = None
     host: str | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+    end: JobEnd | None = None
     version: int = VERSION
 
     @property
@@ -185,7 +196,17 @@ class SubmittedJob:
             pid_start_time=read.optional_integer("pid_start_time"),
             host=read.optional_text("host"),
             predicted=read.numbers("predicted"),
+            end=_end(read),
         )
+
+
+def _end(read: FieldReader) -> JobEnd | None:
+    if not read.has("end"):  # notes of earlier versions
+        return None
+    if (inner := read.optional_object("end")) is None:
+        return None
+    state = cast(FinalState, inner.choice("state", sorted(FINAL_STATES)))
+    return JobEnd(state=state, reason=inner.text("reason"), at=inner.number("at"))
 
 
 def _progress(read: FieldReader) -> Progress | None:

@@ -1,23 +1,20 @@
-"""The shared folder of services: who writes which file, who may use a name, and what is left when a service is over.
+"""The shared folder of services: who writes which file, and what is left when a service is over.
 
-One writer per record, so readers need no lock; the only lock guards a service's claim. What a file says is a hint:
-whether an engine answers is for the client to probe, whether a job exists is for the scheduler to say.
+One writer per record, so readers need no lock. What a file says is a hint: whether an engine answers is for the client
+to probe, whether a job exists is for the scheduler to say. Who may use a name is decided in claims.py.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, ServiceConflictError, StoreError
-from hpc_serve.rendezvous.fields import FieldReader
+from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous.files import (
     create_private,
     list_folder,
@@ -34,10 +31,6 @@ WEEK_S = 7 * 24 * 3600.0
 # A record that nobody renewed for so long is over, however far apart the clocks of its writer and its reader.
 SILENT_S = 900.0
 
-# A claim is checked and written in milliseconds; a holder that is silent for ten seconds has died.
-_LOCK_LEASE_S = 10.0
-_LOCK_TIMEOUT_S = 45.0
-_UNUSED_CLAIM_S = 60.0
 _API_KEY = re.compile(r"[\x21-\x7e]{16,}")
 
 Holder = EndpointRecord | SubmittedJob
@@ -71,6 +64,10 @@ class ServiceRecords:
         """Submitted jobs that have not published a record yet."""
         started = {record.job_id.partition("_")[0] for record in self.records} | {r.job_id for r in self.records}
         return tuple(job for job in self.submitted if job.job_id not in started)
+
+    def coming(self) -> tuple[SubmittedJob, ...]:
+        """Submitted jobs that may still publish one, as far as is written: the scheduler may know of their end."""
+        return tuple(job for job in self.without_record() if job.end is None)
 
 
 class ServiceStore:
@@ -140,7 +137,7 @@ class ServiceStore:
         return path
 
     def write_submitted(self, job: SubmittedJob) -> Path:
-        """Write down that a job was handed to the scheduler. Raises StoreError."""
+        """Write down that a job was handed to the scheduler, or how it ended before it began. Raises StoreError."""
         path = self.ensure_service(job.service) / "submitted" / job.name
         write_private(path, job.to_json())
         return path
@@ -148,10 +145,6 @@ class ServiceStore:
     def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:
         """The jobs that `submit` wrote down and that can be read, oldest first."""
         return self.read(service).submitted
-
-    def remove_submitted(self, job: SubmittedJob) -> None:
-        """Forget a job that is known to be over. Raises StoreError."""
-        remove_file(self.service_dir(job.service) / "submitted" / job.name)
 
     def ensure_api_key(self, service: str) -> Path:
         """The file of the service's API key, made if it is missing; two makers at once end with one key.
@@ -178,30 +171,6 @@ class ServiceStore:
             )
         return key
 
-    def claim(self, service: str, model: str, *, is_over: Callable[[Holder], bool] | None = None) -> None:
-        """Take the name `service` for `model`; replicas of the same model share it.
-
-        A record or a submitted job of another model holds the name unless it is final or `is_over` says that it ended:
-        ask the scheduler there. Without it, SILENT_S without a renewal, or a week in the queue, is taken as the end.
-        Raises ServiceConflictError, StoreError.
-        """
-        judge = is_over or _is_long_silent
-        path = self.ensure_service(service) / "service.json"
-        with self._locked(service):
-            found = self.read(service)
-            for holder in _holders(found):
-                if holder.model != model and not judge(holder):
-                    raise ServiceConflictError(_taken(service, model, holder))
-            self._check_claim(path, service, model, found)
-            write_private(path, json.dumps({"model": model, "claimed_at": time.time()}) + "\n")
-
-    def release(self, service: str, model: str) -> None:
-        """Give up a claim that came to nothing (sbatch refused the job). Raises StoreError."""
-        path = self.service_dir(service) / "service.json"
-        with self._locked(service):
-            if (claim := _read_claim(path)) is not None and claim[0] == model:
-                remove_file(path)
-
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[Holder], bool] | None = None
     ) -> int:
@@ -214,7 +183,7 @@ class ServiceStore:
         folder = self.service_dir(service)
         found = self.read(service)
         removed = [folder / record.name for record in found.records if record.updated_at < oldest]
-        waiting = found.without_record()
+        waiting = found.coming()
         removed += [
             folder / "submitted" / job.name
             for job in found.submitted
@@ -229,37 +198,6 @@ class ServiceStore:
         for path in removed:
             remove_file(path)
         return len(removed)
-
-    def _check_claim(self, path: Path, service: str, model: str, found: ServiceRecords) -> None:
-        """Two first submits at once: neither has a record yet, so the fresh claim of the other one counts."""
-        claim = _read_claim(path)
-        if claim is None or claim[0] == model or any(holder.model == claim[0] for holder in _everything(found)):
-            return
-        age_s = time.time() - claim[1]
-        if 0 <= age_s < _UNUSED_CLAIM_S:
-            raise ServiceConflictError(
-                f"{service} was claimed for {claim[0]} {age_s:.0f} s ago by another submit, which has no job yet. "
-                f"Try again in a minute, or give {model} another name with --service."
-            )
-
-    @contextmanager
-    def _locked(self, service: str) -> Iterator[None]:
-        # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
-        from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
-
-        path = self.service_dir(service) / ".lock"
-        lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
-        try:
-            lease.acquire()
-        except (Timeout, LeaseSettingsMismatch, OSError) as error:
-            raise StoreError(
-                f"cannot lock {path} within {_LOCK_TIMEOUT_S:.0f} s ({type(error).__name__}): another submit holds it, "
-                "or the filesystem does not answer. If no other is running, remove that file."
-            ) from error
-        try:
-            yield
-        finally:
-            lease.release()
 
 
 def _moment(record: EndpointRecord) -> tuple[float, str]:
@@ -278,36 +216,6 @@ def _read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str
         problems.append(str(error))
         return None
     return entry
-
-
-def _everything(found: ServiceRecords) -> Iterable[Holder]:
-    return (*found.records, *found.submitted)
-
-
-def _holders(found: ServiceRecords) -> Iterable[Holder]:
-    return (*(record for record in found.records if not record.is_final), *found.without_record())
-
-
-def _is_long_silent(holder: Holder) -> bool:
-    if isinstance(holder, EndpointRecord):
-        return time.time() - holder.updated_at > SILENT_S
-    return time.time() - holder.submitted_at > WEEK_S
-
-
-def _taken(service: str, model: str, holder: Holder) -> str:
-    state = f"{holder.state}: {holder.stage}" if isinstance(holder, EndpointRecord) else "submitted"
-    return (
-        f"{service} is taken by {holder.model} (job {holder.job_id}, {state}). "
-        f"Give {model} another name with --service, or end the other one first: hpc-serve stop {service}"
-    )
-
-
-def _read_claim(path: Path) -> tuple[str, float] | None:
-    try:
-        read = FieldReader.parse(read_private(path), str(path))
-        return read.text("model"), read.number("claimed_at")
-    except (FileNotFoundError, RecordError):  # a damaged claim claims nothing
-        return None
 
 
 def _is_service_name(name: str) -> bool:

@@ -11,7 +11,7 @@ import pwd
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
@@ -88,8 +88,8 @@ def said(stderr: str) -> str:
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
-def queue() -> list[JobState]:
-    """This user's waiting and running jobs. Raises SchedulerUnavailableError."""
+def jobs() -> list[JobState]:
+    """This user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
     return parse_squeue(_answer(squeue_argv()))
 
 
@@ -127,43 +127,70 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
 class SchedulerView:
     """Slurm's answers, none older than `max_age_s`; a controller that is silent is remembered as `problem`.
 
-    One question tells of all jobs that wait or run; only one that is in no queue is asked for by itself, and never
-    again once it is over.
+    One question tells of all jobs that wait, run or ended a while ago; only one that is not among them is asked for by
+    itself, and never again once it is over.
     """
 
     def __init__(self, *, max_age_s: float = math.inf) -> None:
         self.problem: str | None = None
         self._max_age_s = max_age_s
-        self._queue: list[JobState] | None = None
+        self._jobs: list[JobState] | None = None
         self._asked_s = 0.0
-        self._over: dict[str, JobState] = {}
+        self._asked_again: set[str] = set()
+        self._ends: dict[str, JobState | None] = {}
 
-    def queue(self, *, max_age_s: float = math.inf) -> list[JobState]:
-        """This user's waiting and running jobs; none, and `problem` set, if Slurm does not answer."""
-        if self._queue is None or time.monotonic() - self._asked_s > min(max_age_s, self._max_age_s):
+    def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
+        """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
+        if self._jobs is None or time.monotonic() - self._asked_s > min(max_age_s, self._max_age_s):
             try:
-                self._queue, self.problem = queue(), None
+                self._jobs, self.problem = jobs(), None
             except SchedulerError as error:
-                self._queue, self.problem = [], str(error)
+                self._jobs, self.problem = [], str(error)
             self._asked_s = time.monotonic()
-        return self._queue
+        return self._jobs
 
     def queued(self, job_id: str, *, max_age_s: float = math.inf) -> JobState | None:
         """The job if it waits or runs; an array's own id stands for its tasks, running ones first."""
-        queued = self.queue(max_age_s=max_age_s)
-        tasks = [job for job in queued if job_id in (job.job_id, job.job_id.partition("_")[0])]
+        tasks = [job for job in self._listed(job_id, max_age_s) if not job.is_over]
         return max(tasks, key=lambda job: job.is_running, default=None)
+
+    def ask_again_for(self, job_ids: Iterable[str]) -> None:
+        """Ask once more, for jobs that may just be ending; each is worth one such question."""
+        if new := set(job_ids) - self._asked_again:
+            self._asked_again |= new
+            self.jobs(max_age_s=0.0)
 
     def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
         """What Slurm knows of one of our jobs; UNKNOWN if it does not answer."""
-        if found := self.queued(job_id) or self._over.get(job_id):
+        if found := self.queued(job_id) or self._ends.get(job_id):
             return found
         if self.problem:
             return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
         found = job_state(job_id, submitted_at=submitted_at)
         if found.is_over:
-            self._over[job_id] = found
+            self._ends[job_id] = found
         return found
+
+    def end(self, job_id: str, *, since: float | None) -> JobState | None:
+        """How a job ended, in Slurm's words; None if it has forgotten.
+
+        Accounting is asked for one that began at `since` (seconds since the epoch) and that the controller has
+        forgotten; None spares it the question.
+        """
+        if job_id in self._ends:
+            return self._ends[job_id]
+        found = next((job for job in self._listed(job_id) if job.is_over), None)
+        if found is not None and found.state == "CANCELLED":
+            found = _with_canceller(found, user_name(), since)
+        elif found is None and since is not None and not self.problem:
+            found = _accounted(job_id, user_name(), since)
+        if not self.problem:
+            self._ends[job_id] = found
+        return found
+
+    def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
+        seen = self.jobs(max_age_s=max_age_s)
+        return [job for job in seen if job_id in (job.job_id, job.job_id.partition("_")[0])]
 
 
 def _with_canceller(job: JobState, user: str, submitted_at: float | None) -> JobState:

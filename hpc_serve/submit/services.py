@@ -16,18 +16,20 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.plan import ServePlan
-from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.layout import plan_request
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
+from hpc_serve.submit.look import job_of, look
 from hpc_serve.submit.preflight import check_files, check_stand_in, make_log_dir
 from hpc_serve.submit.render import render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.sentences import ended_sentence
 from hpc_serve.submit.slurm import UNKNOWN
-from hpc_serve.submit.status import ServiceStatus, job_of, look
+from hpc_serve.submit.status import ServiceStatus
 
 _RECORDS_S = 1.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files
@@ -37,10 +39,11 @@ _LOCAL_GRACE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that was handed over."""
+    """A job that was handed over. `others` are replicas of the same service that were not over then."""
 
     job: SubmittedJob
     plan: ServePlan
+    others: tuple[ServiceStatus, ...] = ()
 
 
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
@@ -56,10 +59,12 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     check_files(request, plan, environ)
     store.ensure_service(request.service)
     log_dir = make_log_dir(request)
-    judge = _judge(store, request.service)
+    slurm = SchedulerView()
+    judge = _judge(store, request.service, slurm)
     store.sweep(request.service, is_over=judge)
-    store.claim(request.service, plan.model, is_over=judge)
+    claim(store, request.service, plan.model, is_over=judge)
     try:
+        others = tuple(one for one in look(store, request.service, slurm=slurm).services if not one.is_over)
         store.ensure_api_key(request.service)
         job = _hand_over(request, plan, script, log_dir, store.service_dir(request.service) / "scripts")
         try:
@@ -68,9 +73,9 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
             _end(job)
             raise
     except BaseException:
-        store.release(request.service, plan.model)
+        release(store, request.service, plan.model)
         raise
-    return Submission(job=job, plan=plan)
+    return Submission(job=job, plan=plan, others=others)
 
 
 def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Path, folder: Path) -> SubmittedJob:
@@ -127,7 +132,7 @@ def wait(
         if status.is_over:
             silent_end_s = silent_end_s or time.monotonic()
             if (status.has_last_word and _has_left(status)) or time.monotonic() - silent_end_s > _LAST_WORD_S:
-                raise ServiceFailedError(epitaph(status))
+                raise ServiceFailedError(epitaph(_as_slurm_saw_it(store, status)))
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError(
                 f"{service} is not ready after {timeout_s:.0f} s, its job goes on: {status.sentence}. "
@@ -139,10 +144,12 @@ def wait(
 def stop(store: ServiceStore, found: Sequence[ServiceStatus], *, timeout_s: float = 120.0) -> tuple[ServiceStatus, ...]:
     """End the jobs that `find` found, those that are over already apart, and return how they ended, once they have.
 
+    The end of a job that had published nothing is written down, since clients do not ask Slurm, and Slurm forgets.
     Raises SchedulerError, InvalidRequestError for one that was started by hand, WaitTimeoutError.
     """
     live = [status for status in found if not status.is_over]
-    notes = {note.job_id: note for status in live for note in store.read_submitted(status.service)}
+    services = dict.fromkeys(status.service for status in found)
+    notes = {note.job_id: note for service in services for note in store.read_submitted(service)}
     for job_id in dict.fromkeys(status.job_id for status in live):
         note = notes.get(job_id)
         if note is not None and note.cluster == "local":
@@ -151,7 +158,10 @@ def stop(store: ServiceStore, found: Sequence[ServiceStatus], *, timeout_s: floa
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
         else:
             scheduler.cancel(job_id)
-    return tuple(_until_over(store, status, notes.get(status.job_id), timeout_s) for status in live)
+    ended = tuple(_until_over(store, status, notes.get(status.job_id), timeout_s) for status in live)
+    for status in (*(status for status in found if status.is_over), *ended):
+        _write_down(store, status, notes.get(status.job_id))
+    return ended
 
 
 def find(store: ServiceStore, target: str) -> list[ServiceStatus]:
@@ -162,9 +172,25 @@ def find(store: ServiceStore, target: str) -> list[ServiceStatus]:
     return list(found)
 
 
-def find_job(store: ServiceStore, target: str) -> ServiceStatus:
-    """The latest job of a service, or the job itself, with its batch script's log. Raises ServiceNotFoundError."""
-    status = find(store, target)[-1]
+def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tuple[ServiceStatus, list[ServiceStatus]]:
+    """The job of a service whose logs tell most, or the job itself, with its batch script's log; and the other ones.
+
+    One that is ready, else one that runs, else the last that ended, else one that waits (and has no logs yet, so that
+    it comes before those that ended only `to_follow` it). Raises ServiceNotFoundError.
+    """
+    found = find(store, target)
+    status = max(reversed(found), key=lambda one: _tells(one, to_follow))
+    others = [one for one in found if one.job_id != status.job_id]
+    return _with_batch_log(status), others
+
+
+def _tells(status: ServiceStatus, to_follow: bool) -> int:
+    if status.state == "pending":
+        return 1 if to_follow else -1
+    return 3 if status.state == "ready" else 0 if status.is_over else 2
+
+
+def _with_batch_log(status: ServiceStatus) -> ServiceStatus:
     if status.batch_log is None and status.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
         return dataclasses.replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
     return status
@@ -215,9 +241,8 @@ def _end(job: SubmittedJob) -> None:
         scheduler.cancel(job.job_id)
 
 
-def _judge(store: ServiceStore, service: str) -> Callable[[Holder], bool]:
+def _judge(store: ServiceStore, service: str, slurm: SchedulerView) -> Callable[[Holder], bool]:
     """Whether what holds a service's name is over, by asking the scheduler."""
-    slurm = SchedulerView()
     notes = {note.job_id: note for note in store.read_submitted(service)}
 
     def is_over(holder: Holder) -> bool:
@@ -262,10 +287,6 @@ def _until_over(
         if job.is_over and not seen:  # submitted by hand, and it had not begun
             return dataclasses.replace(status, state="stopped", reason=ended_sentence(job))
         if job.is_over and status.is_over:
-            if note is not None and status.started_at is None:
-                # It had not begun, and Slurm will soon have forgotten how it ended.
-                store.remove_submitted(note)
-                store.release(note.service, note.model)
             return status
         if time.monotonic() >= deadline:
             detail = f" ({job.detail})" if job.detail else ""
@@ -274,6 +295,23 @@ def _until_over(
                 f"look with `squeue --jobs={status.job_id}`."
             )
         time.sleep(_RECORDS_S)
+
+
+def _write_down(store: ServiceStore, status: ServiceStatus, note: SubmittedJob | None) -> None:
+    if note is None or note.end is not None or status.started_at is not None:
+        return
+    end = JobEnd(
+        state="failed" if status.state == "failed" else "stopped",
+        reason=status.reason,
+        at=status.updated_at or time.time(),
+    )
+    store.write_submitted(dataclasses.replace(note, end=end))
+
+
+def _as_slurm_saw_it(store: ServiceStore, status: ServiceStatus) -> ServiceStatus:
+    """The same end, once Slurm has cleared the job away and can tell what brought it about."""
+    now = look(store, status.service).services
+    return next((one for one in now if _same(one, status) and one.is_over), status)
 
 
 def _same(one: ServiceStatus, other: ServiceStatus) -> bool:

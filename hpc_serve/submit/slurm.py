@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import PurePath
 
 from hpc_serve.errors import SchedulerError
@@ -21,7 +21,7 @@ _ON_NODES = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
 
-_SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%L|%u|%j"  # the name last: it may hold any character
+_SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%e|%L|%M|%V|%u|%j"  # the name last: it may hold any character
 _SINFO_FIELDS = "%P|%a|%l|%D|%G"
 _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,User,JobName"
 
@@ -41,7 +41,8 @@ class JobState:
 
     `exit_code` and `signal` are those of the batch script, None until it has ended; `restart` counts how often it was
     requeued (scontrol alone tells). `batch_log` is where Slurm writes the script's output. `start_time` (Slurm's local
-    time) is expected while the job waits. `detail` says why the state is UNKNOWN.
+    time) is expected while the job waits, `time_left` is D-HH:MM:SS; `run_time_s` counts while it runs; `submitted_at`
+    and `ended_at` (a forecast until it is over) are seconds since the epoch. `detail` says why the state is UNKNOWN.
     """
 
     job_id: str
@@ -51,7 +52,10 @@ class JobState:
     user: str = ""
     node_list: str = ""
     start_time: str | None = None
+    run_time_s: float = 0.0
     time_left: str | None = None
+    submitted_at: float | None = None
+    ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
     restart: int = 0
@@ -68,6 +72,11 @@ class JobState:
     def is_running(self) -> bool:
         """True while it may hold nodes, the clearing up at its end included."""
         return self.state in _ON_NODES
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was given nodes."""
+        return bool(self.node_list)
 
     @property
     def is_over(self) -> bool:
@@ -95,10 +104,9 @@ def sbatch_argv(script: PurePath | str) -> list[str]:
     return ["sbatch", str(script)]
 
 
-def squeue_argv(job_ids: Iterable[str] | None = None) -> list[str]:
-    """This user's waiting and running jobs, or these jobs in any state while the controller remembers them."""
-    which = ["--me"] if job_ids is None else [f"--jobs={','.join(job_ids)}", "--states=all"]
-    return ["squeue", *which, "--array", "--noheader", f"--format={_SQUEUE_FIELDS}"]
+def squeue_argv() -> list[str]:
+    """This user's jobs: those that wait or run, and those that ended while the controller remembers them."""
+    return ["squeue", "--me", "--states=all", "--array", "--noheader", f"--format={_SQUEUE_FIELDS}"]
 
 
 def scontrol_show_job_argv(job_id: str) -> list[str]:
@@ -145,7 +153,7 @@ def parse_squeue(stdout: str) -> list[JobState]:
 
 
 def _squeue_line(line: str) -> JobState:
-    job_id, state, reason, node_list, start_time, time_left, user, name = _fields("squeue", line, 8)
+    job_id, state, reason, node_list, start, end, left, used, submitted, user, name = _fields("squeue", line, 11)
     return JobState(
         job_id=job_id,
         state=state,
@@ -153,8 +161,11 @@ def _squeue_line(line: str) -> JobState:
         name=name,
         user=user,
         node_list=_said(node_list) or "",
-        start_time=_said(start_time),
-        time_left=_said(time_left),
+        start_time=_said(start),
+        run_time_s=_duration_s(used),
+        time_left=_said(left),
+        submitted_at=_seconds(submitted),
+        ended_at=_seconds(end),
         source="squeue",
     )
 
@@ -174,6 +185,8 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 user=values.get("UserId", "").partition("(")[0],
                 node_list=_said(values.get("NodeList", "")) or "",
                 start_time=_said(values.get("StartTime", "")),
+                submitted_at=_seconds(values.get("SubmitTime", "")),
+                ended_at=_seconds(values.get("EndTime", "")),
                 exit_code=exit_code,
                 signal=signal,
                 restart=int(values.get("Restarts", 0)),
@@ -261,6 +274,29 @@ def _said(value: str) -> str | None:
     """None for Slurm's ways of saying nothing."""
     nothing = ("", "N/A", "None", "(null)", "NOT_SET", "Unknown", "None assigned")
     return None if value in nothing else value
+
+
+def _duration_s(duration: str) -> float:
+    """Seconds of [D-][HH:]MM:SS; 0 for words such as INVALID.
+
+    >>> _duration_s("1-02:03:04")
+    93784.0
+    """
+    if not re.fullmatch(r"[\d:-]+", duration):
+        return 0.0
+    days, _, clock = duration.rpartition("-")
+    seconds = 0.0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part or 0)
+    return seconds + 86400.0 * int(days or 0)
+
+
+def _seconds(local_time: str) -> float | None:
+    """Seconds since the epoch of Slurm's YYYY-MM-DDTHH:MM:SS, which is in the time zone of whoever asked."""
+    try:
+        return datetime.fromisoformat(local_time).timestamp()
+    except ValueError:
+        return None
 
 
 def _exit_status(status: str) -> tuple[int | None, int | None]:

@@ -1,34 +1,29 @@
-"""What has become of each service: its records and notes, joined with what the scheduler and the engine say now.
+"""What has become of a replica: what is written about it, joined with what the scheduler and the engine say now.
 
 A record is believed for what only it knows (stage, last words). Whether a job exists is the scheduler's to say, whether
-the engine answers is found out by asking it; where neither answers, the state is unknown.
+the engine answers is the engine's; where neither answers, the state is unknown. Who is asked when is look.py's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from hpc_serve.client.liveness import probe_records
 from hpc_serve.client.views import Answer
-from hpc_serve.errors import InvalidRequestError, RendezvousError
-from hpc_serve.rendezvous.names import validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
-from hpc_serve.submit import scheduler
-from hpc_serve.submit.local import local_job_state
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.logs import log_files, tail
-from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.sentences import ended_sentence, pending_sentence
 from hpc_serve.submit.slurm import UNKNOWN, JobState
 
 State = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
-JOB_NAME_PREFIX = "hpc-serve-"
 _LAST_LINES = 10
-_NEWS_S = 1.0
+_YOUNG_S = 60.0
+# Ends that Slurm brings about: its word says more than the signal that a launcher saw.
+_BROUGHT_ABOUT = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,72 +101,10 @@ class StatusReport:
     problems: tuple[str, ...] = ()
 
 
-def look(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
-    """The state of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
-    slurm = slurm or SchedulerView()
-    found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
-    statuses = [status for records in found for status in _of_service(store, records, slurm)]
-    statuses.sort(key=lambda status: status.moment_s)
-    seen = {status.job_id for status in statuses}
-    statuses += [status for status in _by_hand(store, slurm, service) if status.job_id not in seen]
-    problems = [problem for records in found for problem in records.problems]
-    if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in statuses):
-        problems.append(slurm.problem)
-    return StatusReport(services=tuple(statuses), problems=tuple(problems))
-
-
-def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ServiceStatus]:
-    notes = {note.job_id: note for note in found.submitted}
-    last_restart = {record.job_id: record.restart for record in found.records}  # the records are in order of time
-    records = [record for record in found.records if record.restart == last_restart[record.job_id]]
-    jobs = {record.job_id: job_of(record, notes.get(record.job_id), slurm) for record in records}
-    answers = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.job_id])])
-    for record in records:
-        note = notes.get(record.job_id)
-        yield _of_record(store, record, note, jobs[record.job_id], answers.get(record.name))
-    for note in found.without_record():
-        yield _of_note(store, note, job_of(note, note, slurm))
-
-
-def job_of(entry: EndpointRecord | SubmittedJob, note: SubmittedJob | None, slurm: SchedulerView) -> JobState | None:
-    """What the scheduler says of an entry's job; None where the entry itself says how it ended."""
-    if isinstance(entry, EndpointRecord) and entry.is_final:
-        return _next_run(entry, slurm) if entry.cluster == "slurm" else None
-    if entry.cluster == "slurm":
-        job = slurm.state(entry.job_id, submitted_at=note.submitted_at if note else None)
-        if isinstance(entry, EndpointRecord) and job.is_pending:  # it was requeued, or has begun since we asked
-            return slurm.queued(entry.job_id, max_age_s=_NEWS_S) or job
-        return job
-    if note is not None and note.pid is not None:
-        return local_job_state(note)
-    return JobState(job_id=entry.job_id, state=UNKNOWN, detail="it was not started by `hpc-serve submit`")
-
-
-def _next_run(record: EndpointRecord, slurm: SchedulerView) -> JobState | None:
-    """The job of a record that has ended, if it was requeued and waits or runs again."""
-    queued = slurm.queued(record.job_id)
-    if queued is None or queued.is_pending:
-        return queued
-    job = scheduler.job_state(record.job_id)
-    return job if job.is_running and job.restart > record.restart else None
-
-
-def _may_answer(record: EndpointRecord, job: JobState | None) -> bool:
-    return record.state in ("ready", "draining") and not (job and (job.is_over or job.is_pending))
-
-
-def _probe(store: ServiceStore, service: str, records: Sequence[EndpointRecord]) -> dict[str, Answer]:
-    if not records:
-        return {}
-    try:
-        return probe_records(records, store.read_api_key(service))
-    except RendezvousError as error:  # without its key no engine can prove that it is ours
-        return {record.name: Answer(verdict="silent", detail=str(error)) for record in records}
-
-
-def _of_record(
+def of_record(
     store: ServiceStore, record: EndpointRecord, note: SubmittedJob | None, job: JobState | None, answer: Answer | None
 ) -> ServiceStatus:
+    """A replica: its record, what Slurm says of its job (None: no more than the record does), its engine's answer."""
     log_dir = record.log_dir or str(store.log_dir(record.service))
     host = answer.host if answer and answer.is_ours else next(iter(record.hosts), None)
     status = ServiceStatus(
@@ -205,18 +138,31 @@ def _of_record(
         measured=record.measured,
         predicted=record.predicted or (note.predicted if note else {}),
     )
-    if job is not None and (record.is_final or job.is_pending):  # it was requeued, and has said nothing since
+    if job is not None and (job.is_pending or (record.is_final and not job.is_over)):  # requeued, and silent since
         return _of_job_alone(_of_no_run(status, restart=max(job.restart, record.restart)), job)
     if record.state in ("stopped", "failed"):
-        return replace(status, state=record.state, has_last_word=True)
+        return replace(status, state=record.state, reason=_last_reason(record, job), has_last_word=True)
     if job is not None and job.is_over:
         return _ended(status, job)
-    if answer is not None:
+    if answer is not None and record.state == "ready":
         return _answered(status, record, job, answer)
     if job is not None and job.state == UNKNOWN and not _is_fresh(record):
         return replace(status, reason=job.detail)
-    reason = "" if _is_fresh(record) else f"its record was last renewed {_age(record)} ago"
-    return replace(status, state="starting", reason=reason)
+    if job is not None and job.state == "COMPLETING":
+        return _ending(status)
+    age = "" if _is_fresh(record) else f"its record was last renewed {_age(record)} ago"
+    reason = "; ".join(words for words in (record.reason, age) if words)
+    return replace(status, state="draining" if record.state == "draining" else "starting", reason=reason)
+
+
+def _last_reason(record: EndpointRecord, job: JobState | None) -> str:
+    """Why a replica ended. Its launcher saw a signal, or a part that went; Slurm may know what that was."""
+    reason = record.reason or ""
+    if job is None or job.state not in _BROUGHT_ABOUT:
+        return reason
+    if record.state == "stopped":
+        return ended_sentence(job)
+    return reason if job.state == "CANCELLED" else f"{reason}; {ended_sentence(job)}"
 
 
 def _of_no_run(status: ServiceStatus, *, restart: int) -> ServiceStatus:
@@ -226,8 +172,8 @@ def _of_no_run(status: ServiceStatus, *, restart: int) -> ServiceStatus:
     return ServiceStatus(**values, restart=restart)
 
 
-def _of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> ServiceStatus:
-    assert job is not None
+def of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> ServiceStatus:
+    """A job that has published nothing yet; without an answer about the job, its end as it was noted."""
     status = ServiceStatus(
         service=note.service,
         job_id=note.job_id,
@@ -241,20 +187,30 @@ def _of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> S
         batch_log=note.log_path,
         predicted=note.predicted,
     )
-    return _of_job_alone(status, job)
+    if job is None:
+        assert note.end is not None
+        end = note.end
+        return replace(status, state=end.state, reason=end.reason, updated_at=end.at, has_last_word=True)
+    status = _of_job_alone(status, job)
+    if status.state == "starting" and job.run_time_s > _YOUNG_S:
+        return replace(status, reason=_nothing_written(job, store.home))
+    return status
 
 
-def _by_hand(store: ServiceStore, slurm: SchedulerView, service: str | None) -> Iterator[ServiceStatus]:
-    """Jobs in the queue that a person gave to sbatch, known by their name until they publish a record."""
-    for job in slurm.queue():
-        name = job.name.removeprefix(JOB_NAME_PREFIX)
-        if not job.name.startswith(JOB_NAME_PREFIX) or service not in (None, name):
-            continue
-        try:
-            log_dir = str(store.log_dir(name))
-        except InvalidRequestError:  # no service has such a name
-            continue
-        yield _of_job_alone(ServiceStatus(service=name, job_id=job.job_id, state="unknown", log_dir=log_dir), job)
+def of_job_by_hand(status: ServiceStatus, job: JobState, *, home: Path) -> ServiceStatus:
+    """A job that is known by its name in the queue alone: whether it serves cannot be seen without a record."""
+    status = _of_job_alone(status, job)
+    if status.state == "starting" and job.run_time_s > _YOUNG_S:
+        reason = f"Slurm runs it, but there is {_nothing_written(job, home)}"
+        return replace(status, state="unknown", stage="", reason=reason)
+    return status
+
+
+def _nothing_written(job: JobState, home: Path) -> str:
+    return (
+        f"no record of it in {home} after {job.run_time_s / 60:.0f} min: "
+        "its script has not come so far, or it has another HPC_SERVE_HOME"
+    )
 
 
 def _of_job_alone(status: ServiceStatus, job: JobState) -> ServiceStatus:
@@ -266,19 +222,23 @@ def _of_job_alone(status: ServiceStatus, job: JobState) -> ServiceStatus:
         return _ended(status, job)
     if job.state == UNKNOWN:
         return replace(status, reason=job.detail)
+    if job.state == "COMPLETING":
+        return _ending(status)
     stage = "its nodes are being prepared" if job.state == "CONFIGURING" else "its script has begun"
     return replace(status, state="starting", stage=stage)
 
 
 def _answered(status: ServiceStatus, record: EndpointRecord, job: JobState | None, answer: Answer) -> ServiceStatus:
     if answer.verdict == "live":
-        return replace(status, state="draining" if record.state == "draining" else "ready")
+        return replace(status, state="ready")
     if answer.verdict == "draining":
         return replace(status, state="draining")
     if answer.verdict == "unhealthy":
         return replace(status, state="unresponsive", reason=f"the engine is not well: {answer.detail}")
     if answer.verdict in ("stranger", "other key"):
         return replace(status, state="unresponsive", reason=f"another program answers at {status.address}")
+    if job is not None and job.state == "COMPLETING":
+        return _ending(status)
     reason = f"nobody answers at {status.address} from here ({answer.detail})"
     if job is not None and job.state == UNKNOWN:
         return replace(status, state="unknown", reason=f"{reason}, and {job.detail}")
@@ -286,8 +246,13 @@ def _answered(status: ServiceStatus, record: EndpointRecord, job: JobState | Non
     return replace(status, state="unresponsive", reason=reason)
 
 
+def _ending(status: ServiceStatus) -> ServiceStatus:
+    return replace(status, state="draining", stage="stopping", progress=None, reason="Slurm ends its job (COMPLETING)")
+
+
 def _ended(status: ServiceStatus, job: JobState) -> ServiceStatus:
     """A job that is over although no record says so: what the scheduler and the logs say about it."""
+    status = replace(status, batch_log=status.batch_log or job.batch_log)
     words = status.last_words or tuple(line for path in status.log_files()[:2] for line in tail(path, _LAST_LINES))
     return replace(
         status,
@@ -297,7 +262,7 @@ def _ended(status: ServiceStatus, job: JobState) -> ServiceStatus:
         reason=ended_sentence(job),
         exit_code=job.exit_code,
         last_words=words,
-        batch_log=status.batch_log or job.batch_log,
+        updated_at=job.ended_at or status.updated_at,
     )
 
 

@@ -13,10 +13,10 @@ COMMANDS = {
     "sbatch": """
 if [[ -e refusal ]]; then cat refusal >&2; exit 1; fi
 id=$(($(cat last_id) + 1)); echo $id > last_id; cp "$1" script-$id
-echo "$id|PENDING|Resources|||12:00:00|me|hpc-serve-x" >> queue
+echo "$id|PENDING|Resources||N/A|N/A|12:00:00|0:00|2026-11-21T05:04:02|me|hpc-serve-x" >> queue
 echo "Submitted batch job $id"
 """,
-    "squeue": "cat queue",
+    "squeue": "cat queue ended-lines/* 2>/dev/null; exit 0",
     "scontrol": """
 for id; do :; done
 if [[ -e job-$id ]]; then cat job-$id; exit; fi
@@ -25,9 +25,12 @@ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1
     "scancel": """
 echo "$1" >> cancelled
 grep -v "^$1|" queue > rest; mv rest queue
-if [[ -e ended-$1 ]]; then mv ended-$1 job-$1; fi
+if [[ -e ended-$1 ]]; then mv ended-$1 job-$1; mv later-line-$1 ended-lines/$1; fi
 """,
-    "sacct": 'echo "Slurm accounting storage is disabled" >&2; exit 1',
+    "sacct": """
+if [[ -e accounts ]]; then cat accounts; exit; fi
+echo "Slurm accounting storage is disabled" >&2; exit 1
+""",
     "sinfo": "echo 'gpu*|up|1-00:00:00|3|gpu:h100:8'",
 }
 SILENT = """
@@ -35,6 +38,12 @@ if [[ -e silent ]]; then
     echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1
 fi
 """
+
+
+def _line(job_id: str, state: str, reason: str, *, name: str, nodes: str = "n1", run_time: str = "0:10") -> str:
+    begin_and_end = "N/A|N/A" if state == "PENDING" else "2026-11-21T05:04:02|2026-11-21T05:09:02"
+    times = f"{begin_and_end}|1:00:00|{run_time}|2026-11-21T05:04:00"
+    return f"{job_id}|{state}|{reason}|{nodes}|{times}|me|{name}\n"
 
 
 class FakeSlurm:
@@ -49,28 +58,47 @@ class FakeSlurm:
             path.chmod(0o755)
         self._folder = folder
         (folder / "last_id").write_text("100\n")
+        (folder / "ended-lines").mkdir()
         self.queue()
 
-    def queue(self, *jobs: tuple[str, str, str]) -> None:
-        """What squeue lists: (job id, state, reason)."""
-        lines = (f"{job_id}|{state}|{reason}|n1||1:00:00|me|hpc-serve-x\n" for job_id, state, reason in jobs)
+    def queue(self, *jobs: tuple[str, str, str], name: str = "hpc-serve-x", run_time: str = "0:10") -> None:
+        """What squeue lists of jobs that wait or run: (job id, state, reason)."""
+        lines = (_line(job_id, state, reason, name=name, run_time=run_time) for job_id, state, reason in jobs)
         (self._folder / "queue").write_text("".join(lines))
 
     def name_in_queue(self, job_id: str, name: str) -> None:
         """One more job that waits, under another name."""
         with (self._folder / "queue").open("a") as queue:
-            queue.write(f"{job_id}|PENDING|Priority|||1:00:00|me|{name}\n")
+            queue.write(_line(job_id, "PENDING", "Priority", name=name, nodes=""))
 
     def job(
-        self, job_id: str, state: str, *, exit_code: str = "0:0", restart: int = 0, after_cancel: bool = False
+        self,
+        job_id: str,
+        state: str,
+        *,
+        exit_code: str = "0:0",
+        restart: int = 0,
+        after_cancel: bool = False,
+        name: str = "hpc-serve-x",
+        nodes: str = "n1",
+        log: str = "",
     ) -> None:
-        """What scontrol shows of a job, now or once it was cancelled."""
-        line = f"JobId={job_id} JobName=x UserId={user_name()}(1) JobState={state} Reason=None"
+        """What scontrol shows of a job, now or once it was cancelled; squeue lists it too if it is over."""
+        line = f"JobId={job_id} JobName={name} UserId={user_name()}(1) JobState={state} Reason=None"
         line += f" Restarts={restart} ExitCode={exit_code}"
-        (self._folder / f"{'ended' if after_cancel else 'job'}-{job_id}").write_text(f"{line} NodeList=n1 StdOut=\n")
+        shown = self._folder / f"{'ended' if after_cancel else 'job'}-{job_id}"
+        shown.write_text(f"{line} NodeList={nodes} StdOut={log}\n")
+        if state not in ("PENDING", "RUNNING"):
+            listed = self._folder / (f"later-line-{job_id}" if after_cancel else f"ended-lines/{job_id}")
+            listed.write_text(_line(job_id, state, "None", name=name, nodes=nodes))
+
+    def account(self, *lines: str) -> None:
+        """What sacct has recorded; without it there is no accounting."""
+        (self._folder / "accounts").write_text("".join(f"{line}\n" for line in lines))
 
     def forget(self, job_id: str) -> None:
-        (self._folder / f"job-{job_id}").unlink(missing_ok=True)
+        for name in (f"job-{job_id}", f"ended-lines/{job_id}"):
+            (self._folder / name).unlink(missing_ok=True)
 
     def refuse(self, words: str) -> None:
         (self._folder / "refusal").write_text(words + "\n")

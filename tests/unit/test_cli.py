@@ -329,7 +329,10 @@ def test_stop_tells_how_it_ended(store, place, capsys):
     out = capsys.readouterr().out
     assert "Stopping 8b (job 101), which is pending ..." in out
     assert "8b (job 101) is over: stopped: it was cancelled (CANCELLED)" in out
-    assert run(["stop", "8b"]) == 5
+    assert run(["stop", "8b"]) == 0
+    assert capsys.readouterr().out == "8b is not running.\n"
+    assert run(["status", "8b"]) == 0
+    assert "it was cancelled (CANCELLED)" in capsys.readouterr().out
 
 
 # env and chat

@@ -6,7 +6,7 @@ from hpc_serve.client.patience import Patience
 from hpc_serve.client.pool import ReplicaPool, Target
 from hpc_serve.client.views import Answer, ServiceView, judge, listing, not_found, summary
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
-from hpc_serve.rendezvous.record import Progress, SubmittedJob
+from hpc_serve.rendezvous.record import JobEnd, Progress, SubmittedJob
 from tests.stubs import make_record
 
 LIVE = Answer(verdict="live", host="10.0.0.2")
@@ -16,12 +16,15 @@ def seen(answer=None, *, lease_age_s=0.0, wall_age_s=0.0, **fields):
     return judge(make_record(**fields), lease_age_s=lease_age_s, wall_age_s=wall_age_s, answer=answer)
 
 
-def view(*replicas, queued=(), problems=(), service="405b"):
-    return ServiceView(service=service, home="/home", replicas=replicas, queued=queued, problems=problems)
+def view(*replicas, service="405b", **jobs):
+    return ServiceView(service=service, home="/home", replicas=replicas, **jobs)
 
 
-def queued(job_id="9"):
-    return SubmittedJob(service="405b", model="m", cluster="slurm", job_id=job_id, submitted_at=1.0)
+def queued(job_id="9", **fields):
+    return SubmittedJob(service="405b", model="m", cluster="slurm", job_id=job_id, submitted_at=1.0, **fields)
+
+
+CANCELLED = JobEnd(state="stopped", reason="it was cancelled before it began", at=2.0)
 
 
 STARTING = {"state": "starting", "stage": "waiting for Ray nodes", "progress": Progress(done=1, total=2)}
@@ -94,6 +97,20 @@ def test_the_best_replica_speaks_for_the_service():
     assert summary(view(failed, starting)).startswith("starting")
     assert summary(view(failed, queued=(queued("4"),))).startswith("submitted: job 4")
     assert summary(view(failed, seen(state="stopped", job_id="5"))) == "stopped: job 5"
+    withdrawn = (queued("6", end=CANCELLED),)
+    assert summary(view(withdrawn=withdrawn)) == "stopped: it was cancelled before it began (job 6)"
+    assert summary(view(failed, withdrawn=withdrawn)).startswith("failed: "), "it ended later"
+
+
+def test_a_job_that_was_cancelled_in_the_queue_is_not_waited_for():
+    withdrawn = view(withdrawn=(queued(end=CANCELLED),))
+    assert withdrawn.exists
+    assert not withdrawn.is_coming
+    assert "405b is stopped: it was cancelled before it began (job 9). Start one" in not_found(withdrawn, [])
+    patience = Patience(True)
+    patience.next_step_s(view(queued=(queued(),)), nothing_else)
+    with pytest.raises(ServiceNotFoundError, match="cancelled before it began"):
+        patience.next_step_s(withdrawn, nothing_else)
 
 
 def test_a_base_url_is_one_for_openai_clients():

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, RendezvousError
 from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
-from hpc_serve.rendezvous.record import STATES, EndpointRecord, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.record import STATES, EndpointRecord, JobEnd, NodeRecord, Progress, SubmittedJob
 
 FULL = EndpointRecord(
     service="405b",
@@ -178,7 +178,13 @@ def test_a_submitted_job_is_written_and_read():
         host="login1",
         predicted={"weight_bytes": 10**12},
     )
+    ended = replace(job, end=JobEnd(state="stopped", reason="it was cancelled", at=2.0))
     assert SubmittedJob.from_json(job.to_json()) == job
+    assert SubmittedJob.from_json(ended.to_json()) == ended
+    of_an_earlier_version = {name: value for name, value in json.loads(job.to_json()).items() if name != "end"}
+    assert SubmittedJob.from_json(json.dumps(of_an_earlier_version)) == job
+    with pytest.raises(RecordError, match=r"end\.state is 'ready', not one of failed, stopped"):
+        SubmittedJob.from_json(ended.to_json().replace('"stopped"', '"ready"'))
     assert job.name == "local-77.json"
     with pytest.raises(RecordError, match=r"job\.json has no field submitted_at"):
         SubmittedJob.from_json(job.to_json().replace("submitted_at", "submitted"), source="job.json")

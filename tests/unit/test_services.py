@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from hpc_serve.client.views import Answer
 from hpc_serve.errors import (
     DoesNotFitError,
     InvalidRequestError,
@@ -20,11 +22,14 @@ from hpc_serve.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
-from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import services
+from hpc_serve.submit import scheduler, services
+from hpc_serve.submit.look import look
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
-from hpc_serve.submit.status import ServiceStatus, look
+from hpc_serve.submit.scheduler import SchedulerView
+from hpc_serve.submit.status import ServiceStatus
 from tests.stubs import StubService, make_record
 from tests.unit.fake_slurm import FakeSlurm
 
@@ -103,6 +108,17 @@ class TestSubmit:
         done = services.submit(request(log_dir=str(tmp_path / "a" / "logs")), environ=environ)
         assert done.job.log_path == str(tmp_path / "a" / "logs" / "101.log")
         assert (tmp_path / "a" / "logs").is_dir()
+
+    def test_what_the_service_has_already_is_told(self, store, slurm, environ):
+        first = services.submit(request(), environ=environ)
+        slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
+        second = services.submit(request(), environ=environ)
+        assert first.others == ()
+        assert sorted((one.job_id, one.state) for one in second.others) == [("101", "pending"), ("55", "pending")]
+        slurm.queue()
+        slurm.job("101", "CANCELLED")
+        slurm.job("102", "FAILED", exit_code="1:0")
+        assert services.submit(request(), environ=environ).others == ()
 
     def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
@@ -267,6 +283,33 @@ class TestStatus:
         assert (status.state, status.failed_part, status.exit_code) == ("failed", "engine", 3)
         assert look(store).problems == ()
 
+    @pytest.mark.parametrize(
+        ("state", "reason"),
+        [
+            ("TIMEOUT", "Slurm ended it at its time limit (TIMEOUT)"),
+            ("PREEMPTED", "it was preempted by a job of higher priority (PREEMPTED)"),
+            ("CANCELLED", "it was cancelled (CANCELLED)"),
+            ("COMPLETED", "SIGTERM (cancelled, preempted, or out of time)"),
+        ],
+    )
+    def test_what_was_behind_a_signal_is_slurm_s_to_tell(self, store, slurm, state, reason):
+        record(store, state="stopped", reason="SIGTERM (cancelled, preempted, or out of time)")
+        slurm.job("7", state)
+        status = the_one(store)
+        assert (status.state, status.reason, status.has_last_word) == ("stopped", reason, True)
+
+    def test_accounting_knows_what_the_controller_has_forgotten(self, store, slurm):
+        record(store, "7", state="stopped", reason="SIGTERM")
+        record(store, "8", state="stopped", reason="SIGTERM", updated_at=time.time() - 2 * 86400)
+        slurm.account("7|CANCELLED by 1003|0:15|n1|alice|hpc-serve-8b")
+        reasons = {status.job_id: status.reason for status in look(store).services}
+        assert reasons == {"7": "it was cancelled by user 1003 (CANCELLED)", "8": "SIGTERM"}
+
+    def test_a_node_that_failed_is_told_beside_what_the_launcher_saw(self, store, slurm):
+        record(store, state="failed", failed_part="node n2", reason="its launcher fell silent", exit_code=1)
+        slurm.job("7", "NODE_FAIL")
+        assert the_one(store).reason == "its launcher fell silent; a node of it failed (NODE_FAIL)"
+
     def test_a_requeued_job_waits_again(self, store, slurm):
         note(store)
         record(store, state="stopped", reason="SIGTERM")
@@ -298,6 +341,31 @@ class TestStatus:
         assert (status.service, status.job_id, status.state) == ("70b", "9", "pending")
         assert look(store, "8b").services == ()
 
+    def test_a_job_submitted_by_hand_that_failed_before_it_could_say_so_is_known(self, store, slurm, tmp_path):
+        log = tmp_path / "hpc-serve-70b-9.log"
+        log.write_text("no Python environment\n")
+        slurm.job("9", "FAILED", exit_code="78:0", name="hpc-serve-70b", log=str(log))
+        slurm.job("10", "FAILED", exit_code="1:0", name="something-else")
+        status = the_one(store)
+        assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
+        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert (status.log_files(), status.last_words) == ([log], ("no Python environment",))
+        assert status.updated_at is not None
+
+    def test_a_running_job_without_a_record_may_have_another_home(self, store, slurm):
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b")
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b", run_time="1:05:00")
+        status = the_one(store)
+        assert status.state == "unknown"
+        assert status.reason == (
+            f"Slurm runs it, but there is no record of it in {store.home} after 65 min: "
+            "its script has not come so far, or it has another HPC_SERVE_HOME"
+        )
+        note(store, "9", service="70b")
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+        assert "after 65 min" in the_one(store).reason
+
     def test_a_record_that_cannot_be_read_is_told_and_hides_nothing_else(self, store, slurm):
         note(store)
         slurm.queue(("7", "PENDING", "Priority"))
@@ -324,6 +392,38 @@ class TestStatus:
             assert f"127.0.0.1:{engine.port}" in status.reason
         finally:
             service.close()
+
+    @pytest.mark.parametrize("told_by", ["its record", "Slurm"])
+    def test_a_job_that_is_being_ended_is_not_called_unresponsive(self, store, slurm, monkeypatch, told_by):
+        """The engine goes first: neither its record nor Slurm's list said anything a moment ago."""
+        note(store)
+        ready = record(store, state="ready", port=1)
+        slurm.queue(("7", "RUNNING", "None"))
+
+        def gone(records, key):
+            if told_by == "Slurm":
+                slurm.queue(("7", "COMPLETING", "None"))
+            else:
+                store.write(dataclasses.replace(ready, state="draining", stage="stopping", reason="SIGTERM"))
+            return {one.name: Answer(verdict="silent") for one in records}
+
+        store.ensure_api_key("8b")
+        monkeypatch.setattr("hpc_serve.submit.look.probe_records", gone)
+        status = the_one(store)
+        assert (status.state, status.stage) == ("draining", "stopping")
+        assert not status.is_over
+
+    def test_a_silent_engine_is_worth_one_more_question_to_slurm(self, store, slurm, monkeypatch):
+        store.ensure_api_key("8b")
+        record(store, state="ready", port=1)
+        slurm.queue(("7", "RUNNING", "None"))
+        asked = []
+        real = scheduler.jobs
+        monkeypatch.setattr(scheduler, "jobs", lambda: asked.append(1) or real())
+        view = SchedulerView()
+        for _ in range(3):
+            assert look(store, slurm=view).services[0].state == "unresponsive"
+        assert len(asked) == 2
 
     def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm):
         slurm.be_silent()
@@ -415,7 +515,25 @@ class TestStop:
         (status,) = stop(store, "8b")
         assert slurm.cancelled == ["7"]
         assert status.state == "stopped"
-        assert look(store).services == ()  # it never began: nothing to remember
+
+    @pytest.mark.parametrize("by", ["stop", "scancel"])
+    def test_a_job_that_never_began_stays_known_as_cancelled(self, store, slurm, by):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
+        if by == "scancel":
+            scheduler.cancel("7")
+        stop(store, "8b")
+        slurm.forget("7")
+        status = the_one(store)
+        assert (status.state, status.reason) == ("stopped", "it was cancelled before it began (CANCELLED)")
+        assert store.read("8b").coming() == ()
+        claim(store, "8b", "another-model")  # its name is free
+
+    def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
+        note(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
+        slurm.queue(("7", "PENDING", "Priority"))
+        assert the_one(store).state == "pending"
 
     def test_one_job_of_a_service_is_stopped_by_its_id(self, store, slurm):
         note(store, "7")
@@ -454,3 +572,34 @@ class TestStop:
         note(store)
         with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
             stop(store, "nonesuch")
+
+
+class TestLogs:
+    """Whose logs a person means who names a service with several jobs."""
+
+    def test_of_a_service_the_job_that_is_ready_before_one_that_failed_later(self, store, slurm):
+        service = StubService(store.home, "8b")
+        slurm.queue(("7", "RUNNING", "None"))
+        try:
+            service.start(service="8b", model=MODEL, job_id="7")
+            record(store, "8", state="failed", reason="x")
+            status, others = services.find_job(store, "8b")
+            assert (status.job_id, [one.job_id for one in others]) == ("7", ["8"])
+            assert services.find_job(store, "8")[0].job_id == "8"
+        finally:
+            service.close()
+
+    def test_one_that_waits_has_nothing_to_show_but_may_be_followed(self, store, slurm):
+        record(store, "7", state="failed", reason="x")
+        note(store, "8")
+        slurm.queue(("8", "PENDING", "Priority"))
+        assert services.find_job(store, "8b")[0].job_id == "7"
+        assert services.find_job(store, "8b", to_follow=True)[0].job_id == "8"
+        slurm.queue(("8", "RUNNING", "None"))
+        assert services.find_job(store, "8b")[0].job_id == "8"
+
+    def test_of_several_that_ended_the_last(self, store, slurm):
+        for job_id, age_s in (("7", 100), ("8", 50)):
+            record(store, job_id, state="failed", reason="x", updated_at=time.time() - age_s)
+        status, others = services.find_job(store, "8b")
+        assert (status.job_id, [one.job_id for one in others]) == ("8", ["7"])

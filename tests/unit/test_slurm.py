@@ -53,7 +53,6 @@ def scontrol_job(situation: str) -> JobState:
 def test_the_recorded_commands_are_those_we_run():
     assert SBATCH["accepted"]["argv"] == sbatch_argv("/home/alice/job.sh")
     assert SQUEUE["me"]["argv"] == squeue_argv()
-    assert SQUEUE["ended"]["argv"] == squeue_argv(["36", "37", "38", "39", "40", "41"])
     assert SCONTROL["unknown"]["argv"] == scontrol_show_job_argv("99999")
     assert SCANCEL["unknown"]["argv"] == scancel_argv("99999")
     assert SINFO["partitions"]["argv"] == sinfo_argv()
@@ -90,29 +89,46 @@ def test_an_answer_without_a_job_id_is_an_error_that_says_where_to_look():
 # squeue
 
 
+def listed(situation: str) -> dict[str, JobState]:
+    return {job.job_id: job for job in parse_squeue(SQUEUE[situation]["stdout"])}
+
+
 def test_squeue_tells_states_reasons_and_odd_names():
-    jobs = {job.job_id: job for job in parse_squeue(SQUEUE["me"]["stdout"])}
-    assert (jobs["28"].state, jobs["28"].reason, jobs["28"].is_pending) == ("PENDING", "Resources", True)
-    assert jobs["26"].is_running
-    assert (jobs["26"].node_list, jobs["26"].name, jobs["26"].user) == ("n[1-2]", "hpc-serve-405b", "alice")
-    assert jobs["30"].name == "has a|bar and JobState=RUNNING"
-    assert jobs["31"].start_time == "2026-11-21T03:10:55"
-    assert {"34_0", "34_1", "34_2"} < set(jobs)
-    assert not any(job.is_over for job in jobs.values())
+    jobs = listed("me")
+    assert (jobs["11"].state, jobs["11"].reason, jobs["11"].is_pending) == ("PENDING", "Resources", True)
+    assert jobs["9"].is_running
+    assert (jobs["9"].node_list, jobs["9"].name, jobs["9"].user) == ("n[1-2]", "hpc-serve-405b", "alice")
+    assert jobs["13"].name == "has a|bar and JobState=RUNNING"
+    assert jobs["14"].start_time == "2026-11-21T06:04:02"
+    assert {"17_0", "17_1", "17_2"} < set(jobs)
 
 
-def test_squeue_tells_how_jobs_ended_and_that_a_requeued_one_did_not():
-    jobs = {job.job_id: job for job in parse_squeue(SQUEUE["ended"]["stdout"])}
-    assert {job.state for job in jobs.values() if job.is_over} == {"COMPLETED", "FAILED", "NODE_FAIL"}
-    assert jobs["41"].is_pending
+def test_squeue_tells_how_jobs_ended_and_whether_they_had_begun():
+    ended = {job.job_id: job for job in listed("me").values() if job.is_over}
+    states = {job_id: job.state for job_id, job in ended.items()}
+    assert states == {
+        **{"1": "COMPLETED", "2": "FAILED", "3": "FAILED", "4": "FAILED"},
+        **{"5": "NODE_FAIL", "6": "CANCELLED", "7": "CANCELLED", "8": "TIMEOUT"},
+    }
+    assert [job_id for job_id, job in ended.items() if not job.has_begun] == ["7"]
+    assert ended_sentence(ended["7"]) == "it was cancelled before it began (CANCELLED)"
 
 
-def test_squeue_leaves_out_a_job_it_does_not_know_among_others():
-    assert [job.job_id for job in parse_squeue(SQUEUE["some-unknown"]["stdout"])] == ["26"]
+def test_squeue_tells_times():
+    job = listed("me")["5"]
+    assert job.run_time_s == 68
+    assert job.submitted_at is not None
+    assert job.ended_at is not None
+    assert job.ended_at - job.submitted_at == 69
+    assert listed("me")["13"].ended_at is None
+
+
+def test_a_requeued_job_waits_in_squeue():
+    assert (listed("me")["10"].is_running, listed("requeued")["10"].is_pending) == (True, True)
 
 
 def test_squeue_of_several_clusters_names_each_on_a_line():  # from the documentation
-    assert [job.job_id for job in parse_squeue("CLUSTER: gpu2\n" + SQUEUE["one"]["stdout"])] == ["26"]
+    assert parse_squeue("CLUSTER: gpu2\n" + SQUEUE["me"]["stdout"])[0].job_id == "16"
 
 
 def test_a_line_that_is_not_understood_is_an_error():
@@ -204,7 +220,6 @@ def test_a_missing_munge_is_unreachable():  # seen with a stopped munged
 
 
 def test_a_job_nobody_knows_is_told_from_a_silent_controller():
-    assert says_no_such_job(SQUEUE["unknown"]["stderr"])
     assert says_no_such_job(SCONTROL["unknown"]["stderr"])
     assert not says_no_such_job(SQUEUE["controller-down"]["stderr"])
 
@@ -230,6 +245,10 @@ def test_unknown_is_neither_running_nor_over_and_gone_is_over():
             "nodes it needs are down, drained or reserved: n[1-3] (ReqNodeNotAvail)",
         ),
         ("ReqNodeNotAvail", "nodes it needs are down, drained or reserved (ReqNodeNotAvail)"),
+        (
+            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "nodes it needs are down, drained, or kept for other partitions",
+        ),
         ("BrandNewReason", "waiting; Slurm's reason is BrandNewReason"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The store: private files, records that cannot be trusted, claims, keys, and what is swept."""
+"""The store: private files, records that cannot be trusted, keys, and what is swept."""
 
 import errno
 import json
@@ -6,17 +6,16 @@ import os
 import stat
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpc_serve.errors import InvalidRequestError, RecordError, ServiceConflictError, StoreError
+from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous import files
-from hpc_serve.rendezvous import store as store_module
-from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
 from tests.stubs import make_record
 
@@ -55,7 +54,7 @@ def test_the_home_is_named_by_the_environment_or_below_the_home_directory(tmp_pa
 def test_everything_is_private_whatever_the_umask(store):
     before = os.umask(0)
     try:
-        store.claim("405b", "m")
+        claim(store, "405b", "m")
         store.ensure_api_key("405b")
         store.write(make_record(job_id="1"))
         store.write_submitted(job())
@@ -201,7 +200,8 @@ def test_a_record_of_somebody_else_is_not_trusted(store):
 
 def test_a_file_that_is_listed_and_gone_is_no_problem(store, monkeypatch):
     store.write(make_record())
-    monkeypatch.setattr(store_module, "list_folder", lambda path: ["9-r0-0.json", *files.list_folder(path)])
+    stale = "hpc_serve.rendezvous.store.list_folder"
+    monkeypatch.setattr(stale, lambda path: ["9-r0-0.json", *files.list_folder(path)])
     found = store.read("405b")
     assert len(found.records) == 1
     assert found.problems == ()
@@ -322,113 +322,6 @@ def test_a_missing_key_is_explained(store):
         store.read_api_key("405b")
 
 
-# Claims
-
-
-def test_a_name_is_shared_by_replicas_of_one_model(store):
-    store.claim("405b", "m")
-    store.write(make_record(model="m"))
-    store.claim("405b", "m")
-
-
-@pytest.mark.parametrize("state", ["starting", "ready", "draining"])
-def test_a_name_in_use_is_refused_to_another_model(store, state):
-    store.write(make_record(model="m", state=state, stage="loading weights", job_id="12"))
-    with pytest.raises(ServiceConflictError, match=rf"taken by m \(job 12, {state}: loading weights\).*--service"):
-        store.claim("405b", "other")
-
-
-@pytest.mark.parametrize("state", ["stopped", "failed"])
-def test_a_name_is_free_when_its_service_is_over(store, state):
-    store.claim("405b", "m")
-    store.write(make_record(model="m", state=state))
-    store.claim("405b", "other")
-
-
-def test_a_name_is_free_when_the_scheduler_says_so(store):
-    store.write(make_record(model="m", job_id="1"))
-    store.write_submitted(job(model="m", job_id="2"))
-    asked = []
-    store.claim("405b", "other", is_over=lambda holder: asked.append(holder.job_id) or True)
-    assert sorted(asked) == ["1", "2"]
-
-
-def test_a_name_whose_record_fell_silent_is_free(store):
-    store.write(make_record(model="m", updated_at=time.time() - 2 * 3600))
-    store.claim("405b", "other")
-
-
-def test_a_job_in_the_queue_holds_its_name(store):
-    store.write_submitted(job(model="m", job_id="2", submitted_at=time.time() - 24 * 3600))
-    with pytest.raises(ServiceConflictError, match=r"job 2, submitted"):
-        store.claim("405b", "other")
-    store.write(make_record(model="m", job_id="2", state="failed"))
-    store.claim("405b", "other")
-
-
-def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store):
-    store.claim("405b", "m")
-    with pytest.raises(ServiceConflictError, match="claimed for m 0 s ago"):
-        store.claim("405b", "other")
-    store.release("405b", "other")
-    with pytest.raises(ServiceConflictError):
-        store.claim("405b", "other")
-    store.release("405b", "m")
-    store.claim("405b", "other")
-
-
-def test_an_old_claim_without_a_job_holds_nothing(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_UNUSED_CLAIM_S", 0.0)
-    store.claim("405b", "m")
-    store.claim("405b", "other")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
-def test_a_damaged_claim_claims_nothing(store, content):
-    store.ensure_service("405b")
-    (store.service_dir("405b") / "service.json").write_text(content)
-    store.claim("405b", "m")
-
-
-def test_of_two_claims_at_once_one_wins(store):
-    outcomes = []
-    start = threading.Barrier(2)
-
-    def claim(model):
-        start.wait()
-        try:
-            store.claim("405b", model)
-            outcomes.append("taken")
-        except ServiceConflictError:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=claim, args=(model,)) for model in ("m", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["refused", "taken"]
-
-
-def test_the_lock_of_a_process_that_died_is_broken(store):
-    store.ensure_service("405b")
-    code = (
-        "import os, sys, pathlib; from hpc_serve.rendezvous.store import ServiceStore\n"
-        "with ServiceStore(pathlib.Path(sys.argv[1]))._locked('405b'): os._exit(9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(store.home)], check=False).returncode == 9
-    assert (store.service_dir("405b") / ".lock").exists()
-    store.claim("405b", "m")
-    assert not (store.service_dir("405b") / ".lock").exists()
-
-
-def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
-    store.ensure_service("405b")
-    monkeypatch.setattr(store_module, "_LOCK_TIMEOUT_S", 0.1)
-    with store._locked("405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
-        ServiceStore(store.home).claim("405b", "m")
-
-
 # Sweeping
 
 
@@ -455,11 +348,11 @@ def test_what_is_over_for_a_week_is_swept(store):
     assert store.read_submitted("405b") == ()
 
 
-def test_a_job_is_forgotten_when_told(store):
-    store.write_submitted(job())
-    store.remove_submitted(job())
-    store.remove_submitted(job())
-    assert store.read_submitted("405b") == ()
+def test_a_job_whose_end_was_noted_comes_no_more(store):
+    store.write_submitted(job(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0))
+    found = store.read("405b")
+    assert (found.without_record(), found.coming()) == (found.submitted, ())
+    assert store.sweep("405b") == 1
 
 
 def test_sweeping_a_service_that_is_not_there_is_nothing(store):
