@@ -1,7 +1,8 @@
 """How good the speed estimate is, and how long it takes: `python benchmarks/score_performance.py`.
 
-Prints predicted against measured output tokens/s of every published row (factors fitted without that row's source),
-then the CPU time of `hpc-serve plan` in a fresh process, plain (goal 0.3 s) and with --plot (goal 3 s).
+Prints predicted against measured output tokens/s of every published row: first of those that the factors are fitted on
+(each source left out in turn), then of those that nothing was fitted on. Then the CPU time of `hpc-serve plan` in a
+fresh process, plain (goal 0.3 s) and with --plot (goal 3 s).
 """
 
 from __future__ import annotations
@@ -37,11 +38,9 @@ def cpu_s(words: tuple[str, ...]) -> float:
 
 
 def main() -> None:
-    from tests.perf_cases import by_source, fit, leave_one_out, load, table
+    from tests import perf_cases
 
-    cases = load()
-    print(table(cases, leave_one_out(cases)))
-    print(f"fitted on all sources: {fit(by_source(cases))}")
+    perf_cases.main()
     with tempfile.TemporaryDirectory() as folder:
         for words, goal in QUESTIONS:
             named = tuple(word.format(folder=folder) for word in words)

@@ -1,19 +1,16 @@
-"""Scores the performance estimate against published measurements: `python -m tests.perf_cases` prints the table.
+"""Published measurements that the estimate of performance is fitted on: `python -m tests.perf_cases` prints the scores.
 
 tests/data/perf_cases.jsonl holds the figures, each with its source; what a row is about (which catalogue entry, how
-many replicas, which lengths) is decided here, as is what is left out and why. The factors are fitted on all sources
-but the one that is predicted, so that no row has a part in its own prediction.
+many replicas, which lengths) is decided here, as is what is left out and why. Scores and fits are perf_scores.py's;
+rows that nothing was fitted on are perf_cases_later.py's.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,6 @@ from hpc_serve.plan import (
 )
 from hpc_serve.plan.layout import Layout
 from hpc_serve.plan.roofline import (
-    EXPECTED,
-    FITTED,
     Factors,
     PerformanceEstimate,
     Roofline,
@@ -44,20 +39,6 @@ from hpc_serve.plan.roofline import (
 
 DATA = Path(__file__).parent / "data"
 SHORTEST_OUTPUT = 10
-NEUTRAL = Factors(
-    flops=0.5,
-    expert_flops=0.5,
-    bandwidth=0.8,
-    link=EXPECTED.link,
-    collective_s=EXPECTED.collective_s,
-    routing_s=1e-4,
-    step_s=2e-3,
-)
-"""Where every fit starts: guesses that no row had a part in."""
-HIGHEST_SHARE = 0.95
-STEPS = (1.3, 1.1)
-"""Ratios of neighbouring values that the fit tries, one after the other."""
-
 _QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 5120,
@@ -94,7 +75,19 @@ _GLM_45_AIR = {
     "torch_dtype": "bfloat16",
 }
 CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR}
-"""Public config.json files of models that the catalogue does not have."""
+"""Public config.json files of models that the catalogue does not have; their dimensions are those that
+sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air) give."""
+CHECKPOINTS = {
+    "quark-mxfp4": {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
+            "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
+        },
+        "exclude": ["lm_head"],
+    }
+}
+"""Checkpoints quantised otherwise than an option of the engine would do it: their `quantization_config`."""
 MODELS = {
     "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",
     "gpustack-glm-4.5-air": "zai-org/GLM-4.5-Air",
@@ -136,6 +129,8 @@ class Case:
     replicas: int = 1
     requests: int | None = None
     lengths_vary: bool = False
+    longest: int | None = None
+    engine: str = "vLLM"
     measured: float = 0.0
     left_out: str | None = None
 
@@ -159,8 +154,9 @@ class Case:
             self.requests,
             factors=factors,
             lengths_vary=self.lengths_vary,
+            longest=self.longest,
         )
-        return self.requests * self.traffic.output_tokens / seconds
+        return self.replicas * self.requests * self.traffic.output_tokens / seconds
 
 
 def load() -> list[Case]:
@@ -233,9 +229,15 @@ def in_flight(row: dict[str, Any]) -> int:
 
 
 def _ranks(row: dict[str, Any]) -> tuple[int, int]:
-    """(tensor parallel size, replicas). MLPerf's submissions run one replica a GPU."""
+    """(tensor parallel size, replicas). MLPerf's submissions run one replica a GPU.
+
+    dstack's "2FP8" are two engines of four GPUs, each with the batch of the row: "aggregate" of the four-GPU runs, by
+    the README of raw_data/8xMi300x-throughput-quark-2fp8 in its repository.
+    """
     if row["id"].startswith("mlperf"):
         return 1, row["n_gpus"]
+    if "2FP8" in row["id"]:
+        return row["n_gpus"] // 2, 2
     return row.get("tp") or row.get("n_gpus") or 1, 1
 
 
@@ -263,8 +265,11 @@ def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | No
 
 
 @cache
-def _spec(name: str, quantization: str | None) -> ModelSpec:
+def model_spec(name: str, quantization: str | None) -> ModelSpec:
+    """The model of that name, by the catalogue or `CONFIGS`, in the weights that were served."""
     config = CONFIGS.get(name) or resolve(name).config
+    if quantization in CHECKPOINTS:
+        return model_from_config({**config, "quantization_config": CHECKPOINTS[quantization]}, name=name)
     return model_from_config(config, name=name, quantization=quantization)
 
 
@@ -280,7 +285,7 @@ def _prepared(
     batched_tokens: int | None,
     gpu_memory_utilization: float | None,
 ) -> tuple[Roofline, MemoryEstimate]:
-    model, device = _spec(name, quantization), accelerator(gpu)
+    model, device = model_spec(name, quantization), accelerator(gpu)
     engine = EngineConfig(
         vllm_version=version,
         enable_expert_parallel=expert_parallel,
@@ -300,85 +305,16 @@ def _prepared(
     return Roofline(model, device, engine, layout), memory
 
 
-def error(case_: Case, factors: Factors) -> float:
-    """Relative error of output tokens per second, in per cent."""
-    return 100 * (case_.tokens_per_s(factors) / case_.measured - 1)
+def main() -> None:
+    """Print both tables: this file's, and that of rows which no factor was fitted on."""
+    from tests.perf_cases_later import later_table, load_later
+    from tests.perf_scores import by_source, fit, leave_one_out, table
 
-
-def by_source(cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """The rows that are compared, by source."""
-    found: dict[str, list[Case]] = {}
-    for one in cases:
-        if not one.left_out:
-            found.setdefault(one.source, []).append(one)
-    return found
-
-
-def loss(sources: dict[str, list[Case]], factors: Factors) -> float:
-    """Mean over sources of the mean absolute logarithm of predicted ÷ measured: each source counts once."""
-    return statistics.fmean(
-        statistics.fmean(abs(math.log(one.tokens_per_s(factors) / one.measured)) for one in rows)
-        for rows in sources.values()
-    )
-
-
-def fit(sources: dict[str, list[Case]], start: Factors = NEUTRAL) -> Factors:
-    """The factors of least loss: one is moved at a time, until no step helps. Shares stay below 1."""
-    best, least = start, loss(sources, start)
-    for step in STEPS:
-        improved = True
-        while improved:
-            improved = False
-            for name, ratio in itertools.product(FITTED, (step, 1 / step)):
-                value = getattr(best, name) * ratio
-                if not name.endswith("_s") and value > HIGHEST_SHARE:
-                    continue
-                tried = replace(best, **{name: value})
-                found = loss(sources, tried)
-                if found < least - 1e-5:
-                    best, least, improved = tried, found, True
-    return best
-
-
-def leave_one_out(cases: Sequence[Case]) -> dict[str, tuple[Factors, list[Case]]]:
-    """For each source the factors fitted on all others, and its rows."""
-    sources = by_source(cases)
-    return {
-        name: (fit({other: rows for other, rows in sources.items() if other != name}), rows)
-        for name, rows in sources.items()
-    }
-
-
-def median_errors(folds: dict[str, tuple[Factors, list[Case]]]) -> dict[str, float]:
-    """By source, the median absolute error of output tokens per second, in per cent."""
-    return {
-        name: statistics.median(abs(error(one, factors)) for one in rows) for name, (factors, rows) in folds.items()
-    }
-
-
-def table(cases: Sequence[Case], folds: dict[str, tuple[Factors, list[Case]]]) -> str:
-    """The table for people."""
-    lines = [f"{'row':46} {'in':>6} {'out':>5} {'asked':>6} {'runs':>5} {'ideal':>8} {'expected':>8} {'measured':>8}"]
-    errors = median_errors(folds)
-    for name, (factors, rows) in folds.items():
-        lines.append(f"{name}: median absolute error {errors[name]:.0f} %")
-        for one in rows:
-            estimate = one.predict(factors)
-            ideal, expected = estimate.ideal.output_tokens_per_s, estimate.expected.output_tokens_per_s
-            traffic = estimate.traffic
-            lines.append(
-                f"  {one.id[:44]:44} {traffic.input_tokens:6} {traffic.output_tokens:5} {traffic.concurrency:6} "
-                f"{estimate.batch:5.0f} {one.replicas * ideal:8.0f} {one.replicas * expected:8.0f} "
-                f"{one.measured:8.0f} {error(one, factors):+5.0f} %  {estimate.bound}"
-            )
-    lines.append(f"median over {len(errors)} sources: {statistics.median(errors.values()):.1f} %")
-    left = [one for one in cases if one.left_out]
-    lines.append(f"compared {len(cases) - len(left)} of {len(cases)}; left out:")
-    lines += [f"  {one.id}: {one.left_out}" for one in left]
-    return "\n".join(lines)
+    cases = load()
+    print(table(cases, leave_one_out(cases)))
+    print("fitted on all sources:", fit(by_source(cases)))
+    print(later_table(load_later()))
 
 
 if __name__ == "__main__":
-    ALL = load()
-    print(table(ALL, leave_one_out(ALL)))
-    print("fitted on all sources:", fit(by_source(ALL)))
+    main()

@@ -25,6 +25,7 @@ __all__ = [
     "StepTime",
     "Traffic",
     "burst_s",
+    "ends_per_step",
     "estimate_performance",
     "link_rate",
     "requests_held",
@@ -144,11 +145,13 @@ def burst_s(
     *,
     factors: Factors = EXPECTED,
     lengths_vary: bool = False,
+    longest: int | None = None,
 ) -> float:
     """Seconds until `requests` that come all at once are answered: the batch fills, turns over, and drains.
 
     While it fills, prompts are read with no tokens of others between. `lengths_vary`: answers end at a constant rate
-    (geometric lengths of that mean), so that the last ones run in ever smaller batches.
+    (geometric lengths of that mean, cut off at `longest` where given), so that the last ones run in ever smaller
+    batches.
     """
     first = min(requests, batch)
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
@@ -157,14 +160,32 @@ def burst_s(
     turnover_s = 0.0
     if requests > first:
         turnover_s = (requests - first) / speed(roofline, traffic, batch, factors).requests_per_s
-    if not lengths_vary:
+    ends = ends_per_step(outputs, longest) if lengths_vary else 0.0
+    if not ends:
         return fill_s + turnover_s + outputs * roofline.decode(first, context, factors).total_s
-    drain_s, left = 0.0, first
-    while left >= 1:
-        steps = outputs * math.log(DRAIN_RATIO)
+    drain_s, left, done = 0.0, first, 0.0
+    while left >= 1 and (longest is None or done < longest):
+        steps = min(math.log(DRAIN_RATIO) / ends, (longest or math.inf) - done)
         drain_s += steps * roofline.decode(left / math.sqrt(DRAIN_RATIO), context, factors).total_s
         left /= DRAIN_RATIO
+        done += steps
     return fill_s + turnover_s + drain_s
+
+
+def ends_per_step(mean: float, longest: float | None) -> float:
+    """The share of answers that end at each step, where lengths are geometric of that mean but cut off at `longest`.
+
+    Solves mean = (1 - exp(-r·longest)) ÷ r; 0 where all are as long as they may be.
+    """
+    if longest is None:
+        return 1 / mean
+    low, high = 0.0, 1 / mean
+    if mean >= 0.99 * longest:
+        return low
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if -math.expm1(-rate * longest) / rate > mean else (low, rate)
+    return high
 
 
 def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> float:

@@ -7,7 +7,9 @@ import statistics
 import pytest
 
 from hpc_serve.plan.roofline import EXPECTED, Factors
-from tests.perf_cases import Case, by_source, error, fit, leave_one_out, load, loss, median_errors, table
+from tests.perf_cases import Case, load
+from tests.perf_cases_later import later_medians, later_table, load_later
+from tests.perf_scores import by_source, error, fit, leave_one_out, loss, median_errors, table
 
 Folds = dict[str, tuple[Factors, list[Case]]]
 
@@ -15,6 +17,11 @@ Folds = dict[str, tuple[Factors, list[Case]]]
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     return load()
+
+
+@pytest.fixture(scope="module")
+def later() -> list[Case]:
+    return load_later()
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +47,20 @@ def test_what_plan_says_of_its_own_accuracy(folds: Folds) -> None:
     assert max(tpus) <= 25
 
 
-def test_no_measurement_beats_the_ideal_roofline(cases: list[Case]) -> None:
+def test_accuracy_on_sources_that_no_factor_was_fitted_on(
+    later: list[Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capsys.disabled():
+        print("\n" + later_table(later))
+    medians = later_medians(later)
+    assert len(medians) >= 30
+    assert statistics.median(medians.values()) <= 25
+
+
+def test_no_measurement_beats_the_ideal_roofline(cases: list[Case], later: list[Case]) -> None:
     beaten = {
         one.id: (one.measured, ideal)
-        for one in cases
+        for one in (*cases, *later)
         if not one.left_out
         for ideal in [one.replicas * one.predict(EXPECTED).ideal.output_tokens_per_s]
         if ideal < one.measured
@@ -70,8 +87,14 @@ def test_the_built_in_factors_do_as_well_as_any_fold(cases: list[Case]) -> None:
     assert statistics.median(medians) <= 25
 
 
-def test_what_is_left_out_says_why_and_is_little(cases: list[Case]) -> None:
-    left = [one for one in cases if one.left_out]
+def test_what_is_left_out_says_why_and_is_little(cases: list[Case], later: list[Case]) -> None:
     assert len(cases) == 114
-    assert len(left) <= 20
-    assert all(one.measured > 0 for one in cases if not one.left_out)
+    assert sum(1 for one in cases if one.left_out) <= 20
+    assert len(later) == 221
+    assert sum(1 for one in later if one.left_out) <= 5
+    assert all(one.measured > 0 for one in (*cases, *later) if not one.left_out)
+
+
+def test_no_later_row_is_in_the_file_that_factors_are_fitted_on(cases: list[Case], later: list[Case]) -> None:
+    assert not {one.id for one in cases} & {one.id for one in later}
+    assert not {one.source for one in cases} & {one.source for one in later}
