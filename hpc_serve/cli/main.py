@@ -1,16 +1,19 @@
-"""The `hpc-serve` command: finds the file of a command only when that command is used, and turns every error that
-hpc-serve raises on purpose into one line and its exit code (see errors.py), here and nowhere else.
+"""The `hpc-serve` command: finds the file of a command only when that command is used, and turns every error into words
+on stderr and an exit code (see errors.py), here and nowhere else; asked for --json, stdout holds it as an object too.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import io
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -34,6 +37,8 @@ COMMANDS = {
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 _BUG = 70
+# What a full disk, a used-up quota or a broken device says to whoever writes to stdout.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class LazyGroup(click.Group):
@@ -63,11 +68,34 @@ class LazyGroup(click.Group):
             ctx.fail(f"There is no command {args[0]!r}.{guess}")
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["words"] = tuple(args[: args.index("--")] if "--" in args else args)
+        return super().parse_args(ctx, args)
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error is its answer if it was to be in JSON and has not been given."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            told = _told(error)
+            if told is not None and self._owes_json(ctx):
+                click.echo(json.dumps({"error": told[0], "exit_code": told[1]}, ensure_ascii=False))
+            raise
+
+    def _owes_json(self, ctx: click.Context) -> bool:
+        words = ctx.meta["words"]
+        command = self.get_command(ctx, words[0])
+        has_json = command is not None and any("--json" in parameter.opts for parameter in command.params)
+        return "--json" in words and has_json and "has_answered" not in ctx.meta
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hpc_serve.__version__, prog_name="hpc-serve")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Serve large language models on a SLURM cluster: sized, started, found and stopped in one command each."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,38 +110,59 @@ def run(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
     try:
         code = _run(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed by whoever started us
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, `head` say, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return _BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _write_no_more()
+        click.echo(f"error: the output cannot be written: {error.strerror}.", err=True)
+        return 1
+
+
+def _write_no_more() -> None:
+    """Python would try once more to write what is left, at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="hpc-serve", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except HpcServeError as error:
-        click.echo(f"error: {error}", err=True)
-        return error.exit_code
-    except click.UsageError as error:
-        hint = f"\nSee: {error.ctx.command_path} --help" if error.ctx else ""
-        click.echo(f"error: {error.format_message()}{hint}", err=True)
-        return error.exit_code
-    except click.ClickException as error:
-        click.echo(f"error: {error.format_message()}", err=True)
-        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("", err=True)
         return _INTERRUPTED
-    except BrokenPipeError:
-        raise
     except Exception as error:
-        if os.environ.get("HPC_SERVE_DEBUG"):
-            traceback.print_exc()
-        hint = "This is a bug in hpc-serve; HPC_SERVE_DEBUG=1 shows where."
-        click.echo(f"error: unexpected {type(error).__name__}: {error}\n{hint}", err=True)
-        return _BUG
+        told = _told(error)
+        if told is None:
+            raise
+        text, exit_code = told
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx:
+            hint = f"\nSee: {error.ctx.command_path} --help"
+        elif exit_code == _BUG:
+            hint = "\nThis is a bug in hpc-serve; HPC_SERVE_DEBUG=1 shows where."
+            if os.environ.get("HPC_SERVE_DEBUG"):
+                traceback.print_exc()
+        click.echo(f"error: {text}{hint}", err=True)
+        return exit_code
+
+
+def _told(error: Exception) -> tuple[str, int] | None:
+    """What an error says to a person, and its exit code; None for what is no error of a command."""
+    if isinstance(error, HpcServeError):
+        return str(error), error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, (click.Abort, click.exceptions.Exit)):
+        return None
+    if isinstance(error, OSError) and (isinstance(error, BrokenPipeError) or error.errno in _UNWRITABLE):
+        return None
+    return f"unexpected {type(error).__name__}: {error}", _BUG
 
 
 if __name__ == "__main__":

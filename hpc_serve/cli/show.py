@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -33,11 +34,13 @@ _COLOURS = {
     "unknown": "magenta",
     "stopped": "dim",
 }
+_LEAST_SUMMARY = 24  # columns that what there is to say of a service needs beside its name, job and state
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
+    """Print one JSON document, a command's only one."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.get_current_context().meta["has_answered"] = True
 
 
 def submission_json(submission: Submission) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "gpus_per_node": plan.gpus_per_node,
         "tensor_parallel_size": plan.tensor_parallel_size,
         "pipeline_parallel_size": plan.pipeline_parallel_size,
+        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in submission.others],
     }
 
 
@@ -63,15 +67,21 @@ def submission_text(submission: Submission) -> str:
     layout = f"TP={plan.tensor_parallel_size} PP={plan.pipeline_parallel_size}"
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     where = f"{nodes} x {plan.gpus_per_node} GPUs, {layout}" if job.cluster == "slurm" else f"this machine, {layout}"
-    return "\n".join(
-        [
-            f"{job.service}: submitted as job {job.job_id} ({where})",
-            f"  model   {job.model}",
-            f"  log     {job.log_path}",
-            f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
-            f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
+    lines = [
+        f"{job.service}: submitted as job {job.job_id} ({where})",
+        f"  model   {job.model}",
+        f"  log     {job.log_path}",
+        f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
+        f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
+    ]
+    if submission.others:
+        count = len(submission.others)
+        there = ", ".join(f"job {other.job_id} ({other.state})" for other in submission.others)
+        lines += [
+            f"  note    this is replica {count + 1} of {job.service}: it has {count} already, {there};",
+            f"          if it is one too many: hpc-serve stop {job.job_id}",
         ]
-    )
+    return "\n".join(lines)
 
 
 def follow_until_ready(
@@ -157,15 +167,23 @@ def status_json(status: ServiceStatus) -> dict[str, Any]:
 
 
 def print_table(statuses: Sequence[ServiceStatus]) -> None:
-    """One line a service, in the width of the terminal."""
+    """One line a service, in the width of the terminal; where that is too narrow, what there is to say goes below."""
+    console = _Console()
+    in_columns = max(len(f"{status.service} {status.job_id} {status.state}") for status in statuses) + 8
+    if console.width < in_columns + _LEAST_SUMMARY:
+        for status in statuses:
+            name = f"{status.service} {status.job_id} "
+            console.print(Text.assemble(name, (status.state, _COLOURS[status.state])), overflow="fold")
+            console.print(Padding(Text(_summary(status), overflow="fold"), (0, 0, 0, 2)))
+        return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for heading in ("SERVICE", "JOB", "STATE"):
         table.add_column(heading, no_wrap=True)
     table.add_column("")
     for status in statuses:
         state = Text(status.state, style=_COLOURS[status.state])
-        table.add_row(Text(status.service), Text(status.job_id), state, Text(_summary(status)))
-    _Console().print(table)
+        table.add_row(Text(status.service), Text(status.job_id), state, Text(_summary(status), overflow="fold"))
+    console.print(table)
 
 
 def print_details(status: ServiceStatus) -> None:

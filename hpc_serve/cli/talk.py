@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.options import Duration
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError
+from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
@@ -63,9 +64,14 @@ def chat_command(
     """
     import hpc_serve.client
 
-    if service is not None and prompt is None and any(character.isspace() for character in service):
-        service, prompt = None, service  # no service has such a name
-    client = hpc_serve.client.connect(service, wait=wait)
+    if service is not None and prompt is None and not _can_name_a_service(service):
+        service, prompt = None, service
+    try:
+        client = hpc_serve.client.connect(service, wait=wait)
+    except ServiceNotFoundError as error:
+        if service is None or prompt is not None:
+            raise
+        raise ServiceNotFoundError(f"{error}{_name_first(service)}") from None
     messages = [{"role": "system", "content": system}] if system else []
     asked = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in asked.items() if value is not None}
@@ -76,6 +82,25 @@ def chat_command(
     if not question.strip():
         raise click.UsageError("There is no question: give a PROMPT, or pipe one in.")
     _ask(client, [*messages, {"role": "user", "content": question}], options)
+
+
+def _can_name_a_service(word: str) -> bool:
+    try:
+        return bool(validate_service_name(word))
+    except InvalidRequestError:
+        return False
+
+
+def _name_first(word: str) -> str:
+    """What to say to a person who may have meant a question by a word that names no service."""
+    from hpc_serve.client import services
+
+    there = services()
+    if any(view.service == word for view in there):
+        return ""
+    live = [view.service for view in there if view.live]
+    example = f"hpc-serve chat {live[0] if len(live) == 1 else 'SERVICE'} {shlex.quote(word)}"
+    return f"\nIf {word!r} is what you want to ask, a service's name comes first: {example}"
 
 
 def _converse(client: ServiceClient, messages: list[dict[str, str]], options: dict[str, Any]) -> None:

@@ -65,6 +65,12 @@ def live(store):
 # Help and words that are not known
 
 
+def test_without_a_command_its_help_is_what_was_asked_for(capsys):
+    assert run([]) == 0
+    out, err = capsys.readouterr()
+    assert (out.startswith("Usage: hpc-serve"), err) == (True, "")
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["submit", "--help"], ["status", "-h"], ["chat", "-h"], ["--version"]])
 def test_help_is_quick_and_imports_nothing_heavy(argv):
     code = f"import sys; from hpc_serve.cli.main import run; run({argv!r})\nprint(sorted(sys.modules), file=sys.stderr)"
@@ -144,8 +150,21 @@ def test_submit_as_json(capsys, place, store):
         "gpus_per_node": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "other_jobs": [],
     }
     assert "--seed 1 \\\n            -- x" in place.scripts[0]
+
+
+def test_a_further_replica_is_said_to_be_one(capsys, place):
+    assert run(["submit", "--model", "8b"]) == 0
+    assert "this is replica" not in capsys.readouterr().out
+    assert run(["submit", "--model", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "this is replica 2 of 8b: it has 1 already, job 101 (pending);" in out
+    assert "if it is one too many: hpc-serve stop 102" in out
+    assert run(["submit", "--model", "8b", "--json"]) == 0
+    others = json.loads(capsys.readouterr().out)["other_jobs"]
+    assert others == [{"job_id": job_id, "state": "pending"} for job_id in ("101", "102")]
 
 
 def test_flags_win_over_the_site_file(tmp_path, capsys, place):
@@ -250,6 +269,18 @@ def test_status_fits_eighty_columns_and_has_no_colours_in_a_pipe(live, store, pl
     assert "pending" in out
 
 
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_a_narrow_terminal_cuts_nothing(columns, store, place, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name, reason = "a-rather-long-name-of-a-service", "engine exited with 1: CUDA out of memory"
+    store.write(make_record(service=name, job_id="123456_12", state="failed", reason=reason))
+    assert run(["status"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= columns
+    joined = "".join(out.split())
+    assert all("".join(words.split()) in joined for words in (name, "123456_12", "failed", reason))
+
+
 def test_status_as_json_has_stable_keys(live, capsys, place):
     place.queue(("7", "RUNNING", "None"))
     assert run(["status", "--json"]) == 0
@@ -313,7 +344,9 @@ def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
             (log_dir / name).write_text(f"first of {name}\nlast of {name}\n")
     assert run(["logs", "8b", "--tail", "1"]) == 0
     blocks = [f"==> {log_dir}/{name} <==\nlast of {name}\n" for name in ("2.log", "2-node0.log", "2-node1.log")]
-    assert capsys.readouterr().out == "\n".join(blocks)
+    out, err = capsys.readouterr()
+    assert out == "\n".join(blocks)
+    assert err == "These are the logs of job 2, which is stopped. 8b also has 1 (stopped): hpc-serve logs JOB\n"
     assert run(["logs", "1", "--node", "1", "--follow"]) == 0
     assert capsys.readouterr().out == f"==> {log_dir}/1-node1.log <==\nfirst of 1-node1.log\nlast of 1-node1.log\n"
     assert run(["logs", "8b", "--files"]) == 0
@@ -373,7 +406,62 @@ def test_what_an_engine_refuses_is_an_error_and_no_traceback(live, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, capsys):
+    assert run(["chat", "hi"]) == 5
+    assert "a service's name comes first: hpc-serve chat 8b hi" in capsys.readouterr().err
+    assert run(["chat", "why?", "--max-tokens", "1"]) == 0  # no service has such a name
+    assert capsys.readouterr().out.startswith("stub-")
+    live.engines[0].kill()
+    assert run(["chat", "hi"]) == 5
+    assert "hpc-serve chat SERVICE hi" in capsys.readouterr().err
+    assert run(["chat", "8b"]) == 5
+    assert "comes first" not in capsys.readouterr().err
+
+
 # The rest
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["status", "nonesuch", "--json"], 5, "no service or job 'nonesuch'"),
+        (["wait", "nonesuch", "--json"], 5, "nonesuch"),
+        (["wait", "--json"], 2, "Missing argument"),
+        (["env", "nonesuch", "--json"], 5, "No service 'nonesuch'"),
+        (["submit", "--model", "8bb", "--json"], 2, "8bb"),
+        (["plan", "--model", "8b", "--json", "--gpuu", "x"], 2, "--gpu"),
+    ],
+)
+def test_an_error_of_a_command_that_answers_in_json_is_json(argv, code, words, capsys):
+    assert run(argv) == code
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert set(answer) == {"error", "exit_code"}
+    assert answer["exit_code"] == code
+    assert words in answer["error"]
+    assert err.startswith(f"error: {answer['error']}")
+
+
+def test_there_is_one_json_document_only(place, capsys):
+    assert run(["submit", "--model", "8b", "--wait", "--timeout", "0s", "--json"]) == 7
+    assert json.loads(capsys.readouterr().out)["job_id"] == "101"
+    assert run(["stop", "nonesuch"]) == 5
+    assert run(["submit", "--model", "8bb", "--", "--json"]) == 2  # the engine's word
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("argv", [["models"], ["models", "--json"], ["--help"], ["status"], ["plan", "--model", "8b"]])
+def test_output_that_cannot_be_written_is_a_plain_error(argv):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "hpc_serve.cli", *argv]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+
+
+def test_nobody_need_listen():
+    command = f"{shlex.quote(sys.executable)} -m hpc_serve.cli status >&-"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_models_lists_the_catalogue(capsys):
