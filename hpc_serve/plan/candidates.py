@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,13 +73,15 @@ def sequences_for(blocks: int) -> int:
     return int(2 ** ((blocks * 3 // 4) or 1).bit_length()) // 2
 
 
-def alternatives(question: Question, chosen: Layout) -> list[Candidate]:
-    """Other layouts on the same nodes that one might have expected, and why they were not taken."""
+def alternatives(question: Question, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
+    """Other layouts on the same nodes that one might have expected and that were not tried, and why not them."""
     engine = question.engine
     if engine.tensor_parallel_size or engine.pipeline_parallel_size:
         return []
     found = []
     for layout in _neighbours(chosen, question.cluster):
+        if layout in tried:
+            continue
         candidate = question.consider(layout)
         if candidate.verdict == "fits":
             reason = f"{_why_not(layout, chosen, question)}; {candidate.reason}"

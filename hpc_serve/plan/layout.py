@@ -53,8 +53,31 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
     if engine.tensor_parallel_size and engine.pipeline_parallel_size:
         yield _explicit(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
         return
+    found = False
     for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, _most_nodes(cluster) + 1):
-        yield from layouts_on(nodes, cluster, engine)
+        for layout in layouts_on(nodes, cluster, engine):
+            found = True
+            yield layout
+    if not found and (engine.tensor_parallel_size or engine.pipeline_parallel_size):
+        raise DoesNotFitError(_no_place(cluster, engine))
+
+
+def _no_place(cluster: ClusterSpec, engine: EngineConfig) -> str:
+    """Why the one size asked for leaves no layout."""
+    tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    asked = f"TP={tensor}" if tensor else f"PP={pipeline}"
+    option = "--tensor-parallel-size" if tensor else "--pipeline-parallel-size"
+    nodes = cluster.num_nodes or _most_nodes(cluster)
+    most = nodes * cluster.node_size_of(nodes)
+    places = f"{nodes} node{'s' if nodes > 1 else ''} x {cluster.node_size_of(nodes)}"
+    places = places if cluster.num_nodes else f"{places}, the most that are looked at"
+    unit = f"{cluster.accelerator.unit}s"
+    if (tensor or pipeline or 0) > most:
+        return f"{asked} takes more than the {most} {unit} there are ({places}); leave out {option}, or ask for less."
+    return (
+        f"{asked} does not divide the {most} {unit} there are ({places}); leave out {option}, use another number, "
+        "or give both sizes."
+    )
 
 
 def _most_nodes(cluster: ClusterSpec) -> int:

@@ -99,7 +99,7 @@ def _plan(
     assert memory is not None
     if memory.max_num_seqs != max_num_seqs(engine, question.cluster.accelerator):
         engine = replace(engine, max_num_seqs=memory.max_num_seqs)
-    others = alternatives(question, layout)
+    others = alternatives(question, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(question, at_most=layout.num_gpus)
     return ServePlan(
         model=model.name,
@@ -177,6 +177,10 @@ def _reasons(
     return [*reasons, assumed] if assumed else reasons
 
 
+def _sizes_asked(question: Question) -> bool:
+    return bool(question.engine.tensor_parallel_size or question.engine.pipeline_parallel_size)
+
+
 def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
     shown = nearest(tried, _SHOWN_WHEN_NOTHING_FITS)
     helps = remedies(question, [candidate.layout for candidate in shown])
@@ -184,8 +188,12 @@ def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
     nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
     requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {question.max_model_len:,} tokens"
     gpus = f"{cluster.node_size} {cluster.accelerator.name}"
+    headline = f"{question.model.name} does not fit {nodes} of {gpus} with {requests}."
+    if all(candidate.memory is None for candidate in tried):
+        where = "so" if _sizes_asked(question) else f"on {nodes} of {gpus}"
+        headline = f"{question.model.name} cannot be served {where}:"
     lines = [
-        f"{question.model.name} does not fit {nodes} of {gpus} with {requests}.",
+        headline,
         *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
         *([f"It would with {'; or '.join(helps)}."] if helps else []),
     ]

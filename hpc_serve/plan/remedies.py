@@ -10,7 +10,7 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.accelerator import ClusterSpec
 from hpc_serve.plan.candidates import Question
 from hpc_serve.plan.kv_cache import kv_cache_dtype
-from hpc_serve.plan.layout import Layout, layouts
+from hpc_serve.plan.layout import Layout, layouts, layouts_on
 from hpc_serve.plan.quantization import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.roofline_slices import slice_of
 from hpc_serve.plan.what_if import quantised
@@ -26,7 +26,7 @@ def remedies(question: Question, nearest: list[Layout]) -> list[str]:
     """Changes after which a layout fits, each as what to type and what it gives. Empty: none of them helps."""
     tries = (
         _fewer_sequences(question, nearest),
-        _more_nodes(question),
+        _more_nodes(question) or _other_sizes(question),
         _fewer_requests(question, nearest),
         _shorter_context(question, nearest),
     )
@@ -46,14 +46,10 @@ def _fewer_sequences(question: Question, nearest: list[Layout]) -> str | None:
 
 
 def _more_nodes(question: Question) -> str | None:
-    engine, cluster = question.engine, question.cluster
-    if not (cluster.num_nodes or engine.tensor_parallel_size or engine.pipeline_parallel_size):
+    cluster = question.cluster
+    if not cluster.num_nodes:
         return None
-    free = replace(
-        question,
-        engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None),
-        cluster=_any_number_of(cluster),
-    )
+    free = replace(question, cluster=_any_number_of(cluster))
     layout = _first_that_fits(free)
     if layout is None:
         return None
@@ -68,6 +64,28 @@ def _any_number_of(cluster: ClusterSpec) -> ClusterSpec:
     if cluster.is_whole and cluster.accelerator.kind == "tpu":
         return ClusterSpec(accelerator=cluster.accelerator)
     return replace(cluster, num_nodes=None)
+
+
+def _other_sizes(question: Question) -> str | None:
+    """Sizes in place of those asked for, on as few nodes as will do the nearest."""
+    engine, cluster = question.engine, question.cluster
+    tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    if not (tensor or pipeline):
+        return None
+    free = replace(question, engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None))
+    first = _first_that_fits(free)
+    if first is None:
+        return None
+
+    def distance(layout: Layout) -> tuple[int, int, int]:
+        off = abs(layout.tensor_parallel_size - tensor) if tensor else 0
+        off += abs(layout.pipeline_parallel_size - pipeline) if pipeline else 0
+        return off, -layout.tensor_parallel_size, layout.num_gpus
+
+    there = layouts_on(first.num_nodes, cluster, free.engine)
+    best = min((layout for layout in there if free.consider(layout).verdict == "fits"), key=distance, default=first)
+    sizes = f"--tensor-parallel-size {best.tensor_parallel_size} --pipeline-parallel-size {best.pipeline_parallel_size}"
+    return sizes if cluster.num_nodes else f"{sizes} --nodes {best.num_nodes}"
 
 
 def _fewer_requests(question: Question, nearest: list[Layout]) -> str | None:

@@ -226,6 +226,48 @@ def test_what_would_make_it_fit_does(name: str, gpu: str, options: dict[str, Any
         planned(name, gpu, **options)
 
 
+@pytest.mark.parametrize(
+    ("asked", "headline", "sizes"),
+    [
+        ({"tensor_parallel_size": 3}, "Llama-3.3-70B-Instruct cannot be served so:", (4, 1, 1)),
+        ({"pipeline_parallel_size": 88}, "cannot be served so:", (1, 8, 1)),
+        ({"tensor_parallel_size": 128}, "cannot be served so:", (8, 1, 1)),
+    ],
+)
+def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
+    asked: dict[str, Any], headline: str, sizes: tuple[int, int, int]
+) -> None:
+    with pytest.raises(NoLayoutError, match=headline) as caught:
+        planned("70b", **asked)
+    tensor, pipeline, nodes = sizes
+    remedy = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --nodes {nodes}"
+    assert caught.value.remedies == (remedy,)
+    found = planned("70b", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, nodes=nodes)
+    assert layout_of(found)[:3] == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"tensor_parallel_size": 1000}, r"TP=1000 takes more than the 512 GPUs there are \(64 nodes x 8, the most"),
+        ({"tensor_parallel_size": 16, "nodes": 1}, r"TP=16 takes more than the 8 GPUs there are \(1 node x 8\)"),
+        ({"tensor_parallel_size": 12, "nodes": 2}, "TP=12 does not divide the 16 GPUs"),
+        ({"pipeline_parallel_size": 3, "nodes": 1}, "PP=3 does not divide the 8 GPUs.*out --pipeline-parallel-size"),
+    ],
+)
+def test_a_size_that_no_number_of_nodes_has_room_for_is_said_to_be_so(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(NoLayoutError, match=says):
+        planned("70b", **asked)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("405b", "v5e"), ("405b", "h100-80gb"), ("70b", "l4"), ("8b", "t4")])
+def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
+    found = planned(name, gpu)
+    layouts = [candidate.layout for candidate in found.candidates]
+    assert len(layouts) == len(set(layouts))
+    assert len(found.reasons) == len(set(found.reasons))
+
+
 def test_the_context_proposed_fits_and_the_next_does_not() -> None:
     with pytest.raises(NoLayoutError) as caught:
         planned("70b", nodes=1, size=2)
