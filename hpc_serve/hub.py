@@ -123,23 +123,35 @@ def stored_tensors(folder: Path) -> list[StoredTensor] | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_read(index).get("weight_map", {}).values()))
+        files = _indexed(index)
     else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    files = [folder / name for name in names]
+        files = sorted(folder.glob("*.safetensors"))
     if not files or not all(file.is_file() for file in files):
         return None
     return [
-        StoredTensor(
-            name=name,
-            dtype=entry["dtype"],
-            elements=math.prod(entry["shape"]),
-            size_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
+        _stored(file, name, entry)
         for file in files
         for name, entry in _header(file).items()
         if name != "__metadata__"
     ]
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, beside it."""
+    names = _read(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise InvalidRequestError(f"{index} has no weight_map of tensors to files: it is damaged.")
+    return [index.parent / name for name in sorted(set(names.values()))]
+
+
+def _stored(file: Path, name: str, entry: Any) -> StoredTensor:
+    try:
+        first, last = entry["data_offsets"]
+        return StoredTensor(
+            name=name, dtype=str(entry["dtype"]), elements=math.prod(entry["shape"]), size_bytes=int(last - first)
+        )
+    except (KeyError, TypeError, ValueError):
+        raise InvalidRequestError(f"{file} is damaged: its header does not say what {name!r} is.") from None
 
 
 def _from_folder(path: Path) -> FoundModel:
@@ -209,7 +221,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 def _object(content: bytes, where: str) -> Mapping[str, Any]:
     try:
         value = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} cannot be read as JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{where} holds no JSON object.")

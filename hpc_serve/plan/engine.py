@@ -56,12 +56,16 @@ class EngineConfig:
             raise InvalidRequestError(f"gpu_memory_utilization is {utilization}: it must be above 0 and at most 1.")
         if not re.match(r"\d+\.\d+", self.vllm_version):
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
+        if self.version > _version(PINNED_VERSION):
+            raise InvalidRequestError(
+                f"vllm_version is {self.vllm_version!r}: what came after {PINNED_VERSION} is not known here. "
+                "Leave it out to plan for that one."
+            )
 
     @cached_property
     def version(self) -> tuple[int, int]:
         """(major, minor) of the vLLM assumed."""
-        major, minor = self.vllm_version.split(".")[:2]
-        return int(major), int(re.match(r"\d+", minor).group())  # type: ignore[union-attr]
+        return _version(self.vllm_version)
 
     @property
     def is_v0(self) -> bool:
@@ -97,6 +101,11 @@ class EngineConfig:
     def prints_request_tokens(self) -> bool:
         """Whether "KV cache size" is concurrency times context, rather than blocks per group times their size."""
         return self.version >= (0, 20)
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(re.match(r"\d+", minor).group())  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from hpc_serve.plan import families_dense as dense
 from hpc_serve.plan import families_hybrid as hybrid
 from hpc_serve.plan import families_moe as moe
 from hpc_serve.plan import vision
+from hpc_serve.plan.config_check import CheckedConfig
 from hpc_serve.plan.model import DecoderLayer, ModelSpec
 from hpc_serve.plan.quantization import plain_scheme, quantization_from_config
 from hpc_serve.plan.reader import Reader, block
@@ -103,6 +104,7 @@ _DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads
 
 def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str | None) -> ModelSpec:
     """Read a config into a ModelSpec; see `model_from_config`."""
+    config = CheckedConfig(config)
     architecture = str((config.get("architectures") or ["(none named)"])[0])
     family = FAMILIES.get(architecture)
     if family is None:
@@ -152,6 +154,10 @@ def build(config: Mapping[str, Any], *, name: str, dtype: str, quantization: str
 
 def _layers(reader: Reader, family: Family) -> tuple[DecoderLayer, ...]:
     """All layers; those that are equal are one object, so that what is computed for one is computed once."""
+    for key in ("layer_types", "block_configs", "hybrid_override_pattern"):
+        named = reader.get(key)
+        if named is not None and len(named) < reader.num_layers:
+            raise InvalidRequestError(f"The config's {key} names {len(named)} of its {reader.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
     layers = (family(reader, index) for index in range(reader.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)

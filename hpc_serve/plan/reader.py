@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.config_check import missing
 from hpc_serve.plan.model import LayerCache
 from hpc_serve.plan.quantization import Quantization, Scheme
 from hpc_serve.plan.weights import Block, Linear, Part, Vector, Weight
@@ -43,7 +43,7 @@ class Reader:
         """A field without which nothing can be said. Raises InvalidRequestError."""
         value = self.config.get(key)
         if value is None:
-            raise InvalidRequestError(f"The config has no {key!r}, without which the model's size is unknown.")
+            raise missing(key)
         return value
 
     def linear(

@@ -239,3 +239,24 @@ def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):
         stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("entry", [{}, [], {"dtype": "BF16", "shape": [4], "data_offsets": [0]}, {"dtype": "BF16"}])
+def test_a_safetensors_header_that_says_nothing_of_a_tensor(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"x": entry}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidRequestError, match=r"a\.safetensors is damaged: .* what 'x' is"):
+        stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"x": 3}}])
+def test_an_index_that_names_no_files(tmp_path: Path, index: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidRequestError, match="no weight_map"):
+        stored_tensors(tmp_path)
+
+
+def test_a_config_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InvalidRequestError, match="cannot be read as JSON"):
+        find_model(str(tmp_path))

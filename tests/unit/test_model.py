@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,37 @@ def test_layers_are_dealt_as_vllm_deals_them(layers: int, stages_count: int, dea
 @pytest.mark.parametrize(("mib", "rest"), [(9.5, 0), (30, 0), (95, 1), (47.5, 0.5), (24.5, 0), (131.5, 0.5)])
 def test_allocator_rounding(mib: float, rest: float) -> None:
     assert allocator_rounding(int(mib * 2**20)) == int(rest * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "says"),
+    [
+        ("8b", ["num_attention_heads"], 0, "num_attention_heads is 0: it must be a whole number of at least 1"),
+        ("8b", ["num_key_value_heads"], 0, "num_key_value_heads is 0"),
+        ("8b", ["hidden_size"], "4096", "hidden_size is '4096'"),
+        ("8b", ["num_hidden_layers"], 10**12, "from 1 to 10,000"),
+        ("8b", ["vocab_size"], True, "vocab_size is True"),
+        ("8b", ["intermediate_size"], -1, "not negative"),
+        ("8b", ["rope_scaling"], [], r"rope_scaling is \[\]: it must be an object"),
+        ("8b", ["architectures"], "LlamaForCausalLM", "must be a list"),
+        ("8b", ["quantization_config"], "fp8", "must be an object"),
+        ("deepseek-ai/DeepSeek-V3", ["moe_layer_freq"], 0, "moe_layer_freq is 0"),
+        ("deepseek-ai/DeepSeek-V3", ["rope_scaling", "factor"], float("nan"), "rope_scaling.factor is nan"),
+        ("google/gemma-3-4b-it", ["vision_config", "patch_size"], 0, "vision_config.patch_size is 0"),
+        ("google/gemma-3-4b-it", ["vision_config", "patch_size"], None, "no 'vision_config.patch_size'"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", ["block_configs"], [], "block_configs names 0 of its 80 layers"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_told_by_its_field(name: str, path: list[str], value: Any, says: str) -> None:
+    config: dict[str, Any] = copy.deepcopy(dict(resolve(name).config))
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(InvalidRequestError, match=says):
+        model_from_config(config, name="x")
+
+
+def test_null_is_as_good_as_missing() -> None:
+    config = dict(resolve("8b").config)
+    assert model_from_config({**config, "head_dim": None, "rope_scaling": None}, name="x").parameters == 8_030_261_248

@@ -1,0 +1,94 @@
+"""What the fields of a Hugging Face config may be, checked before the families calculate with them.
+
+Anybody can write a config: a zero among the sizes, or words where a number belongs, is an error that names the field.
+A field that is null is as good as missing, one that is not listed here is left as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+
+_LARGEST = 2**40
+_MOST_LAYERS = 10_000
+
+_LAYERS = ("num_hidden_layers", "depth")
+_AT_LEAST_ONE = (
+    *("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("head_dim", "attention_head_dim", "max_position_embeddings", "model_max_length"),
+    *("original_max_position_embeddings", "decoder_sparse_step", "full_attention_interval", "moe_layer_freq"),
+    *("interleave_moe_layer_step", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_value_head_dim", "conv_kernel", "mamba_head_dim", "mamba_num_heads"),
+    *("n_groups", "ssm_state_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
+    *("image_size", "patch_size", "in_channels", "num_channels", "num_position_embeddings"),
+    *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits"),
+)
+_AT_LEAST_ZERO = (
+    *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("num_experts", "n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("experts_per_token", "first_k_dense_replace", "sliding_window", "attention_chunk_size", "q_lora_rank"),
+    *("qk_nope_head_dim", "rotary_dim", "moe_shared_expert_intermediate_size", "mm_tokens_per_image"),
+)
+_NUMBERS = ("factor", "partial_rotary_factor", "pixel_shuffle_ratio")
+_LISTS = (
+    *("architectures", "layer_types", "block_configs", "modules_to_not_convert", "ignored_layers", "ignore"),
+    *("mlp_only_layers", "deepstack_visual_indexes", "fullatt_block_indexes", "weight_block_size"),
+)
+_OBJECTS = (
+    *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
+    *("config_groups", "weights", "input_activations"),
+)
+_PATTERNS = ("sliding_window_pattern",)
+_TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype")
+
+
+class CheckedConfig(dict[str, Any]):
+    """A config, or an object in it, whose listed fields are what they must be and whose nulls are gone.
+
+    A field that is not there, asked for by `[]`, is an InvalidRequestError that names it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, path: str = "") -> None:
+        super().__init__()
+        self._path = path
+        for name, value in config.items():
+            if value is not None:
+                self[name] = self._checked(name, value)
+
+    def __missing__(self, name: str) -> Any:
+        raise missing(f"{self._path}{name}")
+
+    def _checked(self, name: str, value: Any) -> Any:
+        for names, is_right, wanted in _RULES:
+            if name in names and not is_right(value):
+                shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+                raise InvalidRequestError(f"The config's {self._path}{name} is {shown}: it must be {wanted}.")
+        return CheckedConfig(value, path=f"{self._path}{name}.") if name in _OBJECTS else value
+
+
+def missing(field: str) -> InvalidRequestError:
+    """What to say of a field that is not there and is needed."""
+    return InvalidRequestError(f"The config has no {field!r}, without which the model's size is unknown.")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= _LARGEST
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_LAYERS, lambda value: _is_whole(value, 1) and value <= _MOST_LAYERS, f"a whole number from 1 to {_MOST_LAYERS:,}"),
+    (_AT_LEAST_ONE, lambda value: _is_whole(value, 1), "a whole number of at least 1"),
+    (_AT_LEAST_ZERO, lambda value: _is_whole(value, 0), "a whole number, not negative"),
+    (_NUMBERS, _is_number, "a number above 0"),
+    (_LISTS, lambda value: isinstance(value, (list, tuple)), "a list"),
+    (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
+    (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
+    (_TEXTS, lambda value: isinstance(value, str), "a text"),
+)
