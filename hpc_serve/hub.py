@@ -122,18 +122,11 @@ def stored_tensors(folder: Path) -> list[StoredTensor] | None:
     Reads each file's header only. Raises InvalidRequestError for a file that is not one.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = _indexed(index)
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = _indexed(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
     if not files or not all(file.is_file() for file in files):
         return None
-    return [
-        _stored(file, name, entry)
-        for file in files
-        for name, entry in _header(file).items()
-        if name != "__metadata__"
-    ]
+    headers = ((file, name, entry) for file in files for name, entry in _header(file).items())
+    return [_stored(file, name, entry) for file, name, entry in headers if name != "__metadata__"]
 
 
 def _indexed(index: Path) -> list[Path]:

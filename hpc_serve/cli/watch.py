@@ -97,7 +97,8 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 
     found = find_files()
     if not found and not follow:
-        raise click.ClickException(f"{status.service} (job {status.job_id}) has no such logs yet in {status.log_dir}.")
+        why = f"left no such logs ({status.sentence})" if status.is_over else "has no such logs yet"
+        raise click.ClickException(f"{status.service} (job {status.job_id}) {why} in {status.log_dir}.")
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:

@@ -74,8 +74,8 @@ def missing(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"The config has no {field!r}, without which the model's size is unknown.")
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value <= _LARGEST
+def _is_whole(value: Any, least: int, most: int = _LARGEST) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_number(value: Any) -> bool:
@@ -83,7 +83,7 @@ def _is_number(value: Any) -> bool:
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_LAYERS, lambda value: _is_whole(value, 1) and value <= _MOST_LAYERS, f"a whole number from 1 to {_MOST_LAYERS:,}"),
+    (_LAYERS, lambda value: _is_whole(value, 1, _MOST_LAYERS), f"a whole number from 1 to {_MOST_LAYERS:,}"),
     (_AT_LEAST_ONE, lambda value: _is_whole(value, 1), "a whole number of at least 1"),
     (_AT_LEAST_ZERO, lambda value: _is_whole(value, 0), "a whole number, not negative"),
     (_NUMBERS, _is_number, "a number above 0"),
