@@ -84,10 +84,10 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
     Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
     that ended; those of another by its JOB.
     """
-    from hpc_serve.submit import logs, services
+    from hpc_serve.submit import job_logs, logs
 
     store = _store()
-    status, others = services.find_job(store, target, to_follow=follow)
+    status, others = job_logs.find_job(store, target, to_follow=follow)
     if others:
         click.echo(_which_is_shown(status, others), err=True)
 
@@ -102,7 +102,7 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
-        _print_lines(logs.follow(find_files, first_lines=lines, is_over=services.end_of(store, status)))
+        _print_lines(logs.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status)))
     else:
         _print_lines((path, line) for path in found for line in logs.tail(path, lines))
 
@@ -123,7 +123,6 @@ def stop_command(targets: Sequence[str], timeout: float) -> None:
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
-            continue
         for status in live:
             click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
         for status in services.stop(store, found, timeout_s=timeout):

@@ -140,6 +140,7 @@ class JobEnd:
     state: FinalState
     reason: str
     at: float
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,9 @@ def _end(read: FieldReader) -> JobEnd | None:
     if (inner := read.optional_object("end")) is None:
         return None
     state = cast(FinalState, inner.choice("state", sorted(FINAL_STATES)))
-    return JobEnd(state=state, reason=inner.text("reason"), at=inner.number("at"))
+    return JobEnd(
+        state=state, reason=inner.text("reason"), at=inner.number("at"), exit_code=inner.optional_integer("exit_code")
+    )
 
 
 def _progress(read: FieldReader) -> Progress | None:

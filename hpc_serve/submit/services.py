@@ -1,13 +1,12 @@
-"""The verbs: submit a service, wait for it, stop it, find its logs. No printing, no command line.
+"""The verbs: submit a service, wait for it, stop it, find it. No printing, no command line.
 
 `submit` does everything that can fail before it claims a name, and leaves no claim behind if sbatch refuses. What has
-become of a service is `status.look`'s to say; here it is acted upon.
+become of a service is look.py's to find out; here it is acted upon.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
 import time
@@ -172,46 +171,6 @@ def find(store: ServiceStore, target: str) -> list[ServiceStatus]:
     return list(found)
 
 
-def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tuple[ServiceStatus, list[ServiceStatus]]:
-    """The job of a service whose logs tell most, or the job itself, with its batch script's log; and the other ones.
-
-    One that is ready, else one that runs, else the last that ended, else one that waits (and has no logs yet, so that
-    it comes before those that ended only `to_follow` it). Raises ServiceNotFoundError.
-    """
-    found = find(store, target)
-    status = max(reversed(found), key=lambda one: _tells(one, to_follow))
-    others = [one for one in found if one.job_id != status.job_id]
-    return _with_batch_log(status), others
-
-
-def _tells(status: ServiceStatus, to_follow: bool) -> int:
-    if status.state == "pending":
-        return 1 if to_follow else -1
-    return 3 if status.state == "ready" else 0 if status.is_over else 2
-
-
-def _with_batch_log(status: ServiceStatus) -> ServiceStatus:
-    if status.batch_log is None and status.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
-        return dataclasses.replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
-    return status
-
-
-def end_of(store: ServiceStore, status: ServiceStatus) -> Callable[[], bool]:
-    """A question that may be asked often: whether that job is over."""
-    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
-    looked_s, over = -math.inf, False
-
-    def is_over() -> bool:
-        nonlocal looked_s, over
-        if not over and time.monotonic() - looked_s > _SCHEDULER_S:
-            found = look(store, status.service, slurm=slurm).services
-            over = all(one.is_over for one in found if one.job_id == status.job_id)
-            looked_s = time.monotonic()
-        return over
-
-    return is_over
-
-
 def not_found(store: ServiceStore, target: str) -> ServiceNotFoundError:
     """The error that lists what there is."""
     report = look(store)
@@ -304,6 +263,7 @@ def _write_down(store: ServiceStore, status: ServiceStatus, note: SubmittedJob |
         state="failed" if status.state == "failed" else "stopped",
         reason=status.reason,
         at=status.updated_at or time.time(),
+        exit_code=status.exit_code,
     )
     store.write_submitted(dataclasses.replace(note, end=end))
 

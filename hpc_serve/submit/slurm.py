@@ -277,11 +277,7 @@ def _said(value: str) -> str | None:
 
 
 def _duration_s(duration: str) -> float:
-    """Seconds of [D-][HH:]MM:SS; 0 for words such as INVALID.
-
-    >>> _duration_s("1-02:03:04")
-    93784.0
-    """
+    """Seconds of [D-][HH:]MM:SS; 0 for words such as INVALID."""
     if not re.fullmatch(r"[\d:-]+", duration):
         return 0.0
     days, _, clock = duration.rpartition("-")

@@ -189,8 +189,15 @@ def of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> Se
     )
     if job is None:
         assert note.end is not None
-        end = note.end
-        return replace(status, state=end.state, reason=end.reason, updated_at=end.at, has_last_word=True)
+        return replace(
+            status,
+            state=note.end.state,
+            reason=note.end.reason,
+            updated_at=note.end.at,
+            exit_code=note.end.exit_code,
+            last_words=_log_words(status),
+            has_last_word=True,
+        )
     status = _of_job_alone(status, job)
     if status.state == "starting" and job.run_time_s > _YOUNG_S:
         return replace(status, reason=_nothing_written(job, store.home))
@@ -253,7 +260,6 @@ def _ending(status: ServiceStatus) -> ServiceStatus:
 def _ended(status: ServiceStatus, job: JobState) -> ServiceStatus:
     """A job that is over although no record says so: what the scheduler and the logs say about it."""
     status = replace(status, batch_log=status.batch_log or job.batch_log)
-    words = status.last_words or tuple(line for path in status.log_files()[:2] for line in tail(path, _LAST_LINES))
     return replace(
         status,
         state="stopped" if job.state == "CANCELLED" else "failed",
@@ -261,9 +267,13 @@ def _ended(status: ServiceStatus, job: JobState) -> ServiceStatus:
         progress=None,
         reason=ended_sentence(job),
         exit_code=job.exit_code,
-        last_words=words,
+        last_words=status.last_words or _log_words(status),
         updated_at=job.ended_at or status.updated_at,
     )
+
+
+def _log_words(status: ServiceStatus) -> tuple[str, ...]:
+    return tuple(line for path in status.log_files()[:2] for line in tail(path, _LAST_LINES))
 
 
 def _is_fresh(record: EndpointRecord) -> bool:

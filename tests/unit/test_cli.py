@@ -368,6 +368,17 @@ def test_stop_tells_how_it_ended(store, place, capsys):
     assert "it was cancelled (CANCELLED)" in capsys.readouterr().out
 
 
+def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, place, capsys):
+    assert run(["submit", "--model", "8b"]) == 0
+    place.queue()
+    place.job("101", "CANCELLED", nodes="")
+    assert run(["chat", "8b", "hi"]) == 5
+    assert "Wait for it" in capsys.readouterr().err
+    assert run(["stop", "8b"]) == 0
+    assert run(["chat", "8b", "hi"]) == 5
+    assert "8b is stopped: it was cancelled before it began" in capsys.readouterr().err
+
+
 # env and chat
 
 

@@ -25,7 +25,7 @@ from hpc_serve.errors import (
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import scheduler, services
+from hpc_serve.submit import job_logs, scheduler, services
 from hpc_serve.submit.look import look
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
@@ -530,6 +530,17 @@ class TestStop:
         assert store.read("8b").coming() == ()
         claim(store, "8b", "another-model")  # its name is free
 
+    def test_what_a_job_without_a_record_left_is_known_after_slurm_has_forgotten_it(self, store, slurm):
+        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        Path(job.log_path or "").write_text("no Python environment in /x\n")
+        slurm.job("7", "FAILED", exit_code="78:0")
+        stop(store, "8b")
+        slurm.forget("7")
+        status = the_one(store)
+        assert (status.state, status.exit_code) == ("failed", 78)
+        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert status.last_words == ("no Python environment in /x",)
+
     def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
         note(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
         slurm.queue(("7", "PENDING", "Priority"))
@@ -583,9 +594,9 @@ class TestLogs:
         try:
             service.start(service="8b", model=MODEL, job_id="7")
             record(store, "8", state="failed", reason="x")
-            status, others = services.find_job(store, "8b")
+            status, others = job_logs.find_job(store, "8b")
             assert (status.job_id, [one.job_id for one in others]) == ("7", ["8"])
-            assert services.find_job(store, "8")[0].job_id == "8"
+            assert job_logs.find_job(store, "8")[0].job_id == "8"
         finally:
             service.close()
 
@@ -593,13 +604,13 @@ class TestLogs:
         record(store, "7", state="failed", reason="x")
         note(store, "8")
         slurm.queue(("8", "PENDING", "Priority"))
-        assert services.find_job(store, "8b")[0].job_id == "7"
-        assert services.find_job(store, "8b", to_follow=True)[0].job_id == "8"
+        assert job_logs.find_job(store, "8b")[0].job_id == "7"
+        assert job_logs.find_job(store, "8b", to_follow=True)[0].job_id == "8"
         slurm.queue(("8", "RUNNING", "None"))
-        assert services.find_job(store, "8b")[0].job_id == "8"
+        assert job_logs.find_job(store, "8b")[0].job_id == "8"
 
     def test_of_several_that_ended_the_last(self, store, slurm):
         for job_id, age_s in (("7", 100), ("8", 50)):
             record(store, job_id, state="failed", reason="x", updated_at=time.time() - age_s)
-        status, others = services.find_job(store, "8b")
+        status, others = job_logs.find_job(store, "8b")
         assert (status.job_id, [one.job_id for one in others]) == ("8", ["7"])
