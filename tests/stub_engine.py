@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-word-s", type=float, default=0.0, help="seconds between words")
     parser.add_argument("--stub-unhealthy-file", help="/health answers 503 while this file exists")
     parser.add_argument("--stub-ignore-sigterm", action="store_true")
+    parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
     return options
 
@@ -225,6 +228,9 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     options = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.stub_ignore_sigterm else lambda *_: sys.exit(0))
+    if options.stub_share_memory:
+        segment = SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(f"/{segment.name}", "shared_memory")  # which would tidy up, were it not killed too
     load(options)
     if options.headless:
         threading.Event().wait()

@@ -19,8 +19,8 @@ from typing import Any
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.network import PortsInUseError
 
-BEAT_S = 3.0
-LOST_AFTER_S = 60.0
+_LONGEST_BEAT_S = 3.0
+_BEATS_TO_MISS = 20
 _HANDSHAKE_S = 10.0
 _LONGEST_MESSAGE = 256 * 1024
 
@@ -32,12 +32,23 @@ class LinkLostError(HpcServeError):
 
 
 class Link:
-    """One end of an open connection. `rank`, `name` and `address` are those of the node at the other end."""
+    """One end of an open connection. `rank`, `name` and `address` are those of the node at the other end.
+
+    That node is lost once it has been silent for `silence_s` seconds.
+    """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, rank: int, name: str, address: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        rank: int,
+        name: str,
+        address: str,
+        silence_s: float,
     ) -> None:
         self.rank, self.name, self.address = rank, name, address
+        self._silence_s = silence_s
         self.read_bytes = 0
         self._reader, self._writer = reader, writer
 
@@ -48,12 +59,12 @@ class Link:
             await self._writer.drain()
 
     async def receive(self) -> Message:
-        """The next message other than a beat. Raises LinkLostError at the end, or after LOST_AFTER_S without any."""
+        """The next message other than a beat. Raises LinkLostError at the end, or when neither comes."""
         while True:
             try:
-                message = await asyncio.wait_for(_read(self._reader), LOST_AFTER_S)
+                message = await asyncio.wait_for(_read(self._reader), self._silence_s)
             except asyncio.TimeoutError as error:
-                raise LinkLostError(f"node {self.name} has not been heard of for {LOST_AFTER_S:.0f} s") from error
+                raise LinkLostError(f"node {self.name} has not been heard of for {self._silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
             if message["kind"] != "beat":
@@ -61,10 +72,18 @@ class Link:
             self.read_bytes = int(message.get("read_bytes", 0))
 
     async def beat(self, read_bytes: Callable[[], int]) -> None:
-        """Send beats until cancelled; each tells how much this node's processes have read."""
+        """Send beats until cancelled; each tells how much this node's processes had read when last asked.
+
+        Asking may take long (the kernel answers for a process that maps much memory when that is done); beats do not.
+        """
+        beat_s = min(_LONGEST_BEAT_S, self._silence_s / _BEATS_TO_MISS)
+        answer, asking = 0, asyncio.create_task(asyncio.to_thread(read_bytes))
         while True:
-            await self.send("beat", read_bytes=await asyncio.to_thread(read_bytes))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.wait({asking}, timeout=beat_s)
+            if asking.done():
+                answer, asking = asking.result(), asyncio.create_task(asyncio.to_thread(read_bytes))
+            await self.send("beat", read_bytes=answer)
+            await asyncio.sleep(beat_s)
 
     async def close(self) -> None:
         self._writer.close()
@@ -75,8 +94,9 @@ class Link:
 class ControlServer:
     """The head's end: accepts the launchers that hold the token and calls `on_link` with each."""
 
-    def __init__(self, token: str, name: str, on_link: Callable[[Link], None]) -> None:
+    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
         self._token, self._name, self._on_link = token.encode(), name, on_link
+        self._silence_s = silence_s
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -100,8 +120,10 @@ class ControlServer:
         hello = await _read(reader)
         if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, "node", ours)):
             raise ValueError("wrong token")
-        await _write(writer, {"proof": _proof(self._token, "head", str(hello["nonce"])), "name": self._name})
-        return Link(reader, writer, rank=int(hello["rank"]), name=str(hello["name"]), address=str(hello["address"]))
+        proof = _proof(self._token, "head", str(hello["nonce"]))
+        await _write(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
+        who = {"name": str(hello["name"]), "address": str(hello["address"])}
+        return Link(reader, writer, rank=int(hello["rank"]), silence_s=self._silence_s, **who)
 
 
 async def connect(
@@ -152,7 +174,8 @@ async def _introduce(
     answer = await _read(reader)
     if not hmac.compare_digest(str(answer["proof"]), _proof(token, "head", ours)):
         raise ValueError("wrong token")
-    return Link(reader, writer, rank=0, name=str(answer["name"]), address=head[0])
+    silence_s = float(answer["silence_s"])  # the head's, so that both ends wait as long
+    return Link(reader, writer, rank=0, name=str(answer["name"]), address=head[0], silence_s=silence_s)
 
 
 def _proof(token: bytes, role: str, nonce: str) -> str:

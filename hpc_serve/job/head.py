@@ -57,7 +57,9 @@ class Head:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.stop, f"{number.name} (cancelled, preempted, or out of time)")
-        control = ControlServer(self._node.token, self._node.allocation.node_name, self._welcome)
+        control = ControlServer(
+            self._node.token, self._node.allocation.node_name, self._welcome, silence_s=self._node.silence_s
+        )
         await control.start(listener)
         self._spawn(self._keeper.keep())
         self._spawn(self._guarded(self._bring_up()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +12,20 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.command import choose_backend, read_command
+from hpc_serve.job.folder import Owner
 from hpc_serve.job.head import Head
+from hpc_serve.job.job_dir import remove_job_dir
 from hpc_serve.job.network import PortBlock, guard, reachable_addresses
-from hpc_serve.job.node import LaunchOptions, Node, private_folder, read_token
+from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.service import LEASE_S, RecordKeeper, user_name
+from hpc_serve.job.sweep import private_folder
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
+_LEAST_SILENCE_S, _MOST_SILENCE_S = 5, 3_600
 
 
 def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation, environ: Mapping[str, str]) -> int:
@@ -30,8 +34,11 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
         raise InvalidRequestError(
             f"{', '.join(absent)} not set: run `python -m hpc_serve.job.prepare` first, as the script does."
         )
-    command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
-    with _run_folder(allocation, environ), private_folder(Path(environ["HPC_SERVE_NODE_TMP"])) as temp_dir:
+    temp_dir = Path(environ["HPC_SERVE_NODE_TMP"])
+    job_dir = environ["HPC_SERVE_JOB_DIR"] if allocation.is_head else None
+    owner = Owner(mark=f"{temp_dir.name}-{allocation.node_rank}", job_dir=job_dir)
+    with _run_folder(owner), private_folder(temp_dir, owner):
+        command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
         node = Node(
             options=options,
             allocation=allocation,
@@ -39,7 +46,9 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             backend=choose_backend(options.backend, command, allocation.num_nodes),
             head=environ["HPC_SERVE_HEAD_ADDRESS"],
             head_ports=PortBlock(int(environ["HPC_SERVE_HEAD_PORT_BASE"])),
+            silence_s=_silence_s(environ),
             temp_dir=temp_dir,
+            mark=owner.mark,
             token=read_token(environ),
             environ=environ,
         )
@@ -47,13 +56,28 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
 
 
 @contextlib.contextmanager
-def _run_folder(allocation: Allocation, environ: Mapping[str, str]) -> Iterator[None]:
+def _run_folder(owner: Owner) -> Iterator[None]:
     """The head removes the run's private folder when it is the last to need it."""
     try:
         yield
     finally:
-        if allocation.is_head:
-            shutil.rmtree(environ["HPC_SERVE_JOB_DIR"], ignore_errors=True)
+        if owner.job_dir is not None:
+            remove_job_dir(Path(owner.job_dir))
+
+
+def _silence_s(environ: Mapping[str, str]) -> float:
+    """How long nodes may not hear of each other. Raises InvalidRequestError."""
+    text = environ.get("HPC_SERVE_SILENCE_S") or "60"
+    try:
+        silence_s = float(text)
+    except ValueError:
+        silence_s = math.nan
+    if not _LEAST_SILENCE_S <= silence_s <= _MOST_SILENCE_S:
+        raise InvalidRequestError(
+            f"HPC_SERVE_SILENCE_S={text}: a node that is not heard of for so many seconds is lost; it must be "
+            f"{_LEAST_SILENCE_S} to {_MOST_SILENCE_S}."
+        )
+    return silence_s
 
 
 async def _run_head(node: Node) -> int:

@@ -1,20 +1,17 @@
-"""One launcher's own ground: its address, ports, private folder and the environment its children get."""
+"""What one launcher works with: its part of the run, its ports, and the environment its children get."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.errors import DoesNotFitError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.command import EngineCommand
-from hpc_serve.job.network import PortBlock, PortsInUseError, interface_of
-from hpc_serve.job.process import MARK
+from hpc_serve.job.network import PortBlock, interface_of
+from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayNode, ray_node
 
 
@@ -31,7 +28,11 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a launcher works with. `head` is the address of the head node, `token` the run's secret."""
+    """A launcher's part of a run.
+
+    `head` is the address of the head node, `token` the run's secret, `mark` what the environment of every process of
+    this run on this node holds; another node that is not heard of for `silence_s` seconds is lost.
+    """
 
     options: LaunchOptions
     allocation: Allocation
@@ -39,14 +40,11 @@ class Node:
     backend: str
     head: str
     head_ports: PortBlock
+    silence_s: float
     temp_dir: Path
+    mark: str
     token: str
     environ: Mapping[str, str]
-
-    @property
-    def mark(self) -> str:
-        """What the environment of every process of this run on this node holds."""
-        return f"{self.temp_dir.name}-{self.allocation.node_rank}"
 
     @property
     def gcs(self) -> str:
@@ -76,7 +74,7 @@ class Node:
         """The environment of Ray and the engine on this node; what a person has set stays set."""
         cache = Path(self.environ.get("HPC_SERVE_CACHE_DIR") or self.temp_dir / "cache")
         ours = {
-            MARK: self.mark,
+            **mark_environ(self.mark),
             "TMPDIR": str(self.temp_dir),
             "RAY_ADDRESS": self.gcs,
             "VLLM_HOST_IP": address,  # this node's own: one value for all nodes ends in "unique IP" errors
@@ -99,24 +97,6 @@ class Node:
 def ray_dir(node_tmp: str) -> str:
     """Ray's folder inside the node-local one."""
     return f"{node_tmp}/ray"
-
-
-@contextlib.contextmanager
-def private_folder(path: Path) -> Iterator[Path]:
-    """Make the node-local folder (0700), and remove it with all in it. Raises PortsInUseError if the name is taken."""
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        raise PortsInUseError(f"{path} exists on {socket.gethostname()}; another name is needed.") from None
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{path} cannot be made on {socket.gethostname()}: {error.strerror}. "
-            "Set HPC_SERVE_TMPDIR to a node-local folder that exists on every node."
-        ) from error
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_token(environ: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Run once by the batch script on the head node, before `srun`: what all nodes must agree on, as shell exports.
 
-It makes the run's private folder and Ray's token, makes sure the service has an API key, and chooses the head's
+It makes the run's private folder with Ray's token, makes sure the service has an API key, and chooses the head's
 address, port block and the name of the node-local folder. A second attempt simply runs it again and gets other ones.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job import folder
 from hpc_serve.job.allocation import Allocation, read_allocation
+from hpc_serve.job.job_dir import make_job_dir, sweep_job_dirs
 from hpc_serve.job.network import choose_port_block, node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.service import publish_failure
@@ -53,6 +54,7 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
         address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
     api_key_file = store.ensure_api_key(service)
     job_dir = make_job_dir(store.home, allocation)
+    sweep_job_dirs(store)
     return {
         "HPC_SERVE_HOME": str(store.home),
         "HPC_SERVE_JOB_ID": allocation.job_id,
@@ -68,32 +70,20 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     }
 
 
-def make_log_dir(folder: Path) -> Path:
+def make_log_dir(path: Path) -> Path:
     """The folder of logs, made if it is missing. Raises InvalidRequestError: srun would only say that IO failed."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={folder} cannot be made: {error.strerror}.") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={folder} cannot be written to.")
-    return folder
-
-
-def make_job_dir(home: Path, allocation: Allocation) -> Path:
-    """The run's private folder (0700) with Ray's token (0600) in it."""
-    jobs = home / "jobs"
-    jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job_dir = jobs / f"{allocation.run_name}-{secrets.token_hex(4)}"
-    job_dir.mkdir(mode=0o700)
-    descriptor = os.open(job_dir / "ray_token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "w") as token:
-        token.write(secrets.token_hex(32))
-    return job_dir
+        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={path} cannot be made: {error.strerror}.") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={path} cannot be written to.")
+    return path
 
 
 def node_tmp_name(root: str) -> str:
     """A name nobody has for the node-local folder, the same on every node. Raises InvalidRequestError if too long."""
-    name = f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
+    name = folder.new_name(root)
     longest = ray_dir(name)
     if len(longest) > _LONGEST_TMPDIR:
         raise InvalidRequestError(

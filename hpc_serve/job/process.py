@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +21,6 @@ from hpc_serve.job.progress import error_of, is_consequence
 _LAST_WORDS = 30
 _LONGEST_LINE = 4_000
 MARK = "HPC_SERVE_RUN_MARK"
-
-# Asks the kernel for SIGTERM when the launcher dies (PR_SET_PDEATHSIG), then becomes the command: a launcher that was
-# killed leaves nothing behind. A wrapper, because code between fork and exec is not safe beside threads.
-_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class Child:
@@ -118,7 +113,7 @@ async def start_child(
     if shutil.which(argv[0], path=environ.get("PATH")) is None:
         raise FileNotFoundError(argv[0])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _END_WITH_PARENT, *argv),
+        *argv,
         env=environ,
         cwd=cwd,
         stdin=asyncio.subprocess.DEVNULL,
@@ -127,6 +122,15 @@ async def start_child(
         start_new_session=True,
     )
     return Child(name, process, on_line)
+
+
+def mark_environ(mark: str) -> dict[str, str]:
+    """What makes a process and its descendants carry `mark`.
+
+    The engine's and Ray's processes give themselves titles, which setproctitle writes over the environment that /proc
+    shows, unless SPT_NOENV tells it to make do with the command line's room.
+    """
+    return {MARK: mark, "SPT_NOENV": "1"}
 
 
 async def end_marked(mark: str, *, grace_s: float) -> int:

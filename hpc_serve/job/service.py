@@ -7,6 +7,7 @@ import contextlib
 import os
 import pwd
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -67,7 +68,9 @@ class RecordKeeper:
     def __init__(self, store: ServiceStore, record: EndpointRecord) -> None:
         self._store = store
         self.record = record
+        self._counter = record.counter
         self._changed = asyncio.Event()
+        self._writing = threading.Lock()
         self._write()
 
     def update(self, **changes: Any) -> None:
@@ -102,8 +105,11 @@ class RecordKeeper:
             await asyncio.sleep(1 / _MOST_WRITES_PER_S)
 
     def _write(self) -> None:
-        self.record = replace(self.record, counter=self.record.counter + 1, updated_at=time.time())
-        try:
-            self._store.write(self.record)
-        except OSError as error:  # a full or absent shared filesystem must not end a service that works
-            print(f"hpc-serve: cannot write the record: {error}", file=sys.stderr, flush=True)
+        # A renewal, written from a thread, must neither undo a change nor be written over it.
+        with self._writing:
+            self._counter += 1
+            record = replace(self.record, counter=self._counter, updated_at=time.time())
+            try:
+                self._store.write(record)
+            except OSError as error:  # a full or absent shared filesystem must not end a service that works
+                print(f"hpc-serve: cannot write the record: {error}", file=sys.stderr, flush=True)

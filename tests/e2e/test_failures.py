@@ -6,6 +6,7 @@ stands around it. test_serving.py does the same to a real vLLM where the engine'
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -42,11 +43,12 @@ def is_loading(record) -> bool:
     return record["stage"] == "loading weights"
 
 
-def failed(alice: User, service: str, job_id: str):
+def failed(alice: User, service: str, job_id: str, *, is_gone: bool = True):
     record = wait_for(
         lambda: (found := alice.record(service, job_id)) and found["state"] == "failed" and found, 90, what="failed"
     )
-    alice.wait_until_gone(job_id)
+    if is_gone:
+        alice.wait_until_gone(job_id)
     return record
 
 
@@ -107,9 +109,17 @@ def test_a_node_whose_ray_cannot_start_is_named(alice):
     assert record["last_words"] == ["no such library"]
 
 
+def folders_left(alice: User) -> list[str]:
+    """What runs have on the hosts and in the shared home beside logs and records."""
+    look = ("sh", "-c", "ls -d /tmp/hs-* /dev/shm/* 2>/dev/null")
+    on_hosts = {node: alice.run(*look, node=node).stdout.split() for node in alice.cluster.nodes}
+    left = [f"{node}:{path}" for node, paths in on_hosts.items() for path in paths]
+    return [*left, *map(str, (alice.home / ".hpc-serve" / "jobs").iterdir())]
+
+
 @pytest.mark.parametrize("role", ["head", "worker"])
 def test_a_launcher_is_killed(alice, role):
-    job_id = submit(alice, f"killed-{role}")
+    job_id = submit(alice, f"killed-{role}", "--stub-share-memory", "--stub-ignore-sigterm")
     record = alice.wait_until_ready(f"killed-{role}", job_id, 120)
     host = record["nodes"][0 if role == "head" else 1]["name"]
     launchers = [
@@ -118,8 +128,75 @@ def test_a_launcher_is_killed(alice, role):
     for process in launchers:
         os.kill(process.pid, signal.SIGKILL)
     alice.wait_until_gone(job_id)
+    assert not folders_left(alice)
     if role == "worker":
         assert f"launcher on node {host} ended" in alice.record(f"killed-{role}", job_id)["reason"]
+
+
+def without_ray(alice: User, service: str, *stub_args: str) -> tuple[str, list[str]]:
+    """A job of two nodes that hear of each other's silence soon: its id and its hosts, the head first."""
+    layout = {"num_nodes": 2, "pipeline_parallel_size": 2, "backend": "mp"}
+    script = alice.write(f"{service}.sh", stub_script(service, *stub_args, **layout))
+    job_id = alice.sbatch(script, env={"HPC_SERVE_SILENCE_S": "5"})
+    record = alice.wait_until_ready(service, job_id, 120)
+    return job_id, [node["name"] for node in record["nodes"]]
+
+
+def on(alice: User, host: str) -> list[int]:
+    return [process.pid for process in alice.processes() if process.host == host]
+
+
+@contextlib.contextmanager
+def frozen(alice: User, host: str):
+    """All that the user runs on a host stands still."""
+    pids = on(alice, host)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_with_a_frozen_node(alice):
+    job_id, _ = without_ray(alice, "outright", "--stub-share-memory")
+    for process in alice.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    alice.wait_until_gone(job_id)
+    left = folders_left(alice)
+    assert len(left) == 2 + 2 + 1  # of each host: a folder, a segment; and the run's own
+    job_id, (_, worker) = without_ray(alice, "frozen-worker")
+    wait_for(lambda: not set(left) & set(folders_left(alice)), 20, what=f"the end of {left}")
+    with frozen(alice, worker):
+        record = failed(alice, "frozen-worker", job_id, is_gone=False)
+        assert record["failed_part"] == f"node {worker}"
+        assert record["reason"] == f"node {worker} has not been heard of for 5 s"
+    alice.wait_until_gone(job_id)
+    assert not folders_left(alice)
+
+
+def test_a_frozen_head_is_left_by_the_others_and_known_as_stale(alice):
+    job_id, (head, worker) = without_ray(alice, "frozen-head")
+    with frozen(alice, head):
+        wait_for(lambda: not on(alice, worker), 60, what="the worker's launcher to end")
+    record = failed(alice, "frozen-head", job_id)
+    assert record["failed_part"] == f"node {worker}"
+    assert not folders_left(alice)
+
+
+def test_both_sides_of_a_parted_network_end_by_themselves(alice):
+    job_id, (_, worker) = without_ray(alice, "parted")
+    alice.cluster.disconnect(worker)
+    try:
+        record = failed(alice, "parted", job_id, is_gone=False)
+        wait_for(lambda: not on(alice, worker), 60, what="the worker's launcher to end")
+    finally:
+        alice.cluster.reconnect(worker)
+    assert record["reason"] == f"node {worker} has not been heard of for 5 s"
+    alice.wait_until_gone(job_id)
+    assert not folders_left(alice)
 
 
 def test_cancelled_while_pending(alice):

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 
-from hpc_serve.job import control
 from hpc_serve.job.control import ControlServer, Link, LinkLostError, connect
 from hpc_serve.job.network import PortsInUseError, hold_port_block
 
 
-def on_a_line(scenario, *, server_token="secret", client_token="secret"):
+def on_a_line(scenario, *, server_token="secret", client_token="secret", silence_s=60.0):
     """Run `scenario(head's link, node's link)` over a real connection."""
 
     async def run():
         block, listener = hold_port_block()
         links: asyncio.Queue[Link] = asyncio.Queue()
-        server = ControlServer(server_token, "n1", links.put_nowait)
+        server = ControlServer(server_token, "n1", links.put_nowait, silence_s=silence_s)
         await server.start(listener)
         try:
             node = await connect(
@@ -71,14 +71,37 @@ def test_the_end_of_a_launcher_is_noticed():
         on_a_line(scenario)
 
 
-def test_a_silent_node_is_lost(monkeypatch):
-    monkeypatch.setattr(control, "LOST_AFTER_S", 0.05)
-
+def test_a_silent_node_is_lost_and_so_is_a_silent_head():
     async def scenario(head, node):
-        await head.receive()
+        heard = await asyncio.gather(head.receive(), node.receive(), return_exceptions=True)
+        return [str(error) for error in heard if isinstance(error, LinkLostError)]
 
-    with pytest.raises(LinkLostError, match="n2 has not been heard of"):
-        on_a_line(scenario)
+    assert on_a_line(scenario, silence_s=0.05) == [
+        "node n2 has not been heard of for 0.05 s",
+        "node n1 has not been heard of for 0.05 s",
+    ]
+
+
+def test_beats_go_on_while_the_kernel_does_not_say_what_was_read():
+    async def scenario(head, node):
+        answer, told, sent = threading.Event(), asyncio.Event(), []
+
+        async def send(kind, **fields):
+            sent.append(fields["read_bytes"])
+            if len(sent) == 3:
+                answer.set()
+            if fields["read_bytes"]:
+                told.set()
+
+        node.send = send
+        beats = asyncio.create_task(node.beat(lambda: 4096 if answer.wait(5) else 0))
+        await asyncio.wait_for(told.wait(), 5)
+        beats.cancel()
+        return sent
+
+    sent = on_a_line(scenario, silence_s=0.2)
+    assert sent[:3] == [0, 0, 0]
+    assert sent[-1] == 4096
 
 
 def test_without_the_token_nobody_gets_on():

@@ -6,15 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
-from hpc_serve.job.process import MARK, end_marked, marked, read_bytes, start_child
+from hpc_serve.job.process import end_marked, mark_environ, marked, read_bytes, start_child
 
 
 def environ(mark: str = "none") -> dict[str, str]:
-    return {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **mark_environ(mark), "PYTHONUNBUFFERED": "1"}
 
 
 def python(code: str) -> list[str]:
@@ -85,6 +84,21 @@ def test_a_descendant_that_left_the_session_is_found_and_ended():
     assert not list(marked(mark))
 
 
+def test_a_process_that_gives_itself_a_title_is_found():
+    pytest.importorskip("setproctitle", reason="comes with vLLM")
+    mark = f"test-{os.getpid()}-titled"
+    code = "import setproctitle, sys; setproctitle.setproctitle('VLLM::x'); print('done', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        python(code), env=environ(mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as titled:
+        assert titled.stdout is not None
+        titled.stdout.readline()
+        with open(f"/proc/{titled.pid}/cmdline", "rb") as words:
+            assert words.read().startswith(b"VLLM::x\0")
+        assert list(marked(mark)) == [titled.pid]
+        titled.communicate()
+
+
 def test_what_marked_processes_read_is_counted():
     mark = f"test-{os.getpid()}-reader"
     reader = subprocess.Popen(
@@ -97,34 +111,3 @@ def test_what_marked_processes_read_is_counted():
     reader.stdout.readline()
     assert read_bytes(mark) >= 10_000_000
     reader.communicate(b"")
-
-
-def test_a_child_ends_with_a_launcher_that_was_killed():
-    code = (
-        "import asyncio, os\n"
-        "from hpc_serve.job.process import start_child\n"
-        "async def main():\n"
-        "    child = await start_child('x', ['sleep', '600'], dict(os.environ), print)\n"
-        "    print(child.pid, flush=True)\n"
-        "    await child.wait()\n"
-        "asyncio.run(main())\n"
-    )
-    launcher = subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    pid = int(launcher.stdout.readline())
-    deadline = time.monotonic() + 10
-    while not _cmdline(pid).startswith(b"sleep") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    launcher.kill()
-    launcher.wait()
-    while _cmdline(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _cmdline(pid)
-
-
-def _cmdline(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

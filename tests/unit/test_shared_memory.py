@@ -1,0 +1,80 @@
+"""What of /dev/shm is a run's: what its processes have mapped, as long as it is the same file and nobody uses it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from hpc_serve.job import shared_memory
+from hpc_serve.job.shared_memory import Segment
+
+
+@pytest.fixture
+def segment(tmp_path):
+    """Makes a file of a given name in a stand-in for /dev/shm."""
+
+    def make(name):
+        path = tmp_path / name
+        path.write_bytes(b"\0" * mmap.PAGESIZE)
+        return Segment(name, path.stat().st_ino)
+
+    return make
+
+
+def mapping(path):
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def test_what_a_process_has_mapped_is_seen_by_name_and_inode(tmp_path, segment):
+    known, _, unlinked = segment("psm_1234"), segment("my-own-data"), segment("psm_gone")
+    held = [mapping(tmp_path / name) for name in ("psm_1234", "my-own-data", "psm_gone")]
+    (tmp_path / unlinked.name).unlink()
+    assert shared_memory.mapped_by([os.getpid()], folder=tmp_path) == {known}
+    for each in held:
+        each.close()
+
+
+def test_a_process_that_has_ended_has_nothing_mapped(tmp_path):
+    assert shared_memory.mapped_by([2**22 + 1], folder=tmp_path) == set()
+
+
+def test_what_is_listed_is_of_known_kinds(tmp_path, segment):
+    kinds = ("psm_1234", "vllm_offload_x.mmap", "vllm_dist_0e-tp:0-[0-1]-cpushm_0", "sem.mp-abc", "nccl-x", "torch_1_2")
+    known = {segment(name) for name in kinds}
+    segment("sem.mine")
+    (tmp_path / "psm_folder").mkdir()
+    (tmp_path / "psm_link").symlink_to(tmp_path / "psm_1234")
+    assert shared_memory.listed(folder=tmp_path) == known
+
+
+def test_what_nobody_maps_is_removed_and_what_somebody_maps_is_not(tmp_path, segment):
+    idle, used = segment("psm_idle"), segment("psm_used")
+    held = mapping(tmp_path / used.name)
+    assert shared_memory.remove([idle, used], folder=tmp_path) == [idle]
+    assert os.listdir(tmp_path) == [used.name]
+    held.close()
+
+
+def test_another_file_under_the_same_name_is_not_removed(tmp_path, segment):
+    now = segment("psm_1234")
+    assert shared_memory.remove([Segment(now.name, now.inode + 1)], folder=tmp_path) == []
+    assert (tmp_path / now.name).exists()
+
+
+def test_a_name_that_leads_elsewhere_is_not_removed(tmp_path):
+    (tmp_path / "shm").mkdir()
+    victim = tmp_path / "psm_victim"
+    victim.write_text("x")
+    assert shared_memory.remove([Segment("../psm_victim", victim.stat().st_ino)], folder=tmp_path / "shm") == []
+    assert victim.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to somebody else")
+def test_another_users_segment_is_neither_listed_nor_removed(tmp_path, segment):
+    theirs = segment("psm_1234")
+    os.chown(tmp_path / theirs.name, 12_345, -1)
+    assert shared_memory.listed(folder=tmp_path) == set()
+    assert shared_memory.remove([theirs], folder=tmp_path) == []
