@@ -84,9 +84,10 @@ class LazyGroup(click.Group):
 
     def _owes_json(self, ctx: click.Context) -> bool:
         words = ctx.meta["words"]
+        if "--json" not in words or "has_answered" in ctx.meta:
+            return False
         command = self.get_command(ctx, words[0])
-        has_json = command is not None and any("--json" in parameter.opts for parameter in command.params)
-        return "--json" in words and has_json and "has_answered" not in ctx.meta
+        return command is not None and any("--json" in parameter.opts for parameter in command.params)
 
 
 @click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})

@@ -147,7 +147,7 @@ def not_found(view: ServiceView, others: Sequence[ServiceView]) -> str:
         if view.is_coming:
             text += f" Wait for it: connect({name!r}, wait=600), or `hpc-serve wait {name}`."
         else:
-            text += f" Start one: hpc-serve submit; see what happened: hpc-serve logs {name}."
+            text += f" Start one: hpc-serve submit; see what happened: hpc-serve status {name}."
     else:
         close = difflib.get_close_matches(name, [other.service for other in others], n=1)
         text = f"No service {name!r} in {view.home}."

@@ -115,7 +115,8 @@ def _by_hand(
         except InvalidRequestError:  # no service has such a name
             continue
         if job.is_over:
-            job = replace(slurm.state(job.job_id, submitted_at=job.submitted_at), ended_at=job.ended_at)
+            detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
+            job = replace(detail, ended_at=job.ended_at) if detail.state == job.state else job
         status = ServiceStatus(
             service=name, job_id=job.job_id, state="unknown", submitted_at=job.submitted_at, log_dir=log_dir
         )

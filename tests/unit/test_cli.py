@@ -90,6 +90,7 @@ def test_every_command_is_there_and_has_help(name, capsys):
     [
         (["submti"], ["no command 'submti'", "Did you mean submit?"]),
         (["zzz"], ["no command 'zzz'", "See: hpc-serve --help"]),
+        (["--", "zzz"], ["no command 'zzz'"]),
         (["submit", "--modle", "8b"], ["--modle", "--model"]),
         (["submit"], ["--model"]),
         (["submit", "--model", "8b", "stray"], ["stray"]),
