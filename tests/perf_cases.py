@@ -197,7 +197,7 @@ def source_of(row: dict[str, Any]) -> str:
     """The publication: a page, a file of figures, a task of a round of MLPerf (all submissions together)."""
     if row["id"].startswith("mlperf"):
         return f"mlperf {row['scenario'].split()[1]} {row['model']}"
-    return row["source"].removeprefix("gpustack/gpustack docs/performance-lab/").removesuffix(".md")
+    return str(row["source"]).removeprefix("gpustack/gpustack docs/performance-lab/").removesuffix(".md")
 
 
 def why_left_out(row: dict[str, Any]) -> str | None:
@@ -224,7 +224,7 @@ def in_flight(row: dict[str, Any]) -> int:
         return 10_000
     if row.get("tpot_ms_mean") and row["concurrency"] < row["num_prompts"] and "max-concurrency" not in row["scenario"]:
         latency_ms = row["ttft_ms_mean"] + row["tpot_ms_mean"] * (row["osl"] - 1)
-        return max(1, round(row["req_s"] * latency_ms / 1000))
+        return max(1, round(float(row["req_s"] * latency_ms) / 1000))
     return int(row["concurrency"])
 
 
@@ -251,17 +251,18 @@ def _model(row: dict[str, Any]) -> tuple[str, str | None]:
     return name, override
 
 
-def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None]:
-    """(version, expert parallel, type of the cache, tokens of a step, share of the memory)."""
+def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None, bool]:
+    """(version, expert parallel, type of the cache, tokens of a step, share of the memory, async scheduling)."""
     command = row.get("command") or ""
     batched = re.search(r"--max-num-batched-tokens (\d+)", command)
     if row["id"].startswith("mlperf"):
-        return "0.9.0", False, "fp8", None, None
-    version = "0.6.3" if row["id"].startswith("dstack") else "0.12.0" if "tpu" in row["id"] else "0.11.0"
-    tokens = int(batched[1]) if batched else 512 if "tpu" in row["id"] else None
+        return "0.9.0", False, "fp8", None, None, False
+    is_tpu = "tpu" in row["id"]
+    version = "0.6.3" if row["id"].startswith("dstack") else "0.12.0" if is_tpu else "0.11.0"
+    tokens = int(batched[1]) if batched else 512 if is_tpu else None
     utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", command)
-    share = float(utilization[1]) if utilization else 0.98 if "tpu" in row["id"] else None
-    return version, "--enable-expert-parallel" in command, "auto", tokens, share
+    share = float(utilization[1]) if utilization else 0.98 if is_tpu else None
+    return version, "--enable-expert-parallel" in command, "auto", tokens, share, is_tpu or "--async" in command
 
 
 @cache
@@ -284,6 +285,7 @@ def _prepared(
     kv_cache_dtype: str,
     batched_tokens: int | None,
     gpu_memory_utilization: float | None,
+    async_scheduling: bool,
 ) -> tuple[Roofline, MemoryEstimate]:
     model, device = model_spec(name, quantization), accelerator(gpu)
     engine = EngineConfig(
@@ -302,7 +304,7 @@ def _prepared(
         pipeline_parallel_size=1,
         max_model_len=min(model.max_model_len, 36_000),
     )
-    return Roofline(model, device, engine, layout), memory
+    return Roofline(model, device, engine, layout, async_scheduling=async_scheduling), memory
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         pipeline_parallel_size=stages,
         max_model_len=length,
     )
-    return Roofline(model, device, engine, layout), memory
+    return Roofline(model, device, engine, layout, async_scheduling=row.get("async_scheduling")), memory
 
 
 def later_medians(cases: Sequence[Case], factors: Factors = EXPECTED) -> dict[str, float]:

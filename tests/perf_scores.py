@@ -14,15 +14,7 @@ from dataclasses import replace
 from hpc_serve.plan.roofline import EXPECTED, FITTED, Factors
 from tests.perf_cases import Case
 
-NEUTRAL = Factors(
-    flops=0.5,
-    expert_flops=0.5,
-    bandwidth=0.8,
-    link=EXPECTED.link,
-    collective_s=EXPECTED.collective_s,
-    routing_s=1e-4,
-    step_s=2e-3,
-)
+NEUTRAL = replace(EXPECTED, flops=0.5, expert_flops=0.5, bandwidth=0.8, kernel_s=5e-6, sequence_s=20e-6)
 """Where every fit starts: guesses that no row had a part in."""
 HIGHEST_SHARE = 0.95
 STEPS = (1.3, 1.1)

@@ -24,11 +24,12 @@ from hpc_serve.plan.roofline_slices import SLICES, axes, model_parallel_limit, s
 _MEANING = {
     "flops": "of the FLOP/s, in dense matrices",
     "expert_flops": "of the FLOP/s, in routed experts",
+    "attention_flops": "of the FLOP/s, in attention",
     "bandwidth": "of the memory bandwidth",
     "link": "of the links between GPUs",
     "collective_s": "for each all-reduce or hop, whatever its size",
-    "routing_s": "for each layer of experts",
-    "step_s": "of the engine's own for each step",
+    "kernel_s": "for each kernel, whatever its size",
+    "sequence_s": "of the engine's own for each sequence of a step",
 }
 
 
@@ -41,9 +42,7 @@ def sweep(
     if traffic.concurrency > 1:
         counts.add(traffic.concurrency)
     return [
-        estimate_performance(
-            roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour
-        )
+        estimate_performance(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
         for count in sorted(counts)
     ]
 
@@ -63,7 +62,7 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
         ("flops_s", "FLOP/s (the larger of both counts)"),
         ("cache_s", f"KV cache, {traffic.mean_context:,.0f} tokens each"),
         ("communication_s", "communication"),
-        ("engine_s", "engine"),
+        ("engine_s", f"engine, {sum(stage.kernels for stage in work):,} kernels"),
     )
     for key, text in causes:
         yield f"  {text:34}{_ms(getattr(ideal.step, key))}{_ms(getattr(expected.step, key))}"
@@ -76,7 +75,8 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
         value = getattr(estimate.factors, name)
         shown = f"{1e6 * value:.0f} µs" if name.endswith("_s") else f"{100 * value:.0f} %"
         origin = "fitted on published measurements" if name in FITTED else "assumed"
-        yield f"    {shown:>8} {meaning} ({origin})"
+        hidden = ", behind the device's" if name == "sequence_s" and roofline.async_scheduling else ""
+        yield f"    {shown:>8} {meaning}{hidden} ({origin})"
     for line in limit_lines(roofline):
         yield f"  {line}"
 

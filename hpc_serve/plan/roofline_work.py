@@ -21,6 +21,16 @@ from hpc_serve.plan.weights import Linear, Weight
 ALL_REDUCES_PER_LAYER = 2
 """After attention and after the MLP, with tensor parallelism (Megatron-LM, arXiv:1909.08053)."""
 
+LAYER_KERNELS = 10
+"""Kernels of a dense layer of vLLM, compiled: two norms with the residual's sum, four products, rotation, the cache's
+write, attention, activation."""
+EXPERT_KERNELS = 10
+"""What a layer of experts has more: 13 kernels in place of a dense MLP's three, for the router, its top k, sorting by
+expert, quantising the input of each of two grouped products, the sum, and shared experts (`fused_experts` in vLLM)."""
+LATENT_KERNELS = 6
+"""What latent attention has more: 11 kernels in place of five, for the norms and second product of the compressed query
+and key, products with both halves of the expanding matrix, concatenations, merging (`mla_attention` in vLLM)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
@@ -49,10 +59,11 @@ class StageWork:
 
     `expert_bytes` are those of all routed experts it holds, of which a token is sent to `experts_per_token` out of
     `experts`. Rows of the embedding table are looked up, not read: they count nowhere. `head_flops` are per sequence.
+    `kernels` are what a step starts one after the other, however few its tokens.
     """
 
     layers: int
-    expert_layers: int
+    kernels: int
     dense_bytes: int
     expert_bytes: int
     experts: int
@@ -114,9 +125,7 @@ class ModelWork:
         return 2 * tokens * self.hidden_bytes / self.layout.tensor_parallel_size
 
 
-def model_work(
-    model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout
-) -> ModelWork:
+def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
     """Count the work of a layout. Raises DoesNotFitError where vLLM refuses it."""
     tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
     expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
@@ -142,7 +151,9 @@ def model_work(
         found.append(
             StageWork(
                 layers=len(stage.layers),
-                expert_layers=expert_layers,
+                kernels=LAYER_KERNELS * len(stage.layers)
+                + EXPERT_KERNELS * expert_layers
+                + LATENT_KERNELS * sum(layer.cache is not None and layer.cache.kind == "mla" for layer in stage.layers),
                 dense_bytes=max(0, dense_bytes),
                 expert_bytes=expert_bytes,
                 experts=model.num_experts,

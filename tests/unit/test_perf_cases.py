@@ -47,6 +47,25 @@ def test_what_plan_says_of_its_own_accuracy(folds: Folds) -> None:
     assert max(tpus) <= 25
 
 
+def test_what_it_may_say_by_kind(folds: Folds, later: list[Case]) -> None:
+    """Two thirds of 233 rows of vLLM on GPUs and half of 21 on TPUs are within a quarter; 8 on CPUs are a fifth to two
+    fifths below what is expected, of another engine."""
+    found: dict[str, list[float]] = {"gpu": [], "tpu": [], "cpu": []}
+    rows = [(one, factors) for factors, fold in folds.values() for one in fold]
+    rows += [(one, EXPECTED) for one in later if not one.left_out]
+    for one, factors in rows:
+        assert one.roofline
+        kind = one.roofline.accelerator.kind
+        if one.engine.startswith("vLLM") or kind == "cpu":
+            found[kind].append(error(one, factors))
+    within = {kind: sum(abs(value) <= 25 for value in values) / len(values) for kind, values in found.items()}
+    assert {kind: len(values) for kind, values in found.items()} == {"gpu": 233, "tpu": 21, "cpu": 8}
+    assert within["gpu"] >= 2 / 3
+    assert within["tpu"] >= 1 / 2
+    below = [1 - 1 / (1 + value / 100) for value in found["cpu"]]
+    assert 0.18 <= min(below) <= max(below) <= 0.44
+
+
 def test_accuracy_on_sources_that_no_factor_was_fitted_on(
     later: list[Case], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,9 +100,7 @@ def test_the_built_in_factors_are_nearly_those_that_fit_all_sources(cases: list[
 
 
 def test_the_built_in_factors_do_as_well_as_any_fold(cases: list[Case]) -> None:
-    medians = [
-        statistics.median(abs(error(one, EXPECTED)) for one in rows) for rows in by_source(cases).values()
-    ]
+    medians = [statistics.median(abs(error(one, EXPECTED)) for one in rows) for rows in by_source(cases).values()]
     assert statistics.median(medians) <= 25
 
 

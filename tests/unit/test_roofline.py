@@ -91,9 +91,7 @@ def test_a_window_bounds_what_is_read() -> None:
 
 
 def test_a_latent_cache_is_whole_on_every_rank() -> None:
-    one, eight = (
-        model_work(spec("deepseek-v3"), H100, EngineConfig(), layout(ranks)).stages[0] for ranks in (1, 8)
-    )
+    one, eight = (model_work(spec("deepseek-v3"), H100, EngineConfig(), layout(ranks)).stages[0] for ranks in (1, 8))
     assert one.cache_bytes(1000) == eight.cache_bytes(1000) == 61 * 1000 * 576 * 2
     assert one.attention[0].decode_flops == 2 * 128 * (576 + 512)
     assert one.attention[0].prefill_flops == 2 * 128 * (192 + 128)
@@ -223,9 +221,9 @@ def test_small_replicas_win_on_throughput_and_a_wide_one_on_latency() -> None:
     many, reasons = choose(question("8b"), Traffic(), Target())
     assert (many.replicas, many.layout.tensor_parallel_size) == (8, 1)
     assert any(reason.startswith("Not one TP=8") for reason in reasons)
-    fast, _ = choose(question("8b"), Traffic(), Target(tpot_s=0.0045))
+    fast, _ = choose(question("8b"), Traffic(), Target(tpot_s=0.0055))
     assert fast.layout.tensor_parallel_size > 1
-    assert fast.estimate.expected.tpot_s <= 0.0045
+    assert fast.estimate.expected.tpot_s <= 0.0055
 
 
 def test_the_batch_is_as_large_as_the_target_allows() -> None:

@@ -283,7 +283,7 @@ def test_prefill_of_8192_tokens() -> None:
     stage = roofline.work.stages[0]
     attention = stage.prompt_attention_flops(CONTEXT)
     assert attention == pytest.approx(80 * 4 * 64 * 128 * CONTEXT**2 / 2, rel=0.001)
-    at_40 = replace(IDEAL, flops=0.4)
+    at_40 = replace(IDEAL, flops=0.4, attention_flops=0.4)
     whole = roofline.step(CONTEXT, 0, CONTEXT, at_40, CONTEXT).flops_s
     linear_s = 2 * (LLAMA.parameters - 2 * 128256 * 8192) * CONTEXT / (16 * V5E.dense_flops["bf16"] * 0.4)
     assert whole == pytest.approx(linear_s + attention / (16 * V5E.dense_flops["bf16"] * 0.4), rel=0.01)
