@@ -203,7 +203,7 @@ def print_details(status: ServiceStatus) -> None:
         "started": _when(status.started_at),
         "time left": status.time_left or "",
         "exit code": "" if status.exit_code is None else str(status.exit_code),
-        "logs": _logs(status),
+        "logs": "\n".join(map(str, status.log_files() or status.log_places)),
     }
     heading = Text(f"{status.service}  job {status.job_id}", style=f"bold {_COLOURS[status.state]}")
     console.print(heading)
@@ -218,12 +218,6 @@ def print_details(status: ServiceStatus) -> None:
         console.print(Text("  last words"))
         for line in status.last_words[-10:]:
             console.print(Text(f"    {line}", style="dim"))
-
-
-def _logs(status: ServiceStatus) -> str:
-    if files := status.log_files():
-        return "\n".join(map(str, files))
-    return f"{status.batch_log} (there is no such file on this host)" if status.batch_log else status.log_dir
 
 
 def _print_figures(console: Console, status: ServiceStatus) -> None:

@@ -97,8 +97,11 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 
     found = find_files()
     if not found and not follow:
-        why = f"left no such logs ({status.sentence})" if status.is_over else "has no such logs yet"
-        raise click.ClickException(f"{status.service} (job {status.job_id}) {why} in {status.log_dir}.")
+        of_which = "" if node is None else f" of node {node}"
+        raise click.ClickException(
+            f"{status.service} (job {status.job_id}, {status.sentence}) has no logs{of_which} that this host can see; "
+            f"they would be {' and '.join(status.log_places)}."
+        )
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:

@@ -184,8 +184,8 @@ def epitaph(status: ServiceStatus) -> str:
     """How a replica ended, with its last words and where to read on."""
     words = "".join(f"\n    {line}" for line in status.last_words[-10:])
     last = f"\nLast words:{words}" if words else ""
-    logs = f"\nLogs: {status.log_dir}/{status.job_id}*.log"
-    return f"{status.service} (job {status.job_id}) {status.sentence}{last}{logs}"
+    logs = ", ".join(status.log_places)
+    return f"{status.service} (job {status.job_id}) {status.sentence}{last}\nLogs: {logs}"
 
 
 def _figures(plan: ServePlan) -> dict[str, float]:

@@ -88,6 +88,13 @@ class ServiceStatus:
         """State and detail in one line."""
         return f"{self.state}: {self.detail}" if self.detail and self.state != "ready" else self.state
 
+    @property
+    def log_places(self) -> tuple[str, ...]:
+        """Where its logs are or would be: the batch script's if it is apart, and a pattern of the others."""
+        pattern = f"{self.log_dir}/{self.job_id}*.log"
+        is_apart = self.batch_log is not None and Path(self.batch_log).parent != Path(self.log_dir)
+        return (self.batch_log, pattern) if self.batch_log and is_apart else (pattern,)
+
     def log_files(self) -> list[Path]:
         """The job's logs that exist now."""
         return log_files(self.job_id, Path(self.log_dir), Path(self.batch_log) if self.batch_log else None)

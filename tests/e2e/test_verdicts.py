@@ -95,6 +95,46 @@ def test_a_script_that_fails_before_the_launcher_is_told_by_slurm_and_its_log(al
     assert "the module system is broken" in done.stderr
 
 
+def test_a_script_by_hand_that_fails_before_python_is_known_with_its_output(alice):
+    script = alice.write("early.sh", alice.hpc_serve("render", "--model", "8b", "--name", "early", *SMALL).stdout)
+    job_id = alice.sbatch(script, env={"HPC_SERVE_ENV": "/nonexistent"})
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of the script")
+    status = status_of(alice, "early")
+    assert (status["job_id"], status["state"], status["exit_code"]) == (job_id, "failed", 78)
+    assert status["logs"] == [str(alice.home / f"hpc-serve-early-{job_id}.log")]
+    assert "no Python environment in /nonexistent" in status["last_words"][-1]
+    assert "no Python environment in /nonexistent" in alice.hpc_serve("logs", "early").stdout
+
+
+def test_a_job_that_was_stopped_in_the_queue_is_known_to_everybody(alice):
+    submitted(alice, "queued", *HOLD)
+    assert "is submitted: job" in alice.hpc_serve("chat", "queued", "hello").stderr
+    assert alice.hpc_serve("stop", "queued").returncode == 0
+    told = "queued is stopped: it was cancelled before it began (CANCELLED)"
+    assert told in alice.hpc_serve("chat", "queued", "hello").stderr
+    assert status_of(alice, "queued")["state"] == "stopped"
+
+
+def test_a_further_replica_is_said_to_be_one(alice):
+    first = submitted(alice, "twice", *HOLD)
+    second = json.loads(submit(alice, "twice", "--json", *HOLD).stdout)
+    assert second["other_jobs"] == [{"job_id": first, "state": "pending"}]
+    assert f"it has 2 already, job {first} (pending), job {second['job_id']} (pending)" in submit(
+        alice, "twice", *HOLD
+    ).stdout
+    assert alice.hpc_serve("stop", "twice").returncode == 0
+
+
+def test_a_ready_service_that_is_cancelled_is_never_called_unresponsive(alice):
+    job_id = submitted(alice, "leaving", *WAIT)
+    alice.cancel(job_id)
+    seen = []
+    wait_for(lambda: seen.append(status_of(alice, "leaving")) or seen[-1]["state"] == "stopped", 60, what="its end")
+    assert {status["state"] for status in seen} <= {"ready", "draining", "stopped"}
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="Slurm to have cleared it away")
+    assert status_of(alice, "leaving")["reason"] == "it was cancelled (CANCELLED)"
+
+
 def test_a_job_that_was_killed_outright_is_not_taken_for_a_live_one(alice):
     job_id = submitted(alice, "killed", *WAIT)
     for process in alice.processes():

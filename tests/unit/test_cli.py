@@ -353,7 +353,23 @@ def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
     assert run(["logs", "8b", "--files"]) == 0
     assert len(capsys.readouterr().out.split()) == 3
     assert run(["logs", "8b", "--node", "5"]) == 1
+    assert f"has no logs of node 5 that this host can see; they would be {log_dir}/2*.log" in capsys.readouterr().err
     assert run(["logs", "nonesuch"]) == 5
+
+
+def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "_LAST_WORD_S", 0.0)
+    log = tmp_path / "hpc-serve-8b-9.log"
+    place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
+    assert run(["logs", "8b"]) == 1
+    said = capsys.readouterr().err
+    assert "8b (job 9, failed: its script exited with code 78 (FAILED)) has no logs" in said
+    assert f"they would be {log} and {store.log_dir('8b')}/9*.log" in said
+    log.write_text("no Python environment\n")
+    assert run(["logs", "8b"]) == 0
+    assert capsys.readouterr().out == f"==> {log} <==\nno Python environment\n"
+    assert run(["wait", "8b"]) == 6
+    assert f"Logs: {log}, " in capsys.readouterr().err
 
 
 def test_stop_tells_how_it_ended(store, place, capsys):
