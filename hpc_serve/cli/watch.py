@@ -28,7 +28,8 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     """Show all services, or all about one.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
-    requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine).
+    requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine; or a job runs
+    whose records are not in this HPC_SERVE_HOME).
     """
     from hpc_serve.cli import show
     from hpc_serve.submit import services

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from hpc_serve.client.liveness import probe_records
 from hpc_serve.client.views import Answer
@@ -20,7 +21,7 @@ from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, JobState
-from hpc_serve.submit.status import ServiceStatus, StatusReport, of_job_by_hand, of_note, of_record
+from hpc_serve.submit.status import YOUNG_S, ServiceStatus, StatusReport, of_job_by_hand, of_note, of_record
 
 JOB_NAME_PREFIX = "hpc-serve-"
 _NEWS_S = 1.0
@@ -105,7 +106,7 @@ def _probe(store: ServiceStore, service: str, records: Sequence[EndpointRecord])
 def _by_hand(
     store: ServiceStore, slurm: SchedulerView, service: str | None, *, seen: Collection[str]
 ) -> Iterator[ServiceStatus]:
-    """Jobs that a person gave to sbatch, known by their name as long as nothing is written about them."""
+    """Jobs that a person gave to sbatch, known by their name as long as nothing is written about them here."""
     for job in slurm.jobs():
         name = job.name.removeprefix(JOB_NAME_PREFIX)
         if not job.name.startswith(JOB_NAME_PREFIX) or service not in (None, name) or job.job_id in seen:
@@ -117,7 +118,25 @@ def _by_hand(
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
             job = replace(detail, ended_at=job.ended_at) if detail.state == job.state else job
+        elif job.run_time_s > YOUNG_S:
+            job = replace(job, batch_log=slurm.batch_log(job.job_id))
+        other_home = _home_of(job, name)
+        if other_home is not None and other_home.resolve() == store.home.resolve():
+            other_home = None
+        if other_home is not None and job.is_over:
+            continue
         status = ServiceStatus(
-            service=name, job_id=job.job_id, state="unknown", submitted_at=job.submitted_at, log_dir=log_dir
+            service=name,
+            job_id=job.job_id,
+            state="unknown",
+            submitted_at=job.submitted_at,
+            log_dir=log_dir,
+            batch_log=job.batch_log,
         )
-        yield of_job_by_hand(status, job, home=store.home)
+        yield of_job_by_hand(status, job, home=store.home, other_home=other_home)
+
+
+def _home_of(job: JobState, service: str) -> Path | None:
+    """The HPC_SERVE_HOME that `submit` handed the job over from, where its output lies in the service's own folder."""
+    parts = Path(job.batch_log or "").parent.parts
+    return Path(*parts[:-3]) if parts[-3:] == ("services", service, "logs") else None

@@ -138,6 +138,7 @@ class SchedulerView:
         self._asked_s = 0.0
         self._asked_again: set[str] = set()
         self._ends: dict[str, JobState | None] = {}
+        self._batch_logs: dict[str, str | None] = {}
 
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
@@ -170,6 +171,12 @@ class SchedulerView:
         if found.is_over:
             self._ends[job_id] = found
         return found
+
+    def batch_log(self, job_id: str) -> str | None:
+        """Where a job's script writes its output; asked for once, since it does not change."""
+        if job_id not in self._batch_logs:
+            self._batch_logs[job_id] = job_state(job_id).batch_log
+        return self._batch_logs[job_id]
 
     def end(self, job_id: str, *, since: float | None) -> JobState | None:
         """How a job ended, in Slurm's words; None if it has forgotten.

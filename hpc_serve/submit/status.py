@@ -21,7 +21,7 @@ from hpc_serve.submit.slurm import UNKNOWN, JobState
 
 State = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 _LAST_LINES = 10
-_YOUNG_S = 60.0
+YOUNG_S = 60.0
 # Ends that Slurm brings about: its word says more than the signal that a launcher saw.
 _BROUGHT_ABOUT = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
@@ -206,23 +206,25 @@ def of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> Se
             has_last_word=True,
         )
     status = _of_job_alone(status, job)
-    if status.state == "starting" and job.run_time_s > _YOUNG_S:
+    if status.state == "starting" and job.run_time_s > YOUNG_S:
         return replace(status, reason=_nothing_written(job, store.home))
     return status
 
 
-def of_job_by_hand(status: ServiceStatus, job: JobState, *, home: Path) -> ServiceStatus:
+def of_job_by_hand(status: ServiceStatus, job: JobState, *, home: Path, other_home: Path | None) -> ServiceStatus:
     """A job that is known by its name in the queue alone: whether it serves cannot be seen without a record."""
     status = _of_job_alone(status, job)
-    if status.state == "starting" and job.run_time_s > _YOUNG_S:
-        reason = f"Slurm runs it, but there is {_nothing_written(job, home)}"
-        return replace(status, state="unknown", stage="", reason=reason)
+    if status.state == "starting" and job.run_time_s > YOUNG_S:
+        where = _nothing_written(job, home)
+        if other_home is not None:
+            where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
+        return replace(status, state="unknown", stage="", reason=f"Slurm runs it, but {where}")
     return status
 
 
 def _nothing_written(job: JobState, home: Path) -> str:
     return (
-        f"no record of it in {home} after {job.run_time_s / 60:.0f} min: "
+        f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
         "its script has not come so far, or it has another HPC_SERVE_HOME"
     )
 

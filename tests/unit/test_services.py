@@ -366,6 +366,18 @@ class TestStatus:
         assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
         assert "after 65 min" in the_one(store).reason
 
+    def test_a_job_of_another_home_is_told_by_where_its_output_goes(self, store, slurm):
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b", run_time="1:05:00")
+        slurm.job("9", "RUNNING", log="/elsewhere/services/70b/logs/9.log")
+        assert the_one(store).reason == (
+            f"Slurm runs it, but its records are not in {store.home}: set HPC_SERVE_HOME=/elsewhere"
+        )
+        slurm.queue()
+        slurm.job("9", "FAILED", name="hpc-serve-70b", log="/elsewhere/services/70b/logs/9.log")
+        assert look(store).services == ()
+        slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
+        assert the_one(store).state == "failed"
+
     def test_a_record_that_cannot_be_read_is_told_and_hides_nothing_else(self, store, slurm):
         note(store)
         slurm.queue(("7", "PENDING", "Priority"))
