@@ -168,7 +168,8 @@ def _last_reason(record: EndpointRecord, job: JobState | None) -> str:
     if job is None or job.state not in _BROUGHT_ABOUT:
         return reason
     if record.state == "stopped":
-        return ended_sentence(job)
+        is_same_run = job.has_begun
+        return ended_sentence(job) if is_same_run else f"{reason}; then, back in the queue, {ended_sentence(job)}"
     return reason if job.state == "CANCELLED" else f"{reason}; {ended_sentence(job)}"
 
 

@@ -298,6 +298,12 @@ class TestStatus:
         status = the_one(store)
         assert (status.state, status.reason, status.has_last_word) == ("stopped", reason, True)
 
+    def test_a_requeued_job_that_was_cancelled_in_the_queue_had_begun_before(self, store, slurm):
+        record(store, state="stopped", reason="SIGTERM")
+        slurm.job("7", "CANCELLED", nodes="")
+        told = "SIGTERM; then, back in the queue, it was cancelled before it began (CANCELLED)"
+        assert the_one(store).reason == told
+
     def test_accounting_knows_what_the_controller_has_forgotten(self, store, slurm):
         record(store, "7", state="stopped", reason="SIGTERM")
         record(store, "8", state="stopped", reason="SIGTERM", updated_at=time.time() - 2 * 86400)
