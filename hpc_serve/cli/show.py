@@ -35,6 +35,7 @@ _COLOURS = {
     "stopped": "dim",
 }
 _LEAST_SUMMARY = 24  # columns that what there is to say of a service needs beside its name, job and state
+_WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 
 
 def print_json(value: Any) -> None:
@@ -266,9 +267,12 @@ def print_models(entries: Sequence[CatalogModel]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("NAME", no_wrap=True)
     table.add_column("MODEL", overflow="fold")
-    table.add_column("PARAMETERS", justify="right", no_wrap=True)
+    console = _Console()
+    shows_size = console.width >= _WIDE_ENOUGH
+    if shows_size:
+        table.add_column("PARAMETERS", justify="right", no_wrap=True)
     short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
     for entry in sorted(entries, key=lambda entry: not short[entry.name]):
         size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
-        table.add_row(Text(short[entry.name]), Text(entry.name), Text(size))
-    _Console().print(table)
+        table.add_row(Text(short[entry.name]), Text(entry.name), *([Text(size)] if shows_size else []))
+    console.print(table)

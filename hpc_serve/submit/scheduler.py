@@ -5,6 +5,7 @@ Nothing is concluded from silence: a controller that does not answer makes a job
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pwd
@@ -117,11 +118,14 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     except SchedulerUnavailableError as error:
         return JobState(job_id=job_id, state=UNKNOWN, detail=str(error))
     job = parse_scontrol_job(shown.stdout, job_id) if shown.exit_code == 0 else None
-    if job is not None and job.user == user:
-        return _with_canceller(job, user, submitted_at) if job.state == "CANCELLED" else job
-    if shown.exit_code and not says_no_such_job(shown.stderr):
+    if job is not None and job.user != user:
+        job = None
+    if job is None and shown.exit_code and not says_no_such_job(shown.stderr):
         return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
-    return _accounted(job_id, user, submitted_at) or JobState(job_id=job_id, state=GONE)
+    if job is None or job.state == "CANCELLED":
+        with contextlib.suppress(SchedulerError):  # no accounting, or it is down: the controller has answered
+            job = _from_accounting(job_id, user, submitted_at, job)
+    return job or JobState(job_id=job_id, state=GONE)
 
 
 class SchedulerView:
@@ -139,6 +143,7 @@ class SchedulerView:
         self._asked_again: set[str] = set()
         self._ends: dict[str, JobState | None] = {}
         self._batch_logs: dict[str, str | None] = {}
+        self._has_accounting = True
 
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
@@ -187,33 +192,32 @@ class SchedulerView:
         if job_id in self._ends:
             return self._ends[job_id]
         found = next((job for job in self._listed(job_id) if job.is_over), None)
-        if found is not None and found.state == "CANCELLED":
-            found = _with_canceller(found, user_name(), since)
-        elif found is None and since is not None and not self.problem:
-            found = _accounted(job_id, user_name(), since)
-        if not self.problem:
-            self._ends[job_id] = found
-        return found
+        if self.problem:
+            return found
+        if self._has_accounting and (since is not None if found is None else found.state == "CANCELLED"):
+            try:
+                found = _from_accounting(job_id, user_name(), since, found)
+            except SchedulerError:
+                self._has_accounting = False
+        self._ends[job_id] = found if found is not None and found.is_over else None
+        return self._ends[job_id]
 
     def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
         seen = self.jobs(max_age_s=max_age_s)
         return [job for job in seen if job_id in (job.job_id, job.job_id.partition("_")[0])]
 
 
-def _with_canceller(job: JobState, user: str, submitted_at: float | None) -> JobState:
-    accounted = _accounted(job.job_id, user, submitted_at)
-    return replace(job, cancelled_by=accounted.cancelled_by) if accounted else job
-
-
-def _accounted(job_id: str, user: str, submitted_at: float | None) -> JobState | None:
+def _from_accounting(
+    job_id: str, user: str, submitted_at: float | None, known: JobState | None
+) -> JobState | None:
+    """What accounting has to tell of a job: who cancelled one that is `known`, of another all. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
-    try:
-        done = run_slurm(sacct_argv(job_id, user=user, since=since))
-        return parse_sacct(done.stdout, job_id) if done.exit_code == 0 else None
-    except SchedulerError:  # no accounting, or its database is down: the controller has answered already
-        return None
+    found = parse_sacct(_answer(sacct_argv(job_id, user=user, since=since)), job_id)
+    if known is None or found is None:
+        return known or found
+    return replace(known, cancelled_by=found.cancelled_by)
 
 
 def _answer(argv: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ grep -v "^$1|" queue > rest; mv rest queue
 if [[ -e ended-$1 ]]; then mv ended-$1 job-$1; mv later-line-$1 ended-lines/$1; fi
 """,
     "sacct": """
+echo asked >> asked-accounting
 if [[ -e accounts ]]; then cat accounts; exit; fi
 echo "Slurm accounting storage is disabled" >&2; exit 1
 """,
@@ -108,6 +109,11 @@ class FakeSlurm:
             (self._folder / "silent").touch()
         else:
             (self._folder / "silent").unlink()
+
+    @property
+    def asked_accounting(self) -> int:
+        """How often sacct was run."""
+        return len((self._folder / "asked-accounting").read_text().split())
 
     @property
     def cancelled(self) -> list[str]:

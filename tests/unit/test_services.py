@@ -311,6 +311,12 @@ class TestStatus:
         reasons = {status.job_id: status.reason for status in look(store).services}
         assert reasons == {"7": "it was cancelled by user 1003 (CANCELLED)", "8": "SIGTERM"}
 
+    def test_where_there_is_no_accounting_it_is_asked_once(self, store, slurm):
+        for job_id in ("7", "8", "9"):
+            record(store, job_id, state="stopped", reason="SIGTERM")
+        assert {status.reason for status in look(store).services} == {"SIGTERM"}
+        assert slurm.asked_accounting == 1
+
     def test_a_node_that_failed_is_told_beside_what_the_launcher_saw(self, store, slurm):
         record(store, state="failed", failed_part="node n2", reason="its launcher fell silent", exit_code=1)
         slurm.job("7", "NODE_FAIL")
