@@ -57,7 +57,11 @@ def make(path: Path, owner: Owner) -> int | None:
     host = socket.gethostname()
     try:
         path.mkdir(mode=0o700)
-        return _lock_as(owner, path)
+        try:
+            return _lock_as(owner, path)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
     except FileExistsError:
         raise PortsInUseError(f"{path} exists on {host}; another name is needed.") from None
     except OSError as error:

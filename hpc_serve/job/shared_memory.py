@@ -37,9 +37,10 @@ def listed(*, folder: Path = _FOLDER) -> set[Segment]:
     return {segment for segment in entries if _is_ours(segment, folder)}
 
 
-def mapped_by(pids: Iterable[int], *, folder: Path = _FOLDER) -> set[Segment]:
-    """The segments of known kinds that any of these processes has mapped; one that may not be looked at has none."""
-    return {segment for pid in pids for segment in _mapped(pid, folder)}
+def mapped_by(pids: Iterable[int], segments: Iterable[Segment], *, folder: Path = _FOLDER) -> set[Segment]:
+    """Those of `segments` that any of these processes has mapped; a process that may not be looked at has none."""
+    inodes = {inode for pid in pids for inode in _mapped_inodes(pid, folder)}
+    return {segment for segment in segments if segment.inode in inodes}
 
 
 def remove(segments: Iterable[Segment], *, folder: Path = _FOLDER) -> list[Segment]:
@@ -47,7 +48,7 @@ def remove(segments: Iterable[Segment], *, folder: Path = _FOLDER) -> list[Segme
     there = [segment for segment in segments if _is_ours(segment, folder)]
     if not there:
         return []
-    in_use = mapped_by(map(int, filter(str.isdigit, os.listdir("/proc"))), folder=folder)
+    in_use = mapped_by(map(int, filter(str.isdigit, os.listdir("/proc"))), there, folder=folder)
     removed = [segment for segment in there if segment not in in_use]
     for segment in removed:
         with contextlib.suppress(OSError):
@@ -55,18 +56,17 @@ def remove(segments: Iterable[Segment], *, folder: Path = _FOLDER) -> list[Segme
     return removed
 
 
-def _mapped(pid: int, folder: Path) -> Iterator[Segment]:
+def _mapped_inodes(pid: int, folder: Path) -> Iterator[int]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
-        # address, permissions, offset, device, inode, path; " (deleted)" after the path of one that was unlinked
+        # Address, permissions, offset, device, inode, path. The path is that of the first mapping: a semaphore is
+        # mapped under another name, which is removed when it gets its own.
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith(f"{folder}/"):
-            name = fields[5].removeprefix(f"{folder}/")
-            if _NAME.fullmatch(name):
-                yield Segment(name, int(fields[4]))
+            yield int(fields[4])
 
 
 def _is_ours(segment: Segment, folder: Path) -> bool:

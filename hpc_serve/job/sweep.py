@@ -99,7 +99,7 @@ def _watch(path: Path) -> None:
     owner = folder.read_owner(path)
     while owner is not None and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         unclear = shared_memory.listed() - noted - others
-        if ours := unclear and shared_memory.mapped_by(marked(owner.mark)) & unclear:
+        if ours := unclear and shared_memory.mapped_by(marked(owner.mark), unclear):
             noted |= ours
             folder.note_shared_memory(path, noted)
         others |= unclear & unclear_before - noted

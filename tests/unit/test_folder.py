@@ -49,6 +49,16 @@ def test_a_folder_that_cannot_be_made_is_told_with_advice(root):
         folder.make(root / "absent" / "hs-0000000a", OWNER)
 
 
+def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
+    def refuse(*_):
+        raise OSError(folder.errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(InvalidRequestError, match="No space left on device"):
+        folder.make(root / "hs-0000000a", OWNER)
+    assert not list(root.iterdir())
+
+
 def test_a_living_launchers_folder_is_nobody_elses(root):
     path = root / "hs-0000000a"
     lock = folder.make(path, OWNER)

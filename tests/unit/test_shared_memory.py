@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 
 import pytest
@@ -29,16 +30,24 @@ def mapping(path):
 
 
 def test_what_a_process_has_mapped_is_seen_by_name_and_inode(tmp_path, segment):
-    known, _, unlinked = segment("psm_1234"), segment("my-own-data"), segment("psm_gone")
-    held = [mapping(tmp_path / name) for name in ("psm_1234", "my-own-data", "psm_gone")]
-    (tmp_path / unlinked.name).unlink()
-    assert shared_memory.mapped_by([os.getpid()], folder=tmp_path) == {known}
-    for each in held:
-        each.close()
+    mapped, other = segment("psm_1234"), segment("psm_5678")
+    held = mapping(tmp_path / mapped.name)
+    again = Segment(mapped.name, mapped.inode + 1)
+    assert shared_memory.mapped_by([os.getpid()], [mapped, other, again], folder=tmp_path) == {mapped}
+    held.close()
 
 
-def test_a_process_that_has_ended_has_nothing_mapped(tmp_path):
-    assert shared_memory.mapped_by([2**22 + 1], folder=tmp_path) == set()
+def test_a_semaphore_that_was_mapped_before_it_got_its_name_is_seen():
+    """As Python's, for processes that it spawns."""
+    before = shared_memory.listed()
+    semaphore = multiprocessing.get_context("spawn").Lock()
+    (made,) = shared_memory.mapped_by([os.getpid()], shared_memory.listed() - before)
+    assert made.name.startswith("sem.mp-")
+    del semaphore
+
+
+def test_a_process_that_has_ended_has_nothing_mapped(tmp_path, segment):
+    assert shared_memory.mapped_by([2**22 + 1], [segment("psm_1234")], folder=tmp_path) == set()
 
 
 def test_what_is_listed_is_of_known_kinds(tmp_path, segment):

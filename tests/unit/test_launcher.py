@@ -1,0 +1,49 @@
+"""What a launcher makes of its environment, and that one which cannot begin leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import HpcServeError
+from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.launcher import launch
+from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.prepare import prepare
+
+OPTIONS = LaunchOptions(service="8b", backend="auto", gpus_per_node=0)
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return {
+        "HPC_SERVE_HOME": str(tmp_path / "home"),
+        "HPC_SERVE_CLUSTER": "local",
+        "HPC_SERVE_JOB_ID": "local-1",
+        "HPC_SERVE_TMPDIR": "/tmp",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "why"),
+    [
+        ({"HPC_SERVE_SILENCE_S": "4.9"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "3601"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "nan"}, ["vllm", "serve", "m"], "must be 5 to 3600"),
+        ({"HPC_SERVE_SILENCE_S": "a minute"}, ["vllm", "serve", "m"], "HPC_SERVE_SILENCE_S=a minute"),
+        ({}, ["vllm", "serve"], "MODEL"),
+    ],
+)
+def test_a_run_that_cannot_begin_says_why_and_leaves_nothing(environ, tmp_path, change, words, why):
+    allocation = read_allocation(environ)
+    scene = {**environ, **prepare("8b", allocation, environ), **change}
+    with pytest.raises(HpcServeError, match=why):
+        launch(OPTIONS, words, allocation, scene)
+    assert not list((tmp_path / "home" / "jobs").iterdir())
+    assert not Path(scene["HPC_SERVE_NODE_TMP"]).exists()
+
+
+def test_a_launcher_without_its_scene_says_what_makes_it(environ):
+    with pytest.raises(HpcServeError, match=r"hpc_serve\.job\.prepare"):
+        launch(OPTIONS, ["vllm", "serve", "m"], read_allocation(environ), environ)
