@@ -31,7 +31,6 @@ class Child:
         self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         self.first_error: str | None = None
         self._consequence: str | None = None
-        self.last_output_s = time.monotonic()
         self._process = process
         self._on_line = on_line
         self._pump = asyncio.create_task(self._read_lines())
@@ -82,7 +81,6 @@ class Child:
         assert self._process.stdout is not None
         pending = b""
         while chunk := await self._process.stdout.read(65_536):
-            self.last_output_s = time.monotonic()
             # Progress bars end their states with a carriage return alone.
             *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
             if len(pending) > _LONGEST_LINE:
@@ -164,12 +162,12 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def read_bytes(mark: str) -> int:
-    """Bytes that the marked processes have read so far, from files and sockets: a load that moves shows here."""
+    """Bytes that the marked processes have read so far: a load that moves shows here. Some are counted twice."""
     total = 0
     for pid in marked(mark):
         try:
             for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-                if line.startswith("rchar:"):
+                if line.startswith(("rchar:", "read_bytes:")):  # by read(), and from disk, mapped files too
                     total += int(line.split()[1])
         except (OSError, ValueError):
             continue

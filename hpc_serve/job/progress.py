@@ -1,4 +1,4 @@
-"""What an engine's log lines say of its start: the stage it is in, how far, and the error that ended it.
+"""What an engine's log lines say of its start: the stage it is in, how far, if it moves, and the error that ended it.
 
 The lines are vLLM's (0.6 to 0.32 use these words); one that is not known changes nothing.
 """
@@ -6,6 +6,8 @@ The lines are vLLM's (0.6 to 0.32 use these words); one that is not known change
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _SHARDS = re.compile(r"(?:checkpoint shards|Loading \w+ checkpoint)\D*\d+% Completed \| (\d+)/(\d+)")
@@ -26,6 +28,12 @@ _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception
 _RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
 # Ray's C++ side logs what it retries or merely notes in the same words.
 _RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
+# What is said again and again while nothing moves: vLLM's complaints, and the answers to our own probes.
+_WAITING = re.compile(
+    r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
+)
+# Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
+_LOADS_BYTES_PER_S = 1024**2
 # vLLM's front end ends with these whatever the cause was.
 _CONSEQUENCES = (
     "Engine core initialization failed",
@@ -42,6 +50,29 @@ class Stage:
     name: str
     done: int | None = None
     total: int | None = None
+
+
+class Motion:
+    """Whether a start moves: by what the engine says, and by how much is read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._moved_at, self._read_bytes = clock(), 0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it last moved."""
+        return self._clock() - self._moved_at
+
+    def hear(self, line: str) -> None:
+        """Take a line of the engine's as a sign of life, unless it only says that it waits."""
+        if not _WAITING.search(line):
+            self._moved_at = self._clock()
+
+    def see(self, read_bytes: int) -> None:
+        """Take what all processes have read so far as a sign of life, if it is as much as a load reads."""
+        if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
+            self._moved_at, self._read_bytes = self._clock(), read_bytes
 
 
 def stage_of(line: str) -> Stage | None:

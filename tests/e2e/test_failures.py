@@ -7,6 +7,7 @@ stands around it. test_serving.py does the same to a real vLLM where the engine'
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 
@@ -61,6 +62,15 @@ def test_an_engine_that_dies_while_loading(alice):
     assert "torch.OutOfMemoryError: CUDA out of memory." in record["reason"]
     assert record["last_words"][-1] == "torch.OutOfMemoryError: CUDA out of memory."
     assert "FAILED" in alice.run("scontrol", "show", "job", job_id).stdout
+
+
+def test_a_load_that_stands_still_ends_though_ray_goes_on_reading(alice):
+    layout = {"tensor_parallel_size": 2, "backend": "ray"}
+    script = alice.write("still.sh", stub_script("still", "--stub-hang-loading", **layout))
+    job_id = alice.sbatch(script, env={"HPC_SERVE_STALL_S": "5"})
+    record = failed(alice, "still", job_id)
+    assert record["failed_part"] == "engine"
+    assert "s while loading weights: it says nothing new and reads nothing" in record["reason"]
 
 
 def test_an_engine_that_exits_with_0_before_it_was_stopped_has_failed(alice):
@@ -119,7 +129,8 @@ def folders_left(alice: User) -> list[str]:
 
 @pytest.mark.parametrize("role", ["head", "worker"])
 def test_a_launcher_is_killed(alice, role):
-    job_id = submit(alice, f"killed-{role}", "--stub-share-memory", "--stub-ignore-sigterm")
+    deaf = ("--stub-ignore-sigterm",) if role == "head" else ()  # on the other node it is the head's to kill
+    job_id = submit(alice, f"killed-{role}", "--stub-share-memory", *deaf)
     record = alice.wait_until_ready(f"killed-{role}", job_id, 120)
     host = record["nodes"][0 if role == "head" else 1]["name"]
     launchers = [
@@ -177,10 +188,13 @@ def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_
     assert not folders_left(alice)
 
 
-def test_a_frozen_head_is_left_by_the_others_and_known_as_stale(alice):
+def test_a_frozen_head_is_left_by_the_others_and_told_by_status(alice):
     job_id, (head, worker) = without_ray(alice, "frozen-head")
     with frozen(alice, head):
         wait_for(lambda: not on(alice, worker), 60, what="the worker's launcher to end")
+        (status,) = json.loads(alice.hpc_serve("status", "frozen-head", "--json").stdout)["services"]
+        assert status["state"] == "unresponsive"
+        assert "nobody answers at" in status["reason"]
     record = failed(alice, "frozen-head", job_id)
     assert record["failed_part"] == f"node {worker}"
     assert not folders_left(alice)

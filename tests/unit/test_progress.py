@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.progress import Stage, error_of, stage_of
+from hpc_serve.job.progress import Motion, Stage, error_of, stage_of
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,41 @@ def test_cause_is_the_error_and_not_its_consequence(line, cause):
     if line.startswith("torch."):
         cause = line
     assert error_of(line) == cause
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("line", "moves"),
+    [
+        ("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]", True),
+        ("(EngineCore pid=1) INFO [shm.py:1] No available shared memory broadcast block found in 60 s", False),
+        ("INFO [ray_utils.py:1] Waiting for creating a placement group of specs for 40 seconds.", False),
+        ('INFO:     10.0.0.1:1234 - "GET /health HTTP/1.1" 503 Service Unavailable', False),
+    ],
+)
+def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(line, moves):
+    clock = Clock()
+    motion = Motion(clock)
+    clock.now = 100
+    motion.hear(line)
+    assert motion.idle_s == (0 if moves else 100)
+
+
+def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
+    clock = Clock()
+    motion = Motion(clock)
+    motion.see(500 * 1024**2)  # importing
+    for second in range(1, 3_601):
+        clock.now = second
+        motion.see(500 * 1024**2 + 5_000 * second)
+    assert motion.idle_s == 3_600
+    for second in range(3_601, 10_800):
+        clock.now = second
+        motion.see(600 * 1024**2 + 5 * 1024**2 * (second - 3_600))
+    assert motion.idle_s < 2
