@@ -210,7 +210,7 @@ class SchedulerView:
 def _from_accounting(
     job_id: str, user: str, submitted_at: float | None, known: JobState | None
 ) -> JobState | None:
-    """What accounting has to tell of a job: who cancelled one that is `known`, of another all. Raises SchedulerError."""
+    """What accounting tells of a job: of one that is `known` who cancelled it, of another all. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
