@@ -62,7 +62,7 @@ class Link:
         """The next message other than a beat. Raises LinkLostError at the end, or when neither comes."""
         while True:
             try:
-                message = await asyncio.wait_for(_read(self._reader), self._silence_s)
+                message = await self._hear()
             except asyncio.TimeoutError as error:
                 raise LinkLostError(f"node {self.name} has not been heard of for {self._silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
@@ -70,6 +70,21 @@ class Link:
             if message["kind"] != "beat":
                 return message
             self.read_bytes = int(message.get("read_bytes", 0))
+
+    async def _hear(self) -> Message:
+        """The next message. Raises asyncio.TimeoutError after `silence_s` without any.
+
+        That is waited for in short turns: to a job that was suspended as a whole, this end too, it was one of them.
+        """
+        reading = asyncio.ensure_future(_read(self._reader))
+        try:
+            for _ in range(_BEATS_TO_MISS):
+                await asyncio.wait({reading}, timeout=self._silence_s / _BEATS_TO_MISS)
+                if reading.done():
+                    return reading.result()
+        finally:
+            reading.cancel()
+        raise asyncio.TimeoutError
 
     async def beat(self, read_bytes: Callable[[], int]) -> None:
         """Send beats until cancelled; each tells how much this node's processes had read when last asked.

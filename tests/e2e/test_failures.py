@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -200,8 +201,18 @@ def test_a_frozen_head_is_left_by_the_others_and_told_by_status(alice):
     assert not folders_left(alice)
 
 
-def test_both_sides_of_a_parted_network_end_by_themselves(alice):
+def test_a_job_outlives_a_suspension_and_ends_on_both_sides_of_a_parted_network(alice):
     job_id, (_, worker) = without_ray(alice, "parted")
+    assert alice.cluster.run(["scontrol", "suspend", job_id], user="root").returncode == 0
+    too_long = time.monotonic() + 6  # for a node that is frozen alone
+    wait_for(lambda: time.monotonic() > too_long, 10)
+    before = alice.record("parted", job_id)
+    assert alice.cluster.run(["scontrol", "resume", job_id], user="root").returncode == 0
+    record = wait_for(
+        lambda: (now := alice.record("parted", job_id))["counter"] > before["counter"] + 1 and now, 30, what="renewals"
+    )
+    assert record["state"] == "ready", record["reason"]
+
     alice.cluster.disconnect(worker)
     try:
         record = failed(alice, "parted", job_id, is_gone=False)

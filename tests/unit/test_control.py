@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 
@@ -80,6 +81,19 @@ def test_a_silent_node_is_lost_and_so_is_a_silent_head():
         "node n2 has not been heard of for 0.05 s",
         "node n1 has not been heard of for 0.05 s",
     ]
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on():
+    async def scenario(head, node):
+        heard = [asyncio.create_task(end.receive()) for end in (head, node)]
+        await asyncio.wait(heard, timeout=0.01)
+        time.sleep(0.3)  # noqa: ASYNC251  # both ends stand still, longer than either may be silent
+        await asyncio.wait(heard, timeout=0.01)
+        await head.send("go")
+        await node.send("failed")
+        return [message["kind"] for message in await asyncio.gather(*heard)]
+
+    assert on_a_line(scenario, silence_s=0.2) == ["failed", "go"]
 
 
 def test_beats_go_on_while_the_kernel_does_not_say_what_was_read():
