@@ -191,26 +191,26 @@ class SchedulerView:
         """
         if job_id in self._ends:
             return self._ends[job_id]
-        found = next((job for job in self._listed(job_id) if job.is_over), None)
-        if self.problem:
-            return found
-        if self._has_accounting and (since is not None if found is None else found.state == "CANCELLED"):
+        is_listed = any(job.is_over for job in self._listed(job_id))
+        found = None
+        if is_listed:
+            found = job_state(job_id, submitted_at=since)
+        elif since is not None and self._has_accounting and not self.problem:
             try:
-                found = _from_accounting(job_id, user_name(), since, found)
+                found = _from_accounting(job_id, user_name(), since, None)
             except SchedulerError:
                 self._has_accounting = False
-        self._ends[job_id] = found if found is not None and found.is_over else None
-        return self._ends[job_id]
+        if not self.problem:
+            self._ends[job_id] = found if found is not None and found.is_over else None
+        return self._ends.get(job_id)
 
     def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
         seen = self.jobs(max_age_s=max_age_s)
         return [job for job in seen if job_id in (job.job_id, job.job_id.partition("_")[0])]
 
 
-def _from_accounting(
-    job_id: str, user: str, submitted_at: float | None, known: JobState | None
-) -> JobState | None:
-    """What accounting tells of a job: of one that is `known` who cancelled it, of another all. Raises SchedulerError."""
+def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:
+    """What accounting tells: of a job that is `known` who cancelled it, of another all. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))

@@ -74,7 +74,8 @@ def ended_sentence(job: JobState) -> str:
     """How a job ended, for a person, with Slurm's own word."""
     if job.state == "CANCELLED":
         by = f" by user {job.cancelled_by}" if job.cancelled_by else ""
-        return f"it was cancelled{by}{'' if job.has_begun else ' before it began'} (CANCELLED)"
+        again = " again" if job.restart else ""
+        return f"it was cancelled{by}{'' if job.has_begun else f' before it began{again}'} (CANCELLED)"
     if job.state == "FAILED":
         return f"{_failed_sentence(job)} (FAILED)"
     if job.state == GONE:

@@ -145,7 +145,8 @@ def of_record(
         measured=record.measured,
         predicted=record.predicted or (note.predicted if note else {}),
     )
-    if job is not None and (job.is_pending or (record.is_final and not job.is_over)):  # requeued, and silent since
+    is_of_a_run_before = record.is_final and job is not None and job.restart > record.restart
+    if job is not None and (job.is_pending or is_of_a_run_before):  # it was requeued, and has said nothing since
         return _of_job_alone(_of_no_run(status, restart=max(job.restart, record.restart)), job)
     if record.state in ("stopped", "failed"):
         return replace(status, state=record.state, reason=_last_reason(record, job), has_last_word=True)
@@ -168,8 +169,7 @@ def _last_reason(record: EndpointRecord, job: JobState | None) -> str:
     if job is None or job.state not in _BROUGHT_ABOUT:
         return reason
     if record.state == "stopped":
-        is_same_run = job.has_begun
-        return ended_sentence(job) if is_same_run else f"{reason}; then, back in the queue, {ended_sentence(job)}"
+        return ended_sentence(job)
     return reason if job.state == "CANCELLED" else f"{reason}; {ended_sentence(job)}"
 
 

@@ -193,7 +193,8 @@ def test_a_requeued_job_is_waited_for_again(alice):
     job_id = submitted(alice, "again", *WAIT)
     alice.run("scontrol", "requeuehold", job_id)
     wait_for(lambda: status_of(alice, "again")["state"] == "pending", 60, what="the job to be back in the queue")
-    alice.run("scontrol", "update", f"jobid={job_id}", "starttime=now")  # Slurm lets two minutes pass
+    # Slurm lets two minutes pass; within the second of the requeue slurmd refuses the job ("credential revoked").
+    alice.run("scontrol", "update", f"jobid={job_id}", "starttime=now+2")
     alice.run("scontrol", "release", job_id)
     done = alice.hpc_serve("wait", "again", "--timeout", "4m", timeout=260)
     assert done.returncode == 0, done.stderr

@@ -298,11 +298,19 @@ class TestStatus:
         status = the_one(store)
         assert (status.state, status.reason, status.has_last_word) == ("stopped", reason, True)
 
-    def test_a_requeued_job_that_was_cancelled_in_the_queue_had_begun_before(self, store, slurm):
+    @pytest.mark.parametrize(
+        ("state", "nodes", "told"),
+        [
+            ("CANCELLED", "", "stopped: it was cancelled before it began again (CANCELLED)"),
+            ("FAILED", "n1", "failed: its script exited with code 1 (FAILED)"),
+        ],
+    )
+    def test_a_job_that_was_requeued_and_said_nothing_more_ended_as_slurm_says(self, store, slurm, state, nodes, told):
         record(store, state="stopped", reason="SIGTERM")
-        slurm.job("7", "CANCELLED", nodes="")
-        told = "SIGTERM; then, back in the queue, it was cancelled before it began (CANCELLED)"
-        assert the_one(store).reason == told
+        slurm.job("7", state, nodes=nodes, restart=1, exit_code="1:0")
+        assert (the_one(store).sentence, the_one(store).restart) == (told, 1)
+        record(store, restart=1, state="failed", reason="engine exited with 1", started_at=time.time() + 1)
+        assert the_one(store).reason == "engine exited with 1"
 
     def test_accounting_knows_what_the_controller_has_forgotten(self, store, slurm):
         record(store, "7", state="stopped", reason="SIGTERM")
