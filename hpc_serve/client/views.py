@@ -23,6 +23,10 @@ class Answer:
     detail: str = ""
 
     @property
+    def is_well(self) -> bool:
+        return self.verdict in ("live", "draining")
+
+    @property
     def is_ours(self) -> bool:
         return self.verdict in ("live", "draining", "unhealthy")
 

@@ -46,9 +46,9 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
     records = _last_runs(found)
     jobs = {record.job_id: job_of(record, notes.get(record.job_id), slurm) for record in records}
     answers = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.job_id])])
-    silent = [record.job_id for record in records if record.name in answers and not answers[record.name].is_ours]
-    if silent:  # it may have been told to stop since its record was read: whoever knows is asked again
-        slurm.ask_again_for(silent)
+    unwell = [record.job_id for record in records if record.name in answers and not answers[record.name].is_well]
+    if unwell:  # it may have been told to stop since its record was read: whoever knows is asked again
+        slurm.ask_again_for(unwell)
         records = _last_runs(store.read(found.service))
         jobs = {record.job_id: job_of(record, notes.get(record.job_id), slurm) for record in records}
     for record in records:

@@ -250,12 +250,12 @@ def _answered(status: ServiceStatus, record: EndpointRecord, job: JobState | Non
         return replace(status, state="ready")
     if answer.verdict == "draining":
         return replace(status, state="draining")
+    if job is not None and job.state == "COMPLETING":
+        return _ending(status)
     if answer.verdict == "unhealthy":
         return replace(status, state="unresponsive", reason=f"the engine is not well: {answer.detail}")
     if answer.verdict in ("stranger", "other key"):
         return replace(status, state="unresponsive", reason=f"another program answers at {status.address}")
-    if job is not None and job.state == "COMPLETING":
-        return _ending(status)
     reason = f"nobody answers at {status.address} from here ({answer.detail})"
     if job is not None and job.state == UNKNOWN:
         return replace(status, state="unknown", reason=f"{reason}, and {job.detail}")

@@ -425,8 +425,9 @@ class TestStatus:
         finally:
             service.close()
 
+    @pytest.mark.parametrize("verdict", ["silent", "unhealthy"])
     @pytest.mark.parametrize("told_by", ["its record", "Slurm"])
-    def test_a_job_that_is_being_ended_is_not_called_unresponsive(self, store, slurm, monkeypatch, told_by):
+    def test_a_job_that_is_being_ended_is_not_called_unresponsive(self, store, slurm, monkeypatch, told_by, verdict):
         """The engine goes first: neither its record nor Slurm's list said anything a moment ago."""
         note(store)
         ready = record(store, state="ready", port=1)
@@ -437,7 +438,7 @@ class TestStatus:
                 slurm.queue(("7", "COMPLETING", "None"))
             else:
                 store.write(dataclasses.replace(ready, state="draining", stage="stopping", reason="SIGTERM"))
-            return {one.name: Answer(verdict="silent") for one in records}
+            return {one.name: Answer(verdict=verdict) for one in records}
 
         store.ensure_api_key("8b")
         monkeypatch.setattr("hpc_serve.submit.look.probe_records", gone)
