@@ -26,3 +26,15 @@ def parse_size(text: str) -> int:
     if size < _SMALLEST:
         raise InvalidRequestError(f"{text!r} is {size:,} bytes: write the unit, as 80GB or 79.2GiB.")
     return size
+
+
+def format_size(size: int) -> str:
+    """The shortest word that parse_size reads as these bytes.
+
+    >>> format_size(256 * 2**30), format_size(80 * 10**9)
+    ('256GiB', '80GB')
+    """
+    for unit, scale in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
+        if size % scale == 0:
+            return f"{size // scale}{unit}"
+    return str(size)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Serves meta-llama/Llama-3.1-8B-Instruct as "8b": 1 node x 1 GPUs (h100-80gb), TP=1 x PP=1.
+# Serves meta-llama/Llama-3.1-8B-Instruct as "8b": 1 node x 1 GPU (h100-80gb), TP=1 x PP=1.
 # Rendered by hpc-serve 0.1.0: hpc-serve render --model 8b
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-8b

@@ -17,7 +17,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.job", description=__doc__)
     parser.add_argument("--service", required=True, help="name under which clients find it")
     parser.add_argument("--backend", choices=("auto", "ray", "mp"), default="auto")
-    parser.add_argument("--gpus-per-node", type=int, required=True)
+    devices = parser.add_mutually_exclusive_group(required=True)
+    devices.add_argument("--gpus-per-node", type=int, metavar="N", help="0: the engine runs on CPUs")
+    devices.add_argument("--tpus-per-node", type=int, metavar="N", help="chips of each host")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -27,7 +29,8 @@ def main() -> int:
         options = LaunchOptions(
             service=arguments.service,
             backend=arguments.backend,
-            gpus_per_node=arguments.gpus_per_node,
+            device="TPU" if arguments.tpus_per_node else "GPU",
+            gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
             stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
             join_s=_seconds("HPC_SERVE_JOIN_S", 300),
         )

@@ -9,9 +9,12 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 
+Device = Literal["GPU", "TPU"]
+"""What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""
 STAND_IN_ARGS = "hpc-serve-args.txt"
 GATE = "hpc_serve.job.gate.Gate"
 
@@ -96,15 +99,22 @@ def choose_backend(backend: str, command: EngineCommand, num_nodes: int) -> str:
     return "ray" if num_nodes > 1 else "mp"
 
 
-def check_layout(command: EngineCommand, *, num_nodes: int, gpus_per_node: int) -> None:
+def check_layout(command: EngineCommand, *, num_nodes: int, device: Device, per_node: int, backend: str) -> None:
     """Refuse a layout that cannot start on this allocation, or that leaves whole nodes idle. Raises DoesNotFitError."""
-    layout = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size} = {command.world_size} GPUs"
-    have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {gpus_per_node} GPUs"
-    if gpus_per_node and command.world_size > num_nodes * gpus_per_node:
+    sizes = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
+    layout = f"{sizes} = {command.world_size} {device}s"
+    have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
+    if num_nodes > 1 and not per_node:
+        raise DoesNotFitError(
+            f"The job has {num_nodes} nodes and no GPUs, and vLLM's CPU backend serves within one node: ask for one."
+        )
+    if num_nodes > 1 and device == "TPU" and backend != "ray":
+        raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
+    if per_node and command.world_size > num_nodes * per_node:
         raise DoesNotFitError(
             f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout."
         )
-    if gpus_per_node and num_nodes > 1 and command.world_size <= (num_nodes - 1) * gpus_per_node:
+    if per_node and num_nodes > 1 and command.world_size <= (num_nodes - 1) * per_node:
         raise DoesNotFitError(
             f"The engine wants {layout}, so of {have} a whole node would stay idle; ask for fewer nodes."
         )
@@ -112,12 +122,12 @@ def check_layout(command: EngineCommand, *, num_nodes: int, gpus_per_node: int) 
         raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
 
 
-def head_args(command: EngineCommand, *, host: str, port: int, backend: str) -> list[str]:
-    """What the head's engine is told beside its visible command."""
+def head_args(command: EngineCommand, *, host: str, port: int, device: Device, backend: str) -> list[str]:
+    """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself."""
     added = ["--host", host, "--middleware", GATE]
     if command.port is None:
         added += ["--port", str(port)]
-    if command.world_size > 1 and not _values(command.argv, "--distributed-executor-backend"):
+    if device != "TPU" and command.world_size > 1 and not _values(command.argv, "--distributed-executor-backend"):
         added += ["--distributed-executor-backend", backend]
     return added
 

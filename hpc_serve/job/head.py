@@ -64,7 +64,13 @@ class Head:
     async def _bring_up(self) -> None:
         node = self._node
         node.check_gpus()
-        check_layout(node.command, num_nodes=node.allocation.num_nodes, gpus_per_node=node.options.gpus_per_node)
+        check_layout(
+            node.command,
+            num_nodes=node.allocation.num_nodes,
+            device=node.options.device,
+            per_node=node.options.gpus_per_node,
+            backend=node.backend,
+        )
         await self._gather()
         environ = node.child_environ(address=node.head, ports=node.head_ports)
         uses_ray = node.backend == "ray"
@@ -121,11 +127,12 @@ class Head:
                 self._ray_nodes = nodes
                 self._parts.news.set()
 
-        watcher = await start_child("ray nodes", watch_nodes_argv(), environ, on_line)
+        watcher = await start_child("ray nodes", watch_nodes_argv(node.options.device), environ, on_line)
 
         def missing() -> str | None:
-            sentences = self._ray_nodes.missing(expected, node.options.gpus_per_node)
-            self._keeper.stage("waiting for Ray nodes", len(set(expected) & set(self._ray_nodes.gpus)), len(expected))
+            sentences = self._ray_nodes.missing(expected, node.options.device, node.options.gpus_per_node)
+            joined = set(expected) & set(self._ray_nodes.devices)
+            self._keeper.stage("waiting for Ray nodes", len(joined), len(expected))
             if watcher.exit_code is not None:
                 return "; ".join(["Ray cannot be asked for its nodes", *list(watcher.last_words)[-3:]])
             return "; ".join(sentences) or None
@@ -138,7 +145,8 @@ class Head:
     async def _start_engine(self, environ: dict[str, str]) -> Child:
         node, command = self._node, self._node.command
         host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
-        argv = [*command.argv, *head_args(command, host=host, port=self._engine.port, backend=node.backend)]
+        device, port = node.options.device, self._engine.port
+        argv = [*command.argv, *head_args(command, host=host, port=port, device=device, backend=node.backend)]
         if node.backend == "mp" and node.allocation.num_nodes > 1:
             master = (node.head, node.head_ports.torch_master)
             argv += multi_node_args(num_nodes=node.allocation.num_nodes, node_rank=0, master=master)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.command import EngineCommand
+from hpc_serve.job.command import Device, EngineCommand
 from hpc_serve.job.network import PortBlock, interface_of
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayNode, ray_node
@@ -17,11 +17,15 @@ from hpc_serve.job.ray_cluster import RayNode, ray_node
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the script says to each launcher. `stall_s` is how long the engine's start may show no progress."""
+    """What the script says to each launcher. `gpus_per_node` counts the `device`s of a node; 0: an engine on CPUs.
+
+    `stall_s` is how long the engine's start may show no progress.
+    """
 
     service: str
     backend: str
     gpus_per_node: int
+    device: Device = "GPU"
     stall_s: float = 1_800.0
     join_s: float = 300.0
 
@@ -58,13 +62,18 @@ class Node:
     def ray_share(self, *, address: str, ports: PortBlock) -> RayNode:
         """What Ray may use of this node."""
         return ray_node(
-            self.allocation, address=address, ports=ports, temp_dir=self.ray_dir, num_gpus=self.options.gpus_per_node
+            self.allocation,
+            address=address,
+            ports=ports,
+            temp_dir=self.ray_dir,
+            device=self.options.device,
+            num_devices=self.options.gpus_per_node,
         )
 
     def check_gpus(self) -> None:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
         given = self.allocation.num_gpus
-        if given is not None and given < self.options.gpus_per_node:
+        if self.options.device == "GPU" and given is not None and given < self.options.gpus_per_node:
             raise DoesNotFitError(
                 f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told "
                 f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
@@ -91,6 +100,9 @@ class Node:
         }
         if self.allocation.num_nodes > 1 and (interface := interface_of(address)):
             defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        if self.options.device == "TPU" and self.backend == "ray":
+            # What vLLM's TPU plugin asks for before it spans hosts (tpu_inference/envs.py and its multi-host scripts).
+            defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         return {**defaults, **self.environ, **ours}
 
 

@@ -1,4 +1,4 @@
-"""Ray for one run: the command lines of its head and workers, and the wait for exactly the nodes and GPUs asked for.
+"""Ray for one run: the command lines of its head and workers, and the wait for exactly the nodes and devices asked for.
 
 Each Ray runs as a `--block` child of the Slurm step, with every port, its CPUs, GPUs and memory said aloud, in a
 private folder and with a token. It is ended as a process, never by `ray stop`: that takes down all Rays of the user.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.command import Device
 from hpc_serve.job.network import PortBlock
 
 _GIB = 1024**3
@@ -29,12 +30,15 @@ class RayNode:
     ports: PortBlock
     temp_dir: str
     num_cpus: int
-    num_gpus: int
+    device: Device
+    num_devices: int
     memory_bytes: int
     object_store_bytes: int
 
 
-def ray_node(allocation: Allocation, *, address: str, ports: PortBlock, temp_dir: str, num_gpus: int) -> RayNode:
+def ray_node(
+    allocation: Allocation, *, address: str, ports: PortBlock, temp_dir: str, device: Device, num_devices: int
+) -> RayNode:
     """The share of this node that Ray may use: what the job has, not what the machine has."""
     memory = allocation.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
@@ -43,7 +47,8 @@ def ray_node(allocation: Allocation, *, address: str, ports: PortBlock, temp_dir
         ports=ports,
         temp_dir=temp_dir,
         num_cpus=allocation.num_cpus,
-        num_gpus=num_gpus,
+        device=device,
+        num_devices=num_devices,
         memory_bytes=max(_GIB, memory - store),
         object_store_bytes=store,
     )
@@ -74,7 +79,7 @@ def _start_argv(node: RayNode) -> list[str]:
         f"--node-ip-address={node.address}",
         f"--temp-dir={node.temp_dir}",
         f"--num-cpus={node.num_cpus}",
-        f"--num-gpus={node.num_gpus}",
+        *_devices(node),
         f"--memory={node.memory_bytes}",
         f"--object-store-memory={node.object_store_bytes}",
         f"--node-manager-port={node.ports.node_manager}",
@@ -88,10 +93,17 @@ def _start_argv(node: RayNode) -> list[str]:
     ]
 
 
+def _devices(node: RayNode) -> list[str]:
+    """Ray has a word of its own for GPUs alone; chips of TPUs are a resource like any other."""
+    if node.device == "GPU":
+        return [f"--num-gpus={node.num_devices}"]
+    return ["--num-gpus=0", f"--resources={json.dumps({node.device: node.num_devices})}"]
+
+
 def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """What every Ray process of a run needs beside `environ`, which has the token's place."""
     return {
-        **environ,
+        **_as_ray_names_devices(environ),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for what other users of the node take
@@ -100,27 +112,38 @@ def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _as_ray_names_devices(environ: Mapping[str, str]) -> dict[str, str]:
+    """AMD GPUs by HIP's variable: Slurm sets ROCm's, and Ray refuses that one ("Please use HIP_VISIBLE_DEVICES …").
+
+    Both number the GPUs that the node has, unless both are set: then HIP's number those that ROCm's leave, and stay.
+    """
+    found = dict(environ)
+    if "HIP_VISIBLE_DEVICES" not in found and (visible := found.pop("ROCR_VISIBLE_DEVICES", None)) is not None:
+        found["HIP_VISIBLE_DEVICES"] = visible
+    return found
+
+
 @dataclass(frozen=True)
 class RayNodes:
-    """Ray's own view: GPUs by the address of each node that is alive."""
+    """Ray's own view: devices of the kind that was asked for, by the address of each node that is alive."""
 
-    gpus: Mapping[str, int]
+    devices: Mapping[str, int]
 
-    def missing(self, expected: Mapping[str, str], gpus_per_node: int) -> list[str]:
+    def missing(self, expected: Mapping[str, str], device: Device, per_node: int) -> list[str]:
         """A sentence for each node that is not there as asked; `expected` maps addresses to node names."""
         sentences = []
         for address, name in expected.items():
-            if address not in self.gpus:
+            if address not in self.devices:
                 sentences.append(f"{name} ({address}) has not joined")
-            elif self.gpus[address] != gpus_per_node:
-                sentences.append(f"{name} ({address}) has {self.gpus[address]} GPUs instead of {gpus_per_node}")
-        strangers = sorted(set(self.gpus) - set(expected))
+            elif self.devices[address] != per_node:
+                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
+        strangers = sorted(set(self.devices) - set(expected))
         return [*sentences, *(f"{address} joined but is not of this job" for address in strangers)]
 
 
-def watch_nodes_argv() -> Sequence[str]:
+def watch_nodes_argv(device: Device) -> Sequence[str]:
     """The child that asks Ray for its nodes; it needs RAY_ADDRESS and prints a JSON object whenever they change."""
-    return [sys.executable, "-u", "-m", "hpc_serve.job.ray_nodes"]
+    return [sys.executable, "-u", "-m", "hpc_serve.job.ray_nodes", device]
 
 
 def parse_nodes(line: str) -> RayNodes | None:

@@ -1,5 +1,7 @@
 """A child of the head's launcher: asks Ray which nodes are alive and prints them, as JSON, whenever that changes.
 
+    python -m hpc_serve.job.ray_nodes GPU      (or another resource of Ray's, to be counted on each node)
+
 It is a program of its own so that the launcher needs no Ray: `ray.nodes()` is public, but only inside a Ray driver.
 It ends when its standard output does, or when the launcher ends it.
 """
@@ -10,17 +12,18 @@ import importlib
 import json
 import logging
 import os
+import sys
 import time
 from typing import Any
 
 
-def main() -> None:
+def main(device: str) -> None:
     ray: Any = importlib.import_module("ray")
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
     before: dict[str, int] | None = None
     while True:
         alive = {
-            node["NodeManagerAddress"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]
+            node["NodeManagerAddress"]: int(node["Resources"].get(device, 0)) for node in ray.nodes() if node["Alive"]
         }
         if alive != before:
             print(json.dumps({"hpc_serve_nodes": alive}), flush=True)
@@ -29,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -99,6 +99,9 @@ def _plan(
     assert memory is not None
     if memory.max_num_seqs != max_num_seqs(engine, question.cluster.accelerator):
         engine = replace(engine, max_num_seqs=memory.max_num_seqs)
+    if question.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
+        # Left to itself, vLLM takes its share of the whole machine, whatever part of it the job has.
+        engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
     others = alternatives(question, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(question, at_most=layout.num_gpus)
     return ServePlan(

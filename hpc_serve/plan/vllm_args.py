@@ -15,8 +15,10 @@ _ONLINE = {
     "fp8_per_channel": "fp8_per_channel",
     "fp8_per_block": "fp8_per_block",
     "int8": "int8_per_channel_weight_only",
+    "int8_per_channel_weight_only": "int8_per_channel_weight_only",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4_per_token",
+    "nvfp4_per_token": "nvfp4_per_token",
 }
 """Methods by which vLLM 0.32 quantises a 16-bit checkpoint as it loads it, by the name it takes for them."""
 

@@ -15,12 +15,20 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import accelerator
+from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.machines import machines
+from hpc_serve.sizes import format_size
+from hpc_serve.submit.layout import devices_per_node
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
 
+_NO_SCRIPTS = {
+    "gaudi2": "vLLM for Gaudi is a plugin of its own (vllm-gaudi), which the launcher does not know",
+    "gaudi3": "vLLM for Gaudi is a plugin of its own (vllm-gaudi), which the launcher does not know",
+    "v7x": "vLLM counts each of the two cores of a v7x chip as a device, and the plan counts chips",
+}
 # How Apptainer takes the host's GPU driver into the container.
 _DRIVERS = {"NVIDIA": "--nv", "AMD": "--rocm"}
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
@@ -39,7 +47,8 @@ def _shell_word(value: object) -> Markup:
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
     """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
 
-    Raises InvalidRequestError if a value cannot stand in the script, or a site's template asks for one it is not given.
+    Raises InvalidRequestError if a value cannot stand in the script, a site's template asks for one it is not given, or
+    there are no scripts for such an accelerator.
     """
     environment = _template_environment(request.templates_dir)
     try:
@@ -61,27 +70,45 @@ def _template_environment(site_templates: str | None) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=True,
     )
-    environment.filters["words"] = lambda words: Markup(shlex.join(words))
+    environment.filters["words"] = lambda words: Markup(shlex.join(map(str, words)))
     return environment
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
+    device = _device(request)
     return {
         "title": _comment(_title(request, plan)),
+        "not_run": _comment(_not_run(device)),
         "rendered_by": _comment(shlex.join(render_argv(request))),
         "version": _Checked(hpc_serve.__version__),
         "directives": [_Checked(line) for line in directives(request, plan)],
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
-        "in_environment": _Checked(_container_prefix(request.environment, accelerator(request.gpu).vendor)),
+        "in_environment": _Checked(_container_prefix(request.environment, device.vendor)),
         "service": request.service,
         "backend": request.backend,
-        "gpus_per_node": plan.gpus_per_node,
+        "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(request, plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
         "engine_options": list(_options((*plan.vllm_args, *request.engine_args))),
     }
+
+
+def _device(request: ServeRequest) -> AcceleratorSpec:
+    device = machines(request.gpu, total_bytes=request.gpu_memory_bytes).accelerator
+    if device.name in _NO_SCRIPTS:
+        raise InvalidRequestError(
+            f"hpc-serve plans for {device.product}, but has no script for it: {_NO_SCRIPTS[device.name]}."
+        )
+    return device
+
+
+def _not_run(device: AcceleratorSpec) -> str:
+    """What nobody has seen work; NVIDIA's GPUs have CPU processes standing in for them in the tests."""
+    if device.kind == "cpu" or device.vendor == "NVIDIA":
+        return ""
+    return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
 
 
 def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
@@ -90,10 +117,12 @@ def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...
 
 
 def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
-    """The words of the `#SBATCH` lines, in a fixed order; every value in them is checked."""
-    slurm = request.slurm
-    whole_nodes = slurm.exclusive if slurm.exclusive is not None else plan.num_nodes > 1
-    gpus = f"{slurm.gres_type}:{plan.gpus_per_node}" if slurm.gres_type else str(plan.gpus_per_node)
+    """The words of the `#SBATCH` lines, in a fixed order; every value in them is checked.
+
+    Raises InvalidRequestError for a share of a CPU node without a number of cores.
+    """
+    slurm, device = request.slurm, _device(request)
+    whole_nodes = slurm.exclusive if slurm.exclusive is not None else plan.num_nodes > 1 or device.kind != "gpu"
     values: dict[str, str | None] = {
         "job-name": slurm.job_name or f"hpc-serve-{request.service}",
         "partition": slurm.partition,
@@ -106,17 +135,32 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         "nodes": str(plan.num_nodes),
         "ntasks-per-node": "1",
     }
-    if plan.gpus_per_node:
+    if device.kind == "gpu":  # hosts of TPUs, and sockets, are whole nodes to Slurm
+        gpus = f"{slurm.gres_type}:{plan.gpus_per_node}" if slurm.gres_type else str(plan.gpus_per_node)
         values |= {"gres": f"gpu:{gpus}"} if slurm.gpu_directive == "gres" else {"gpus-per-node": gpus}
-    cpus = slurm.cpus_per_task or (None if whole_nodes else _CPUS_PER_GPU * max(1, plan.gpus_per_node))
+    cpus = slurm.cpus_per_task or (None if whole_nodes else _cpus(device, plan))
     values["cpus-per-task"] = str(cpus) if cpus else None
-    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan.gpus_per_node)}G")
+    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(device, plan)}G")
     values["time"] = slurm.time
     values["output"] = f"{request.log_dir}/%j.log" if request.log_dir else "%x-%j.log"
     lines = [f"--{name}={check_directive(name, value)}" for name, value in values.items() if value is not None]
     if whole_nodes:
         lines.append("--exclusive")
     return [*lines, "--open-mode=append", *slurm.extra]
+
+
+def _cpus(device: AcceleratorSpec, plan: ServePlan) -> int:
+    if device.kind == "cpu":
+        raise InvalidRequestError(
+            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
+        )
+    return _CPUS_PER_GPU * plan.gpus_per_node
+
+
+def _mem_gib(device: AcceleratorSpec, plan: ServePlan) -> int:
+    if device.kind == "cpu":  # the plan has divided this memory already
+        return -(-plan.gpus_per_node * device.total_bytes // GIB)
+    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * plan.gpus_per_node
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:
@@ -132,6 +176,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
         "--gpu": request.gpu if request.gpu != "h100-80gb" else None,
+        "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
         "--tensor-parallel-size": request.tensor_parallel_size,
         "--pipeline-parallel-size": request.pipeline_parallel_size,
         "--max-model-len": request.max_model_len,
@@ -144,13 +189,10 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
 
 
-def _mem_gib(gpus_per_node: int) -> int:
-    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * gpus_per_node
-
-
 def _title(request: ServeRequest, plan: ServePlan) -> str:
     nodes = f"{plan.num_nodes} node" + ("s" if plan.num_nodes > 1 else "")
-    where = f"{nodes} x {plan.gpus_per_node} GPUs ({request.gpu})" if plan.gpus_per_node else f"{nodes}, CPU"
+    units = _device(request).unit + ("s" if plan.gpus_per_node > 1 else "")
+    where = f"{nodes} x {plan.gpus_per_node} {units} ({request.gpu})"
     layout = f"TP={plan.tensor_parallel_size} x PP={plan.pipeline_parallel_size}"
     return f'{plan.model} as "{request.service}": {where}, {layout}'
 

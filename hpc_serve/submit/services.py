@@ -19,7 +19,7 @@ from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
 from hpc_serve.submit import scheduler
-from hpc_serve.submit.layout import plan_request
+from hpc_serve.submit.layout import devices_per_node, plan_request
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.look import job_of, look
 from hpc_serve.submit.preflight import check_files, check_stand_in, make_log_dir
@@ -94,7 +94,7 @@ def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Pat
         log_path=str(log_dir / f"{done.job_id}.log"),
         user=scheduler.user_name(),
         num_nodes=plan.num_nodes,
-        gpus_per_node=plan.gpus_per_node,
+        gpus_per_node=devices_per_node(request, plan),
         pid=done.pid,
         pid_start_time=process_start_time(done.pid) if done.pid else None,
         host=socket.gethostname() if done.pid else None,

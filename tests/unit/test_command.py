@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.job.command import check_layout, choose_backend, head_args, multi_node_args, read_command
+from hpc_serve.job.command import Device, check_layout, choose_backend, head_args, multi_node_args, read_command
 from hpc_serve.submit.request import ServeRequest
+
+
+def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
+    command = read_command(words(line))
+    check_layout(command, num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
 
 
 def words(text: str) -> list[str]:
@@ -84,22 +89,42 @@ def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, c
 )
 def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, gpus, why):
     with pytest.raises(DoesNotFitError, match=why):
-        check_layout(read_command(words(f"vllm serve m {layout}")), num_nodes=num_nodes, gpus_per_node=gpus)
+        check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus)
 
 
 def test_a_layout_that_fits_passes():
-    command = read_command(words("vllm serve m -tp 8 -pp 2"))
-    check_layout(command, num_nodes=2, gpus_per_node=8)
-    check_layout(command, num_nodes=4, gpus_per_node=4)
+    check("vllm serve m -tp 8 -pp 2", num_nodes=2, per_node=8)
+    check("vllm serve m -tp 8 -pp 2", num_nodes=4, per_node=4)
+    check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU")
+    check("vllm serve m -tp 2", num_nodes=1, per_node=0, backend="mp")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_nodes": 2, "per_node": 0}, "within one node"),
+        ({"num_nodes": 4, "per_node": 4, "device": "TPU", "backend": "mp"}, "Ray alone"),
+    ],
+)
+def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
+    with pytest.raises(DoesNotFitError, match=why):
+        check("vllm serve m -tp 16", **fields)
 
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
-    assert head_args(command, host="0.0.0.0", port=1, backend="ray") == words(
+    assert head_args(command, host="0.0.0.0", port=1, device="GPU", backend="ray") == words(
         "--host 0.0.0.0 --middleware hpc_serve.job.gate.Gate"
     )
     one_gpu = read_command(words("vllm serve m"))
-    assert "--distributed-executor-backend" not in head_args(one_gpu, host="h", port=1, backend="mp")
+    assert "--distributed-executor-backend" not in head_args(one_gpu, host="h", port=1, device="GPU", backend="mp")
+
+
+@pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
+def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
+    command = read_command(words("vllm serve m -tp 8"))
+    args = head_args(command, host="h", port=1, device=device, backend="ray")
+    assert ("--distributed-executor-backend" in args) == is_told
 
 
 def test_only_the_first_of_several_nodes_has_a_server():

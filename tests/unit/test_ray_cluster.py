@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+
+import pytest
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock
@@ -19,7 +22,14 @@ ALLOCATION = Allocation(
     num_gpus=8,
     memory_bytes=64 * 1024**3,
 )
-NODE = ray_node(ALLOCATION, address="10.0.0.1", ports=PortBlock(20_000), temp_dir="/tmp/hs-1/ray", num_gpus=8)
+NODE = ray_node(
+    ALLOCATION,
+    address="10.0.0.1",
+    ports=PortBlock(20_000),
+    temp_dir="/tmp/hs-1/ray",
+    device="GPU",
+    num_devices=8,
+)
 EXPECTED = {"10.0.0.1": "n1", "10.0.0.2": "n2"}
 
 
@@ -32,9 +42,50 @@ def test_ray_gets_the_jobs_share_and_not_the_machines():
     assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
     assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * 1024**3
     unlimited = ray_node(
-        replace(ALLOCATION, memory_bytes=None), address="a", ports=PortBlock(1), temp_dir="t", num_gpus=0
+        replace(ALLOCATION, memory_bytes=None),
+        address="a",
+        ports=PortBlock(1),
+        temp_dir="t",
+        device="GPU",
+        num_devices=0,
     )
     assert unlimited.memory_bytes > 1024**3
+
+
+def test_chips_of_a_tpu_are_a_resource_like_any_other():
+    said = options(worker_argv(replace(NODE, device="TPU", num_devices=4), head="h"))
+    assert (said["num-gpus"], json.loads(said["resources"])) == ("0", {"TPU": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, {"HIP_VISIBLE_DEVICES": "4,5"}),
+        (
+            {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0"},
+            {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0"},
+        ),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "1"}),
+    ],
+)
+def test_amd_gpus_are_named_as_ray_takes_them(monkeypatch, given, seen):
+    environ = ray_environ(given)
+    assert {name: value for name, value in environ.items() if name.endswith("VISIBLE_DEVICES")} == seen
+    manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert manager.get_visible_accelerator_ids_env_var() == "HIP_VISIBLE_DEVICES"
+
+
+def test_ray_still_refuses_rocms_own_name(monkeypatch):
+    """Why the renaming is there; when this fails, it can go."""
+    manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0")
+    with pytest.raises(RuntimeError, match="HIP_VISIBLE_DEVICES"):
+        manager.get_visible_accelerator_ids_env_var()
 
 
 def test_every_port_is_said_aloud_and_from_the_block():
@@ -55,10 +106,12 @@ def test_the_token_mode_is_said_on_every_node():
 
 
 def test_who_is_missing_is_named():
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8}).missing(EXPECTED, 8) == []
-    assert RayNodes({"10.0.0.1": 8}).missing(EXPECTED, 8) == ["n2 (10.0.0.2) has not joined"]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 4}).missing(EXPECTED, 8) == ["n2 (10.0.0.2) has 4 GPUs instead of 8"]
-    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}).missing(EXPECTED, 8) == [
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8}).missing(EXPECTED, "GPU", 8) == []
+    assert RayNodes({"10.0.0.1": 8}).missing(EXPECTED, "GPU", 8) == ["n2 (10.0.0.2) has not joined"]
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 4}).missing(EXPECTED, "TPU", 8) == [
+        "n2 (10.0.0.2) has 4 TPUs instead of 8"
+    ]
+    assert RayNodes({"10.0.0.1": 8, "10.0.0.2": 8, "10.0.0.3": 8}).missing(EXPECTED, "GPU", 8) == [
         "10.0.0.3 joined but is not of this job"
     ]
 
