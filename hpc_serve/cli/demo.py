@@ -15,6 +15,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.submit.request import Environment, ServeRequest
 
 SERVICE = "demo"
+_MEMORY_BYTES = 2 * 2**30
 QUESTION = "Why is the sky blue?"
 # The engine's CPU backend would bind its threads to cores that containers and small machines do not give it.
 _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -63,6 +64,8 @@ def _request(folder: Path) -> ServeRequest:
     return ServeRequest(
         model=str(folder),
         service=SERVICE,
+        gpu="cpu",
+        gpu_memory_bytes=_MEMORY_BYTES,
         cluster="local",
         engine_args=tuple(engine_args),
         environment=Environment(kind="venv", path=sys.prefix) if in_venv else Environment(kind="none"),

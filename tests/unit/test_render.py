@@ -6,29 +6,25 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import find_model
-from hpc_serve.plan import ClusterSpec, ServePlan, accelerator, model_from_config, plan
+from hpc_serve.submit.layout import plan_request
 from hpc_serve.submit.render import render_argv, render_script
 from hpc_serve.submit.request import Environment, JobSettings, ServeRequest, SlurmOptions
 
 NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
 
 
-def plan_of(alias: str, num_nodes: int | None = None) -> ServePlan:
-    found = find_model(alias)
-    spec = model_from_config(found.config, name=found.name)
-    cluster = ClusterSpec(accelerator=accelerator("h100-80gb"), num_nodes=num_nodes)
-    return plan(spec, cluster, served_model_names=found.served_model_names)
+def request_of(alias: str, num_nodes: int | None = None, **fields: Any) -> ServeRequest:
+    return ServeRequest(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields})
 
 
-def script(alias: str = "405b", num_nodes: int | None = 2, **fields) -> str:
-    return render_script(
-        ServeRequest(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields}), plan_of(alias, num_nodes)
-    )
+def script(alias: str = "405b", num_nodes: int | None = 2, **fields: Any) -> str:
+    request = request_of(alias, num_nodes, **fields)
+    return render_script(request, plan_request(request))
 
 
 def bash_accepts(text: str) -> None:
@@ -37,10 +33,71 @@ def bash_accepts(text: str) -> None:
         subprocess.run(["shellcheck", "-"], input=text, text=True, check=True)
 
 
-@pytest.mark.parametrize(("alias", "num_nodes"), [("8b", None), ("70b", None), ("405b", 2)])
-def test_the_committed_scripts_are_what_render_prints(alias, num_nodes):
-    committed = Path(__file__).parents[2] / "sbatch" / f"{alias}.sh"
-    assert committed.read_text() == script(alias, num_nodes)
+INT8 = ("--quantization", "int8_per_channel_weight_only")
+COMMITTED = {
+    "8b": request_of("8b"),
+    "70b": request_of("70b"),
+    "405b": request_of("405b", 2),
+    "70b-mi300x": request_of("70b", gpu="mi300x"),
+    "70b-v6e": request_of("70b", gpu="v6e:2x4"),
+    "70b-v5e": request_of("70b", gpu="v5e:4x4"),
+    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * 2**30, engine_args=INT8),
+}
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_scripts_are_what_render_prints(name):
+    committed = Path(__file__).parents[2] / "sbatch" / f"{name}.sh"
+    request = COMMITTED[name]
+    assert committed.read_text() == render_script(request, plan_request(request))
+    bash_accepts(committed.read_text())
+
+
+def test_no_committed_script_is_left_out():
+    assert {path.stem for path in (Path(__file__).parents[2] / "sbatch").iterdir()} == set(COMMITTED)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "directive", "launcher", "not_run"),
+    [
+        ("h100-80gb", "--gpus-per-node=4", "--gpus-per-node 4", None),
+        ("mi300x", "--gpus-per-node=2", "--gpus-per-node 2", "no AMD GPU"),
+        ("v5e:4x4", None, "--tpus-per-node 4", "no Google chip"),
+        ("v6e:2x4", None, "--tpus-per-node 8", "no Google chip"),
+        ("cpu-genoa-2s", None, "--gpus-per-node 0", None),
+    ],
+)
+def test_one_setting_changes_the_hardware(gpu, directive, launcher, not_run):
+    memory = 384 * 2**30 if gpu.startswith("cpu") else None
+    text = script("70b", None, gpu=gpu, gpu_memory_bytes=memory)
+    bash_accepts(text)
+    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH") and "gpu" in line]
+    assert asked == ([directive] if directive else [])
+    assert f"--backend auto {launcher} -- \\\n" in text
+    assert ("Rendered, not run here" in text) == bool(not_run)
+    assert not_run is None or not_run in text
+    assert ("#SBATCH --exclusive\n" in text) == (directive is None)
+
+
+def test_a_cpu_engine_is_told_the_cache_that_was_planned():
+    request = request_of("8b", gpu="cpu", gpu_memory_bytes=64 * 2**30)
+    plan = plan_request(request)
+    assert f"--kv-cache-memory-bytes {plan.memory.kv_cache_bytes} \\\n" in render_script(request, plan)
+
+
+def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
+    share = SlurmOptions(exclusive=False, cpus_per_task=16)
+    lines = script("8b", None, gpu="cpu-genoa", gpu_memory_bytes=64 * 2**30, slurm=share).splitlines()
+    assert {"#SBATCH --cpus-per-task=16", "#SBATCH --mem=64G"} <= set(lines)
+    assert "#SBATCH --exclusive" not in lines
+    with pytest.raises(InvalidRequestError, match="--cpus-per-task"):
+        script("8b", None, gpu="cpu", gpu_memory_bytes=64 * 2**30, slurm=SlurmOptions(exclusive=False))
+
+
+@pytest.mark.parametrize("gpu", ["gaudi3", "v7x"])
+def test_what_is_planned_for_alone_has_no_script(gpu):
+    with pytest.raises(InvalidRequestError, match="has no script for it"):
+        script("8b", None, gpu=gpu)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +139,7 @@ def test_every_environment_gives_a_script_that_bash_accepts(kind, cluster):
 def test_a_container_gets_the_driver_of_the_accelerator(gpu, flag):
     line = next(
         line
-        for line in script(gpu=gpu, environment=Environment(kind="apptainer", path="x.sif")).splitlines()
+        for line in script("8b", None, gpu=gpu, environment=Environment(kind="apptainer", path="x.sif")).splitlines()
         if "hpc_serve.job.prepare" in line
     )
     assert {word for word in line.split() if word in ("--nv", "--rocm")} == ({flag} if flag else set())

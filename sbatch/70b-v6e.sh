@@ -1,0 +1,50 @@
+#!/bin/bash
+# Serves meta-llama/Llama-3.3-70B-Instruct as "70b": 1 node x 8 chips (v6e:2x4), TP=8 x PP=1.
+# Rendered, not run here: the tests of hpc-serve have no Google chip. Reports are welcome.
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 70b --gpu v6e:2x4
+# Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
+#SBATCH --job-name=hpc-serve-70b
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
+#SBATCH --time=12:00:00
+#SBATCH --output=%x-%j.log
+#SBATCH --exclusive
+#SBATCH --open-mode=append
+
+set -euo pipefail
+umask 077  # logs and private files are the owner's alone
+
+# The Python environment, with hpc-serve and vLLM in it.
+environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
+if [[ ! -r $environment/bin/activate ]]; then
+    echo "hpc-serve: no Python environment in $environment; set HPC_SERVE_ENV to one that has hpc-serve and vLLM" >&2
+    exit 78
+fi
+# shellcheck disable=SC1091
+source "$environment/bin/activate"
+
+# The launcher hears the signal as well and ends in order; this shell waits for it.
+cancelled=
+trap 'cancelled=yes' TERM INT
+
+# A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
+for attempt in 1 2 3; do
+    exports=$(python -m hpc_serve.job.prepare --service 70b)
+    eval "$exports"
+    echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
+    status=0
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpu-bind=none --export=ALL \
+        --kill-on-bad-exit=0 --wait=120 \
+        --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
+        python -m hpc_serve.job --service 70b --backend auto --tpus-per-node 8 -- \
+        vllm serve meta-llama/Llama-3.3-70B-Instruct \
+            --served-model-name meta-llama/Llama-3.3-70B-Instruct 70b \
+            --tensor-parallel-size 8 \
+            --pipeline-parallel-size 1 \
+            --max-model-len 131072 \
+        || status=$?
+    [[ $status -eq 75 && -z $cancelled ]] || exit "$status"
+    echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
+done
+exit "$status"
