@@ -80,9 +80,11 @@ def sweep(root: Path) -> list[Path]:
 
 
 def _clear(path: Path, owner: Owner) -> bool:
+    shared = shared_memory.mapped_by(marked(owner.mark), shared_memory.listed())  # not noted yet, perhaps
     asyncio.run(end_marked(owner.mark, grace_s=_GRACE_S))
     if any(marked(owner.mark)):  # the kernel holds one (a dead filesystem, a driver): it may still use the folder
         return False
+    shared_memory.remove(shared)
     folder.remove(path, owner)
     return not path.exists()
 

@@ -172,7 +172,9 @@ def frozen(alice: User, host: str):
 
 
 def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_with_a_frozen_node(alice):
-    job_id, _ = without_ray(alice, "outright", "--stub-share-memory")
+    job_id, nodes = without_ray(alice, "outright", "--stub-share-memory")
+    is_noted = ("sh", "-c", "ls /tmp/hs-*/shared-memory")
+    wait_for(lambda: not any(alice.run(*is_noted, node=node).returncode for node in nodes), 30, what="notes of both")
     for process in alice.processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

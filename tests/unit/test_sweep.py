@@ -77,6 +77,8 @@ class Run:
         self.launcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.launcher.stdout is not None
         self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
+
+    def wait_for_notes(self) -> None:
         until((self.path / "shared-memory").exists, "what the engine shares to be noted")
 
     def kill(self, *, watcher_too: bool) -> None:
@@ -116,6 +118,7 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
 
 
 def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run):
+    run.wait_for_notes()
     run.kill(watcher_too=True)
     assert list(marked(run.mark))
     assert run.segment.exists()
@@ -130,6 +133,7 @@ def test_a_living_run_is_not_touched(run):
 
 
 def test_a_watcher_does_not_end_by_the_signals_of_a_step_but_with_its_launcher(run):
+    run.wait_for_notes()
     (watcher,) = watchers(run.path)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(watcher, number)
