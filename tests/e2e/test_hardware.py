@@ -53,7 +53,7 @@ def test_chips_of_tpu_hosts_are_waited_for_as_rays_resource(alice):
     raylets = [process for process in alice.processes() if process.argv[0].endswith("raylet/raylet")]
     assert sorted(process.host for process in raylets) == sorted(node["name"] for node in record["nodes"])
     assert all(any("TPU,4" in word for word in process.argv) for process in raylets)
-    engine = next(process for process in alice.processes() if process.argv[1] == str(STUB))
+    engine = next(process for process in alice.processes() if process.argv[1:2] == (str(STUB),))
     environ = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
     assert b"TPU_MULTIHOST_BACKEND=ray" in environ
     assert "--distributed-executor-backend" not in engine.argv
