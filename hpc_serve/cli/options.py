@@ -144,7 +144,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     return ServeRequest(
         model=options["model"],
-        service=options["service"] or default_service(options["model"]),
+        service=options["service"] if options["service"] is not None else default_service(options["model"]),
         gpu=options["gpu"] or site.gpu or DEFAULT_GPU,
         gpu_memory_bytes=options["gpu_memory_bytes"] or (None if options["gpu"] else site.gpu_memory_bytes),
         num_nodes=options["num_nodes"],

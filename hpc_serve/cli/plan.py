@@ -50,15 +50,18 @@ def plan_command(
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
     """
-    from hpc_serve.cli import plan_view
+    from hpc_serve.cli import plan_view, show
     from hpc_serve.submit.site import find_site_file, load_site
 
-    if gpu is None and not compare:  # the machines that `submit` would plan for
+    if gpu is None and compare is None:  # the machines that `submit` would plan for
         site = load_site(find_site_file(os.environ))
         gpu = site.gpu
         options["gpus_per_node"] = options["gpus_per_node"] or site.gpus_per_node
         options["gpu_memory_bytes"] = options["gpu_memory_bytes"] or site.gpu_memory_bytes
-    names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [gpu or DEFAULT_GPU]
+    words = compare.split(",") if compare is not None else [gpu or DEFAULT_GPU]
+    names = [word.strip() for word in words if word.strip()]
+    if not names:
+        raise click.BadParameter("name at least one accelerator, as in --compare h100-80gb,mi300x.")
     answers = [plan_view.answer(model, name, options) for name in names]
     if plot and answers[0].plan:
         from hpc_serve.plots import draw
@@ -66,7 +69,7 @@ def plan_command(
         draw(answers[0].question, answers[0].plan, answers[0].traffic, plot)
     if as_json:
         documents = [plan_view.as_json(answer) for answer in answers]
-        plan_view.print_json(documents if compare else documents[0])
+        show.print_json(documents if compare else documents[0])
     elif compare:
         plan_view.print_comparison(answers)
     elif explained:

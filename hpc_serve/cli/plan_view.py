@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -118,11 +117,6 @@ def as_json(given: Answer) -> dict[str, Any]:
         return {**plan_json(given.plan, given.model, given.gpu), "performance": performance}
     assert given.error is not None
     return {**no_plan_json(given.error, given.model, given.gpu), "performance": None}
-
-
-def print_json(value: Any) -> None:
-    """Print one JSON document."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_plan(given: Answer) -> None:

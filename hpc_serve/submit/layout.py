@@ -61,11 +61,6 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     return replace(chosen, vllm_args=_without(chosen.vllm_args, asked))
 
 
-def devices_per_node(request: ServeRequest, plan: ServePlan) -> int:
-    """GPUs, or chips, of each node that the engine's ranks take; 0 where they run on CPUs."""
-    return 0 if machines(request.gpu, total_bytes=1).accelerator.kind == "cpu" else plan.gpus_per_node
-
-
 def _find(name: str, asked: Mapping[str, Any]) -> tuple[FoundModel, ModelSpec]:
     """The model as the engine's words would have it; files of weights that are at hand are the truth."""
     return find_spec(name, dtype=asked.get("dtype", "auto"), quantization=asked.get("quantization"))

@@ -18,7 +18,6 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.machines import machines
 from hpc_serve.sizes import format_size
-from hpc_serve.submit.layout import devices_per_node
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
 if TYPE_CHECKING:
@@ -93,6 +92,11 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "served_model_names": served_model_names(request, plan),
         "engine_options": list(_options((*plan.vllm_args, *request.engine_args))),
     }
+
+
+def devices_per_node(request: ServeRequest, plan: ServePlan) -> int:
+    """GPUs, or chips, of each node that the engine's ranks take; 0 where they run on CPUs."""
+    return 0 if machines(request.gpu, total_bytes=1).accelerator.kind == "cpu" else plan.gpus_per_node
 
 
 def _device(request: ServeRequest) -> AcceleratorSpec:

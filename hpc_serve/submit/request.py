@@ -10,6 +10,7 @@ from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.command import check_words
+from hpc_serve.rendezvous.names import validate_service_name
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -160,6 +161,7 @@ class ServeRequest:
     templates_dir: str | None = None
 
     def __post_init__(self) -> None:
+        validate_service_name(self.service)
         for name in ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,6 +1,6 @@
 """The scripts for hardware other than NVIDIA's, as far as this machine goes.
 
-CPU nodes are the real thing: the committed script, vLLM's CPU backend as it is, without the plugin that other tests need.
+CPU nodes are the real thing: the committed script, and vLLM's CPU backend as it is, without the plugin of other tests.
 Of TPUs there are none: real Slurm and real Ray carry the chips as a resource, and a stub stands in for vLLM.
 """
 

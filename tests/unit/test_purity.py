@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+PLAN = Path(__file__).parents[2] / "hpc_serve" / "plan"
 FORBIDDEN = (
     "subprocess",
     "socket",
@@ -21,23 +23,15 @@ FORBIDDEN = (
     "filelock",
 )
 PURE = (
-    *(
-        "hpc_serve.errors",
-        "hpc_serve.plan",
-        "hpc_serve.plan.planner",
-        "hpc_serve.plan.measured",
-        "hpc_serve.plan.catalog",
-    ),
-    *(
-        "hpc_serve.plan.roofline",
-        "hpc_serve.plan.roofline_choice",
-        "hpc_serve.plan.roofline_report",
-        "hpc_serve.plan.roofline_slices",
-        "hpc_serve.submit.request",
-        "hpc_serve.submit.slurm",
-        "hpc_serve.submit.sentences",
-        "hpc_serve.rendezvous.names",
-    ),
+    "hpc_serve.errors",
+    "hpc_serve.sizes",
+    "hpc_serve.rendezvous.names",
+    "hpc_serve.submit.render",
+    "hpc_serve.submit.request",
+    "hpc_serve.submit.sentences",
+    "hpc_serve.submit.slurm",
+    "hpc_serve.plan.catalog",
+    *sorted(f"hpc_serve.plan.{path.stem}" for path in PLAN.glob("*.py")),
 )
 # A finder that comes first and refuses; what the interpreter itself has loaded already does not count.
 GUARD = """
