@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import GIB
+from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.layout import Layout
 from hpc_serve.plan.roofline import EXPECTED, IDEAL, Factors, Roofline, Traffic, estimate_performance, requests_held
 
@@ -64,7 +64,7 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         )
         _pareto(figure.add_subplot(grid[0, :]), roofline, plan, traffic)
         _breakdown(figure.add_subplot(grid[1, 0]), roofline, plan, traffic)
-        _memory(figure.add_subplot(grid[1, 1]), plan)
+        _memory(figure.add_subplot(grid[1, 1]), plan, roofline.accelerator)
         nodes = f"{plan.num_nodes} x {plan.gpus_per_node} {question.cluster.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=_INK)
         layout = f"TP={plan.tensor_parallel_size}, PP={plan.pipeline_parallel_size} on {nodes}"
@@ -138,7 +138,7 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
                         )
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("time between tokens of a request (ms), prompts of others included")
-    axes.set_ylabel("output tokens per second and GPU")
+    axes.set_ylabel(f"output tokens per second and {roofline.accelerator.unit}")
     axes.set_title("Latency against throughput")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
@@ -205,8 +205,9 @@ def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic)
     axes.legend(loc="upper left", fontsize=9.5)
 
 
-def _memory(axes: Any, plan: ServePlan) -> None:
+def _memory(axes: Any, plan: ServePlan, device: AcceleratorSpec) -> None:
     """The tightest GPU of each layout that was considered, stacked; the line is what vLLM may use."""
+    others = "activations, graphs, CUDA and NCCL" if device.kind == "gpu" else "activations"
     shown = [candidate for candidate in plan.candidates if candidate.memory is not None][:5]
     names = []
     seen: set[str] = set()
@@ -217,7 +218,7 @@ def _memory(axes: Any, plan: ServePlan) -> None:
         other = memory.activation_bytes + graphs + memory.non_torch_bytes
         parts = (
             ("weights", memory.model_loading_bytes, "#1864ab"),
-            ("activations, graphs, CUDA and NCCL", other, "#e8590c"),
+            (others, other, "#e8590c"),
             ("KV cache", max(0, memory.kv_cache_bytes), "#2b8a3e"),
         )
         start = 0.0
@@ -248,7 +249,7 @@ def _memory(axes: Any, plan: ServePlan) -> None:
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, min(1.7 * total, max(1.1 * total, axes.get_xlim()[1])))
     axes.set_xlabel("GiB")
-    axes.set_title("Memory of the tightest GPU")
+    axes.set_title(f"Memory of the tightest {device.unit}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9.5)
 
 
