@@ -1,6 +1,6 @@
 #!/bin/bash
 # Serves meta-llama/Llama-2-7b-chat-hf as "llama-2-7b": 1 node x 2 sockets (cpu-spr-2s), TP=2 x PP=1.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model llama-2-7b --gpu cpu-spr-2s --gpu-memory 256GiB -- --quantization int8_per_channel_weight_only
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model llama-2-7b --gpu cpu-spr-2s --gpu-memory 256GiB -- --dtype bfloat16
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-llama-2-7b
 #SBATCH --nodes=1
@@ -42,8 +42,8 @@ for attempt in 1 2 3; do
             --tensor-parallel-size 2 \
             --pipeline-parallel-size 1 \
             --max-model-len 4096 \
-            --kv-cache-memory-bytes 249197465109 \
-            --quantization int8_per_channel_weight_only \
+            --kv-cache-memory-bytes 245977550357 \
+            --dtype bfloat16 \
         || status=$?
     [[ $status -eq 75 && -z $cancelled ]] || exit "$status"
     echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2

@@ -187,14 +187,13 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8_per_channel": {"quant_method": "fbgemm_fp8"},
     "fp8_per_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "int8": {"quant_method": "int8"},
-    "int8_per_channel_weight_only": {"quant_method": "int8"},
+    "int8_per_channel_weight_only": {"quant_method": "experts_int8"},  # vLLM's own: dense layers stay in 16 bit
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "mxfp4": {"quant_method": "mxfp4"},
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    "nvfp4_per_token": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
 
 

@@ -14,11 +14,8 @@ _ONLINE = {
     "fp8_per_tensor": "fp8_per_tensor",
     "fp8_per_channel": "fp8_per_channel",
     "fp8_per_block": "fp8_per_block",
-    "int8": "int8_per_channel_weight_only",
     "int8_per_channel_weight_only": "int8_per_channel_weight_only",
     "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4_per_token",
-    "nvfp4_per_token": "nvfp4_per_token",
 }
 """Methods by which vLLM 0.32 quantises a 16-bit checkpoint as it loads it, by the name it takes for them."""
 
@@ -55,7 +52,10 @@ def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
     if engine.quantization is None or not model.quantization.is_assumed:
         return None
     if _quantization_flag(engine, model):
-        return f"vLLM quantises the 16-bit checkpoint to {model.quantization.linear.name} as it loads it."
+        found = model.quantization
+        if found.linear == found.plain:
+            return f"vLLM quantises the experts to {found.experts.name} as it loads them, and nothing else."
+        return f"vLLM quantises the 16-bit checkpoint to {found.linear.name} as it loads it."
     text = f"Sized as if {model.name} were quantised with {engine.quantization}: serve a checkpoint that is."
     if model.quantization.method == "bitsandbytes" and engine.version >= (0, 32):
         text += " vLLM 0.32 no longer has bitsandbytes."

@@ -28,6 +28,7 @@ _VALUES: dict[str, Callable[[str], Any]] = {
     "quantization": str,
     "kv_cache_dtype": str,
 }
+_NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 _SWITCHES = ("enforce_eager", "enable_expert_parallel")
 _SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-q": "quantization"}
 
@@ -39,6 +40,11 @@ def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     there is one. A layout to be chosen is that of the model named.
     """
     asked = engine_words(request.engine_args)
+    if asked.get("quantization") in _NOT_VLLMS:
+        raise InvalidRequestError(
+            f"vLLM has no --quantization {asked['quantization']} for checkpoints of 16 bit: name a checkpoint that is "
+            "quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
+        )
     found, spec = _find(request.model, asked)
     is_asked_for = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     if stand_in and is_asked_for:

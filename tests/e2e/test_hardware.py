@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.environment import ENGINE_ON_FEW_CORES
 from tests.e2e.jobs import CHECKOUT, STUB, User
 from tests.e2e.test_serving import START_S, ask_from_a_job
+from tests.int8_checkpoint import quantise
 
 pytestmark = [pytest.mark.slurm]
 
@@ -20,14 +21,17 @@ pytestmark = [pytest.mark.slurm]
 @pytest.fixture(scope="module")
 def alice(cluster, alice_env, tiny_models):
     environ = {name: value for name, value in alice_env.items() if name not in ENGINE_ON_FEW_CORES}
+    int8 = quantise(tiny_models / "8b", cluster.shared / "models" / "8b-int8")
+    for path in int8.iterdir():
+        path.chmod(0o644)
     # This machine has one socket: vLLM's own switch lets two ranks share it, each bound to half of its cores.
-    alice = User(cluster, {**environ, "HPC_SERVE_MODEL": str(tiny_models / "8b"), "VLLM_CPU_SIM_MULTI_NUMA": "1"})
+    alice = User(cluster, {**environ, "HPC_SERVE_MODEL": str(int8), "VLLM_CPU_SIM_MULTI_NUMA": "1"})
     yield alice
     alice.run("scancel", "--user=alice")
 
 
 @pytest.mark.engine
-def test_the_committed_script_serves_int8_on_the_sockets_of_a_cpu_node(alice):
+def test_the_committed_script_serves_an_int8_checkpoint_on_the_sockets_of_a_cpu_node(alice):
     job_id = alice.sbatch(CHECKOUT / "sbatch" / "llama-2-7b-cpu.sh")
     record = alice.wait_until_ready("llama-2-7b", job_id, START_S)
     assert (record["tensor_parallel_size"], record["gpus_per_node"]) == (2, 0)
@@ -37,7 +41,7 @@ def test_the_committed_script_serves_int8_on_the_sockets_of_a_cpu_node(alice):
     assert got["text"].strip()
     assert not [process for process in alice.processes() if "raylet" in process.argv[0]]
     log = (Path(record["log_dir"]) / f"{job_id}-node0.log").read_text()
-    assert "Online quantization as part of model loading" in log
+    assert "CPUInt8ScaledMMLinearKernel for CompressedTensorsW8A8Int8" in log
     assert "local_rank=1, core ids=" in log, "two ranks, bound to cores"
     alice.cancel(job_id)
     alice.wait_until_gone(job_id)

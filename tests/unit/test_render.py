@@ -33,7 +33,7 @@ def bash_accepts(text: str) -> None:
         subprocess.run(["shellcheck", "-"], input=text, text=True, check=True)
 
 
-INT8 = ("--quantization", "int8_per_channel_weight_only")
+BF16 = ("--dtype", "bfloat16")
 COMMITTED = {
     "8b": request_of("8b"),
     "70b": request_of("70b"),
@@ -41,7 +41,7 @@ COMMITTED = {
     "70b-mi300x": request_of("70b", gpu="mi300x"),
     "70b-v6e": request_of("70b", gpu="v6e:2x4"),
     "70b-v5e": request_of("70b", gpu="v5e:4x4"),
-    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * 2**30, engine_args=INT8),
+    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * 2**30, engine_args=BF16),
 }
 
 
@@ -92,6 +92,12 @@ def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
     assert "#SBATCH --exclusive" not in lines
     with pytest.raises(InvalidRequestError, match="--cpus-per-task"):
         script("8b", None, gpu="cpu", gpu_memory_bytes=64 * 2**30, slurm=SlurmOptions(exclusive=False))
+
+
+@pytest.mark.parametrize("method", ["int8", "nvfp4"])
+def test_a_method_that_vllm_does_not_have_is_no_word_for_it(method):
+    with pytest.raises(InvalidRequestError, match="name a checkpoint that is quantised so"):
+        script("8b", None, engine_args=("--quantization", method))
 
 
 @pytest.mark.parametrize("gpu", ["gaudi3", "v7x"])
