@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.layout import Layout
+from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.roofline import EXPECTED, IDEAL, Factors, Roofline, Traffic, estimate_performance, requests_held
+from hpc_serve.plot_labels import Label, Point, halo, label_points
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.candidates import Question
+    from hpc_serve.plan.candidates import Candidate, Question
     from hpc_serve.plan.planner import ServePlan
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 CONTEXTS = (1024, 4096, 16384, 65536)
 MARKED = (1, 4, 16, 64, 256, 1024)
+_ROWS = 5
 _INK, _GRID, _PAPER = "#1f2933", "#e4e7eb", "#ffffff"
 _FAMILY = ("#0b7285", "#2f9e44", "#e67700", "#c92a2a")
 _CAUSES = (
@@ -108,12 +111,16 @@ _STYLE = {
 
 def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
     """Time between tokens against tokens/s a GPU, a curve by length of prompt; batches are marked along it."""
+    curves: list[list[Point]] = []
+    ends: list[Label] = []
+    between: list[Label] = []
     for colour, inputs in zip(_FAMILY, _contexts(plan, traffic)):
         asked = Traffic(input_tokens=inputs, output_tokens=traffic.output_tokens)
-        held = max(1, int(min(requests_held(roofline, asked, plan.memory), roofline.places)))
+        held = _held(roofline, plan, asked)
         batches = _batches(held)
         for factors, line in ((IDEAL, (0, (4, 3))), (EXPECTED, "solid")):
             points = [_point(roofline, plan, asked, batch, factors) for batch in batches]
+            curves.append(points)
             is_expected = factors is EXPECTED
             axes.plot(
                 [latency for latency, _ in points],
@@ -125,17 +132,13 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
                 label=f"{inputs:,} tokens in" if is_expected else None,
                 zorder=3,
             )
-            if is_expected:
-                for batch in sorted({*(mark for mark in MARKED if mark <= held), held}):
-                    point = _point(roofline, plan, asked, batch, factors)
-                    axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=_PAPER, zorder=4)
-                    if colour == _FAMILY[0] or batch == held:
-                        label = f"{batch:,} at once" if batch in (1, held) else f"{batch:,}"
-                        offset = (0, -13) if batch == held else (-7, 4) if batch == 1 else (7, -11)
-                        side = "right" if batch in (1, held) else "left"
-                        axes.annotate(
-                            label, point, offset, ha=side, textcoords="offset points", fontsize=8.5, color=colour
-                        )
+        for batch in sorted({*(mark for mark in MARKED if mark <= held), held}):
+            point = _point(roofline, plan, asked, batch, EXPECTED)
+            axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=_PAPER, zorder=4)
+            if batch == held or (batch == 1 and colour == _FAMILY[0]):
+                ends.append(Label(text=f"{batch:,} at once", point=point, colour=colour))
+            elif colour == _FAMILY[0]:
+                between.append(Label(text=f"{batch:,}", point=point, colour=colour))
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("time between tokens of a request (ms), prompts of others included")
     axes.set_ylabel(f"output tokens per second and {roofline.accelerator.unit}")
@@ -143,6 +146,10 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     axes.margins(x=0.06, y=0.1)
+    least, most = axes.get_xlim()
+    axes.set_xlim(least, most * (most / least) ** 0.03)
+    axes.set_ylim(axes.get_ylim())
+    label_points(axes, ends + between, curves, paper=_PAPER)
     handles, labels = axes.get_legend_handles_labels()
     dashed = axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
     axes.legend(
@@ -157,9 +164,22 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
 
 
 def _contexts(plan: ServePlan, traffic: Traffic) -> list[int]:
+    """Lengths of prompt to draw: the one asked for, and the usual ones that leave room for the answer."""
     longest = plan.max_model_len - traffic.output_tokens
-    found = sorted({traffic.input_tokens, *CONTEXTS})
-    return [length for length in found if 1 <= length <= max(longest, traffic.input_tokens)][:4]
+    usual = [length for length in CONTEXTS if length <= longest and length != traffic.input_tokens]
+    return sorted([traffic.input_tokens, *usual[: len(_FAMILY) - 1]])
+
+
+def _held(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> int:
+    """Requests of the traffic that run at once at most."""
+    return max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.places)))
+
+
+def _limit(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> str:
+    """What keeps more requests from running at once."""
+    if requests_held(roofline, traffic, plan.memory) >= roofline.places:
+        return f"--max-num-seqs {roofline.places:,}, not the cache"
+    return "as many as the cache holds"
 
 
 def _batches(held: int) -> list[int]:
@@ -168,10 +188,8 @@ def _batches(held: int) -> list[int]:
     return sorted({1, held, *(step for step in steps if 1 <= step <= held)})
 
 
-def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, factors: Factors) -> tuple[float, float]:
-    asked = Traffic(
-        input_tokens=traffic.input_tokens, output_tokens=traffic.output_tokens, concurrency=batch
-    )
+def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, factors: Factors) -> Point:
+    asked = Traffic(input_tokens=traffic.input_tokens, output_tokens=traffic.output_tokens, concurrency=batch)
     estimate = estimate_performance(roofline, asked, plan.memory)
     speed = estimate.ideal if factors is IDEAL else estimate.expected
     return 1000 * speed.tpot_s, speed.output_tokens_per_s / estimate.num_gpus
@@ -179,7 +197,7 @@ def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, fa
 
 def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
     """What a decode step goes to, by batch, stacked; of weights and FLOP/s the larger counts."""
-    held = max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.places)))
+    held = _held(roofline, plan, traffic)
     batches = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
     steps = [roofline.decode(batch, traffic.mean_context) for batch in batches]
     places, below = range(len(batches)), [0.0] * len(batches)
@@ -198,59 +216,96 @@ def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic)
         axes.annotate(f"{height:.3g}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
     axes.set_xticks(list(places), [f"{batch:,}" for batch in batches])
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel("requests that run at once (the last: as many as the cache holds)")
+    axes.set_xlabel(f"requests that run at once (the last: {_limit(roofline, plan, traffic)})")
     axes.set_ylabel("ms")
     axes.set_title(f"What a decode step goes to, contexts of {traffic.mean_context:,.0f} tokens")
     axes.margins(y=0.12)
-    axes.legend(loc="upper left", fontsize=9.5)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=len(_CAUSES),
+        fontsize=9.5,
+        columnspacing=1.2,
+        handlelength=1.6,
+    )
 
 
 def _memory(axes: Any, plan: ServePlan, device: AcceleratorSpec) -> None:
-    """The tightest GPU of each layout that was considered, stacked; the line is what vLLM may use."""
-    others = "activations, graphs, CUDA and NCCL" if device.kind == "gpu" else "activations"
-    shown = [candidate for candidate in plan.candidates if candidate.memory is not None][:5]
-    names = []
-    seen: set[str] = set()
-    for row, candidate in enumerate(shown):
-        memory = candidate.memory
-        assert memory is not None
-        graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
-        other = memory.activation_bytes + graphs + memory.non_torch_bytes
-        parts = (
-            ("weights", memory.model_loading_bytes, "#1864ab"),
-            (others, other, "#e8590c"),
-            ("KV cache", max(0, memory.kv_cache_bytes), "#2b8a3e"),
-        )
-        start = 0.0
-        for label, size, colour in parts:
-            width = size / GIB
-            faded = 1 if candidate.verdict == "chosen" else 0.55
-            first = label not in seen
-            seen.add(label)
-            axes.barh(
-                row, width, 0.6, left=start, color=colour, alpha=faded, label=label if first else None, edgecolor=_PAPER
-            )
-            if width > 0.09 * memory.total_bytes / GIB:
-                axes.text(start + width / 2, row, f"{width:.1f}", ha="center", va="center", color=_PAPER, fontsize=9)
-            start += width
-        layout = candidate.layout
-        names.append(
-            f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}\n{layout.num_nodes} x "
-            f"{layout.gpus_per_node}, {candidate.verdict}"
-        )
+    """The tightest GPU of the chosen layout and of its neighbours, stacked; the line is what vLLM may use."""
+    others = "activations, graphs, runtime" if device.kind == "gpu" else "activations"
+    colours = {"weights": "#1864ab", others: "#e8590c", "KV cache": "#2b8a3e"}
     limit, total = plan.memory.requested_bytes / GIB, plan.memory.total_bytes / GIB
+    shown = _neighbours(plan)
+    bars = [dict(zip(colours, _parts(memory))) for _, memory in shown]
+    edge = min(1.7 * total, max(1.1 * total, *(1.05 * sum(bar.values()) for bar in bars)))
+    for row, ((candidate, _), bar) in enumerate(zip(shown, bars)):
+        is_chosen = candidate.verdict == "chosen"
+        ink, start, last = _PAPER if is_chosen else _INK, 0.0, _PAPER
+        for part, width in bar.items():
+            colour = colours[part] if is_chosen else _faded(colours[part])
+            axes.barh(row, width, 0.6, left=start, color=colour, edgecolor=_PAPER)
+            seen = max(0.0, min(start + width, edge) - start)
+            if seen > 0.09 * total:
+                middle = (start + seen / 2, row)
+                axes.text(*middle, f"{width:.1f}", ha="center", va="center", color=ink, fontsize=9, **_rim(colour))
+            last = colour if seen else last
+            start += width
+        if start > edge:
+            beyond = f"{start:.1f} in all \u2192"
+            axes.text(0.99 * edge, row, beyond, ha="right", va="center", color=ink, fontsize=9, **_rim(last))
     axes.axvline(limit, color=_INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(total, color=_INK, linewidth=1.6)
-    small = {"textcoords": "offset points", "fontsize": 8.5}
+    small = {"textcoords": "offset points", "fontsize": 8.5, **_rim(_PAPER)}
     axes.annotate(f"vLLM may use {limit:.1f}", (limit, -0.62), (-4, 0), ha="right", **small)
     axes.annotate(f"{total:.1f}", (total, -0.62), (4, 0), **small)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.85)
+    axes.set_yticks(range(len(shown)), [_name(candidate) for candidate, _ in shown])
+    axes.set_ylim(len(shown) - 0.4, -0.85)
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, min(1.7 * total, max(1.1 * total, axes.get_xlim()[1])))
+    axes.set_xlim(0, edge)
     axes.set_xlabel("GiB")
     axes.set_title(f"Memory of the tightest {device.unit}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9.5)
+    patch = import_module("matplotlib.patches").Patch
+    present = [part for part in colours if any(bar[part] for bar in bars)]
+    axes.legend(
+        [patch(color=colours[part]) for part in present],
+        present,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=3,
+        fontsize=9.5,
+    )
+
+
+def _neighbours(plan: ServePlan) -> list[tuple[Candidate, MemoryEstimate]]:
+    """The chosen layout and those next to it in the plan's order, as far as their memory was estimated."""
+    known = [(candidate, candidate.memory) for candidate in plan.candidates if candidate.memory is not None]
+    chosen = next(place for place, (candidate, _) in enumerate(known) if candidate.verdict == "chosen")
+    nearest = sorted(range(len(known)), key=lambda place: abs(place - chosen))[:_ROWS]
+    return [known[place] for place in sorted(nearest)]
+
+
+def _parts(memory: MemoryEstimate) -> tuple[float, float, float]:
+    """GiB of weights, of what comes and goes beside them, and of the cache."""
+    graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
+    other = memory.activation_bytes + graphs + memory.non_torch_bytes
+    return memory.model_loading_bytes / GIB, other / GIB, max(0, memory.kv_cache_bytes) / GIB
+
+
+def _name(candidate: Candidate) -> str:
+    layout = candidate.layout
+    sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
+    return f"{sizes}\n{layout.num_nodes} x {layout.gpus_per_node}, {candidate.verdict}"
+
+
+def _faded(colour: str) -> str:
+    """A colour half way to the paper; without transparency, so that no grid shines through."""
+    colors = import_module("matplotlib.colors")
+    halfway = [(ink + paper) / 2 for ink, paper in zip(colors.to_rgb(colour), colors.to_rgb(_PAPER))]
+    return str(colors.to_hex(halfway))
+
+
+def _rim(colour: str) -> dict[str, Any]:
+    return {"path_effects": halo(colour), "zorder": 5}
 
 
 def _plain_ticks(axis: Any) -> None:
