@@ -2,7 +2,7 @@
 
     python -m tests.int8_checkpoint SOURCE TARGET
 
-vLLM quantises no dense layer to int8 as it loads it, so int8 engines need such a checkpoint. Needs torch and safetensors.
+vLLM quantises no dense layer to int8 as it loads it, so int8 engines need such a checkpoint. Needs torch, safetensors.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hpc_serve.plan.layout import Layout
 from hpc_serve.plan.minimum import minimum_gpus
 from hpc_serve.plan.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
-from hpc_serve.plan.roofline_choice import choose, parse_target
+from hpc_serve.plan.roofline_choice import Target, choose, parse_target
 from hpc_serve.plan.roofline_report import explain_lines, sweep
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 _TRUST = {
-    "gpu": "two thirds of 233 published measurements are within a quarter",
-    "tpu": "half of 21 published measurements on TPUs are within a quarter",
+    "gpu": "tokens/s of two thirds of 233 published measurements is within a quarter",
+    "tpu": "tokens/s of half of 21 published measurements on TPUs is within a quarter",
     "cpu": "fitted on GPUs and TPUs, on no CPU: eight published measurements, of another engine, are a fifth to two "
     "fifths lower",
 }
@@ -100,7 +100,8 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
     console.print(
         Text(
             f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out "
-            f"({_TRUST[question.cluster.accelerator.kind]}; --explain shows the factors):"
+            f"({_TRUST[question.cluster.accelerator.kind]}; TTFT is of a steady stream, in bursts it is longer; "
+            "--explain shows the factors):"
         )
     )
     console.print(table)
@@ -146,6 +147,11 @@ def for_target(
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
     )
+    batch = option.estimate.traffic.concurrency
+    if target != Target() and engine.max_num_seqs is None and traffic.concurrency == 1:
+        # The target is met as long as no more requests share a step than that.
+        engine = replace(engine, max_num_seqs=batch)
+        reasons = [*reasons, f"--max-num-seqs {batch}: a request beyond waits, so that those that run stay in time."]
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)

@@ -16,7 +16,6 @@ from rich.text import Text
 from hpc_serve.cli.plan_speed import (
     estimates,
     for_target,
-    full_rate,
     print_speed,
     print_speed_explanation,
     traffic_of,
@@ -93,6 +92,7 @@ def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
         if options["target"]:
             cluster, engine, workload, reasons = for_target(question, traffic, options["target"])
             traffic = replace(traffic, concurrency=workload.concurrency)
+            question = replace(question, engine=engine)
         chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return Answer(question=question, plan=None, error=error, note=found.note, traffic=traffic)
@@ -155,38 +155,6 @@ def print_explanation(given: Answer) -> None:
     click.echo()
     for reason in chosen.reasons:
         click.echo(f"- {reason}")
-
-
-def print_comparison(answers: list[Answer]) -> None:
-    """One line an accelerator."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column("GPU", no_wrap=True)
-    for heading in ("NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE", "TOKENS/S"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for given in answers:
-        if given.plan is None:
-            table.add_row(Text(given.gpu.name), Text("no fit", style="red"))
-            continue
-        memory, chosen = given.plan.memory, given.plan
-        table.add_row(
-            Text(given.gpu.name),
-            f"{chosen.num_nodes} x {chosen.gpus_per_node}",
-            str(chosen.tensor_parallel_size),
-            str(chosen.pipeline_parallel_size),
-            _gib(memory.requested_bytes),
-            _gib(memory.weight_bytes),
-            _gib(memory.kv_cache_bytes),
-            f"{memory.kv_cache_tokens:,}",
-            f"{memory.max_concurrency:.1f}",
-            full_rate(given.question, chosen, given.traffic),
-        )
-    console = Console(highlight=False)
-    length = answers[0].question.max_model_len
-    console.print(Text(f"{answers[0].model.name}, requests of {length:,} tokens; GiB per GPU"))
-    console.print(table)
-    for given in answers:
-        if given.error is not None:
-            console.print(Text(f"{given.gpu.name}: {given.error}", style="dim"))
 
 
 def _chosen(given: Answer) -> ServePlan:

@@ -62,7 +62,8 @@ class Speed:
     """One column: ideal or expected. Times of a request in seconds, rates of one replica.
 
     `step` generates a token for each running request; `causes` are shares of all the time, prompts included. `queue_s`
-    is waited before a place is free, `ttft_s` includes it; `tpot_s` includes the prompts of others between.
+    is waited before a place is free; `ttft_s` includes it and the rest of the step that runs; `tpot_s` includes the prompts
+    of others between.
     """
 
     step: StepTime
@@ -224,6 +225,9 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
     prefill_s = (chunks + stages - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
+    # Who comes waits for the rest of the step that runs, longer ones more likely; its prompt shares a step with others'.
+    rest_s = (with_prompts * mixed.total_s**2 + (steps - with_prompts) * decode.total_s**2) / (2 * round_s)
+    first_s = prefill_s if batch <= 1 or factors is IDEAL else rest_s + max(prefill_s, mixed.total_s)
     time = {
         cause: with_prompts * mixed.causes[cause] + (steps - with_prompts) * decode.causes[cause]
         for cause in decode.causes
@@ -233,7 +237,7 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
         causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
         queue_s=queue_s,
         prefill_s=prefill_s,
-        ttft_s=queue_s + prefill_s,
+        ttft_s=queue_s + first_s,
         tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
         requests_per_s=requests_per_s,
         output_tokens_per_s=requests_per_s * outputs,

@@ -5,6 +5,7 @@ What fits is decided by candidates.py, how fast each is by roofline.py; this mod
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ from hpc_serve.plan.roofline import EXPECTED, PerformanceEstimate, Roofline, Tra
 from hpc_serve.plan.roofline_report import limit_lines
 
 _NODES = (1, 2, 4, 8, 16)
+_NO_BUBBLES = (
+    "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates count no "
+    "bubbles, which are in no measurement that the factors are fitted on, and so flatter them."
+)
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
 
@@ -85,18 +90,32 @@ def choose(question: Question, traffic: Traffic, target: Target) -> tuple[Option
         )
     met = sorted((option for option in options if option.meets), key=lambda option: -option.tokens_per_s)
     if not met:
-        nearest = min(options, key=lambda option: option.estimate.expected.tpot_s)
-        speed = nearest.estimate.expected
-        raise DoesNotFitError(
-            f"no layout reaches {target}: the nearest is {nearest} with {1000 * speed.tpot_s:.1f} ms between tokens "
-            f"and {1000 * speed.ttft_s:.0f} ms to the first, {nearest.estimate.traffic.concurrency} in flight "
-            f"(ideally {1000 * nearest.estimate.ideal.tpot_s:.1f} ms between tokens); use an accelerator with faster "
-            "memory, fewer bits a weight (--quantization fp8), or a looser target."
-        )
+        raise DoesNotFitError(_out_of_reach(options, target))
     reasons = _reasons(met, [option for option in options if not option.meets], small, target)
     widest = max(options, key=lambda option: option.layout.tensor_parallel_size)
     roofline = Roofline(question.model, question.cluster.accelerator, question.engine, widest.layout)
-    return met[0], [*reasons, *limit_lines(roofline)]
+    asked = question.engine.pipeline_parallel_size
+    return met[0], [*reasons, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
+
+
+def _out_of_reach(options: list[Option], target: Target) -> str:
+    """The option that comes nearest to a target that none meets, and what would bring it nearer."""
+
+    def excess(option: Option) -> float:
+        speed = option.estimate.expected
+        return max(speed.tpot_s / (target.tpot_s or math.inf), speed.ttft_s / (target.ttft_s or math.inf))
+
+    nearest = min(options, key=excess)
+    speed, ideal = nearest.estimate.expected, nearest.estimate.ideal
+    if target.ttft_s is not None and speed.ttft_s > target.ttft_s:
+        helps = "shorter prompts (--input-tokens), an accelerator with more FLOP/s"
+    else:
+        helps = "an accelerator with faster memory, fewer bits a weight (--quantization fp8)"
+    return (
+        f"no layout reaches {target}: the nearest is {nearest} with {1000 * speed.tpot_s:.1f} ms between tokens "
+        f"(ideally {1000 * ideal.tpot_s:.1f}) and {1000 * speed.ttft_s:.0f} ms to the first (ideally "
+        f"{1000 * ideal.ttft_s:.0f}), {nearest.estimate.traffic.concurrency} in flight; use {helps}, or a looser target."
+    )
 
 
 def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list[Option], list[Candidate]]:
@@ -127,16 +146,17 @@ def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list
 
 
 def _ways(question: Question, nodes: int) -> Iterator[tuple[Layout, int]]:
-    """(layout, replicas): every even way to fill so many nodes, with engines over all of them or within one.
+    """(layout, replicas): every even way to fill so many nodes, with engines over all of them, a share, or within one.
 
-    No more stages than nodes: what pipelines lose to bubbles is in no measurement that the factors are fitted on.
+    No more stages than nodes (_NO_BUBBLES says why).
     """
     cluster, engine = question.cluster, question.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
-    for used in sorted({nodes, 1}, reverse=True):
+    is_tpu = cluster.accelerator.kind == "tpu"  # its links span hosts
+    for used in (count for count in range(nodes, 0, -1) if nodes % count == 0):
         for layout in layouts_on(used, cluster, engine):
-            copies, rest = divmod(nodes * cluster.node_size, layout.num_gpus)
-            if asked or (rest == 0 and layout.pipeline_parallel_size <= used):
+            copies, rest = divmod(nodes * cluster.node_size_of(nodes), layout.num_gpus)
+            if asked or (rest == 0 and layout.pipeline_parallel_size <= (1 if is_tpu else used)):
                 yield layout, copies
 
 
@@ -165,8 +185,8 @@ def _reasons(met: list[Option], missed: list[Option], small: list[Candidate], ta
     best = met[0]
     speed = best.estimate.expected
     reasons = [
-        f"For {target}: {best} gives {best.tokens_per_s:,.0f} tokens/s in all, {1000 * speed.tpot_s:.1f} ms between "
-        f"tokens, with {best.estimate.traffic.concurrency} requests in flight in each; {best.estimate.bound} binds."
+        f"For {target}: {best}, {best.tokens_per_s:,.0f} tokens/s in all, {1000 * speed.tpot_s:.1f} ms between tokens "
+        f"with {best.estimate.traffic.concurrency} requests in flight in each; bound by {best.estimate.bound}."
     ]
     for other in met[1:4]:
         share = other.tokens_per_s / best.tokens_per_s
