@@ -62,8 +62,8 @@ class Speed:
     """One column: ideal or expected. Times of a request in seconds, rates of one replica.
 
     `step` generates a token for each running request; `causes` are shares of all the time, prompts included. `queue_s`
-    is waited before a place is free; `ttft_s` includes it and the rest of the step that runs; `tpot_s` includes the prompts
-    of others between.
+    is waited before a place is free; `ttft_s` includes it and the rest of the step that runs; `tpot_s` includes the
+    prompts of others between.
     """
 
     step: StepTime
@@ -225,7 +225,7 @@ def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) 
     prefill_s = (chunks + stages - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
-    # Who comes waits for the rest of the step that runs, longer ones more likely; its prompt shares a step with others'.
+    # Who comes waits for the rest of the step that runs, likelier a long one; its prompt shares a step with others'.
     rest_s = (with_prompts * mixed.total_s**2 + (steps - with_prompts) * decode.total_s**2) / (2 * round_s)
     first_s = prefill_s if batch <= 1 or factors is IDEAL else rest_s + max(prefill_s, mixed.total_s)
     time = {

@@ -107,6 +107,7 @@ def _out_of_reach(options: list[Option], target: Target) -> str:
 
     nearest = min(options, key=excess)
     speed, ideal = nearest.estimate.expected, nearest.estimate.ideal
+    batch = nearest.estimate.traffic.concurrency
     if target.ttft_s is not None and speed.ttft_s > target.ttft_s:
         helps = "shorter prompts (--input-tokens), an accelerator with more FLOP/s"
     else:
@@ -114,7 +115,7 @@ def _out_of_reach(options: list[Option], target: Target) -> str:
     return (
         f"no layout reaches {target}: the nearest is {nearest} with {1000 * speed.tpot_s:.1f} ms between tokens "
         f"(ideally {1000 * ideal.tpot_s:.1f}) and {1000 * speed.ttft_s:.0f} ms to the first (ideally "
-        f"{1000 * ideal.ttft_s:.0f}), {nearest.estimate.traffic.concurrency} in flight; use {helps}, or a looser target."
+        f"{1000 * ideal.ttft_s:.0f}), {batch} in flight; use {helps}, or a looser target."
     )
 
 

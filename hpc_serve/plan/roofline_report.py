@@ -70,7 +70,10 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
     yield f"  {'time between tokens, with prompts':34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
     yield f"  {'time to the first token':34}{_ms(ideal.ttft_s)}{_ms(expected.ttft_s)}"
     yield f"  {'output tokens/s':34}{ideal.output_tokens_per_s:12,.0f}{expected.output_tokens_per_s:12,.0f}"
-    yield f"  {estimate.bound} binds. Ideal: every rate at its peak, communication hidden. Expected:"
+    shares = sorted(expected.causes.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
+    yield f"  Of all the time, prompts included: {parts}. So it is bound by {estimate.bound}."
+    yield "  Ideal: every rate at its peak, communication hidden. Expected:"
     for name, meaning in _MEANING.items():
         value = getattr(estimate.factors, name)
         shown = f"{1e6 * value:.0f} µs" if name.endswith("_s") else f"{100 * value:.0f} %"
