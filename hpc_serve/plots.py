@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -52,7 +53,7 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
     roofline = Roofline(
         question.model,
         question.cluster.accelerator,
-        question.engine,
+        replace(question.engine, max_num_seqs=plan.memory.max_num_seqs),
         Layout(
             tensor_parallel_size=plan.tensor_parallel_size,
             pipeline_parallel_size=plan.pipeline_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -9,10 +10,36 @@ import click
 
 from hpc_serve.cli.options import DEFAULT_GPU, GPU_MEMORY, Size
 
+_EXAMPLES = {"model": "405b", "gpu": "h100-80gb", "target": "tpot=50ms", "plot": "plan.png"}
+
+
+def _not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse an empty text, as an unset variable of a script gives, rather than take it for an option left out."""
+    if value is not None and not value.strip():
+        example = f"{param.opts[0]} {_EXAMPLES[param.name or '']}"
+        raise click.BadParameter(f"it is empty (an unset variable?); write it as in {example}.", ctx, param)
+    return value
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no price; write dollars as in {param.opts[0]} 2.50.", ctx, param)
+    return value
+
 
 @click.command("plan")
-@click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, folder, or a config.json.")
-@click.option("--gpu", metavar="NAME", help="Accelerator to plan for (h100-80gb, mi300x, v5e:4x4, cpu-spr-2s …).")
+@click.option(
+    "--model",
+    required=True,
+    callback=_not_empty,
+    help="Catalogue name (405b), Hugging Face id, folder, or a config.json.",
+)
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    callback=_not_empty,
+    help="Accelerator to plan for (h100-80gb, mi300x, v5e:4x4, cpu-spr-2s …).",
+)
 @GPU_MEMORY
 @click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
 @click.option("--gpus-per-node", type=int, metavar="N", help="GPUs a node has [default: usual for that GPU].")
@@ -32,13 +59,27 @@ from hpc_serve.cli.options import DEFAULT_GPU, GPU_MEMORY, Size
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
-@click.option("--target", metavar="WHAT", help="throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.")
+@click.option(
+    "--target",
+    metavar="WHAT",
+    callback=_not_empty,
+    help="throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.",
+)
 @click.option("--input-tokens", type=click.IntRange(min=1), metavar="N", help="Prompt of a request [default: 1024].")
 @click.option("--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256].")
 @click.option(
-    "--usd-per-gpu-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD", help="Price, for tokens a dollar."
+    "--usd-per-gpu-hour",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="USD",
+    callback=_finite,
+    help="Price, for tokens a dollar.",
 )
-@click.option("--plot", metavar="FILE", help="Draw it: .png, .svg, .pdf or .html (needs the extra hpc-serve[plot]).")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    callback=_not_empty,
+    help="Draw it: .png, .svg, .pdf or .html (needs the extra hpc-serve[plot]).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
 @click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
@@ -53,6 +94,8 @@ def plan_command(
     from hpc_serve.cli import plan_view, show
     from hpc_serve.submit.site import find_site_file, load_site
 
+    if plot and compare is not None:
+        raise click.UsageError("--plot draws one accelerator: write --gpu NAME in place of --compare.")
     if gpu is None and compare is None:  # the machines that `submit` would plan for
         site = load_site(find_site_file(os.environ))
         gpu = site.gpu
@@ -71,7 +114,9 @@ def plan_command(
         documents = [plan_view.as_json(answer) for answer in answers]
         show.print_json(documents if compare else documents[0])
     elif compare:
-        plan_view.print_comparison(answers)
+        from hpc_serve.cli.plan_compare import print_comparison
+
+        print_comparison(answers)
     elif explained:
         plan_view.print_explanation(answers[0])
     else:

@@ -141,3 +141,72 @@ def test_what_cannot_be_is_said(
 )
 def test_sizes(text: str, size: int) -> None:
     assert Size().convert(text, None, None) == size
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[list[str]]]:
+    """(the heading's words, rows of cells) of the speeds that --compare prints for a 70b."""
+    text = printed(capsys, "--model", "70b", "--compare", *words)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    table = text[text.index("Speed to expect") :].splitlines()
+    first = next(place for place, line in enumerate(table) if line.startswith("GPU "))
+    return " ".join(table[:first]).split(), [line.replace(",", "").split() for line in table[first:] if line[:1] != "─"]
+
+
+def test_a_comparison_counts_every_replica(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("mi300x,h20", "--target", "throughput", "--input-tokens", "2000", "--output-tokens", "500")
+    heading, (_, *rows) = compared(capsys, *words)
+    assert "2,000" in heading
+    assert "500" in heading
+    answers = parsed(capsys, "--model", "70b", "--compare", *words)
+    assert answers[0]["replicas"] > 1
+    for (name, gpus, in_flight, _, _, per_second, per_gpu), answer in zip(rows, answers):
+        assert name in ("mi300x", "h20-96gb")
+        assert int(gpus) == 8
+        assert int(gpus) == answer["replicas"] * answer["num_nodes"] * answer["gpus_per_node"]
+        assert int(in_flight) % answer["replicas"] == 0
+        assert int(per_second) == pytest.approx(int(per_gpu) * int(gpus), abs=int(gpus))
+    text = printed(capsys, "--model", "70b", "--compare", *words)
+    assert "REPLICAS" in text
+    assert "REPLICAS" not in printed(capsys, "--model", "70b", "--compare", "mi300x,h100")
+
+
+def test_a_comparison_at_the_concurrency_asked_for_and_within_a_target(capsys: pytest.CaptureFixture[str]) -> None:
+    _, (_, *rows) = compared(capsys, "h100,mi300x", "--concurrency", "4")
+    assert [row[2] for row in rows] == ["4", "4"]
+    _, (_, *rows) = compared(capsys, "h100,mi300x", "--target", "tpot=40ms")
+    for row in rows:
+        assert float(row[3]) <= 40
+        assert int(row[2]) > 1
+
+
+def test_a_comparison_with_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    heading, (titles, *rows) = compared(capsys, "h100,mi300x", "--usd-per-gpu-hour", "2")
+    assert "2 dollars an hour" in " ".join(heading)
+    assert titles[-2:] == ["PER", "$"]
+    for row in rows:
+        assert float(row[-2]) == pytest.approx(int(row[-3]) * 3600 / 2 / 1e6, abs=0.01)
+
+
+def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--model", "70b", "--compare", "h100,t4", "--nodes", "1")
+    assert "t4" not in text[text.index("Speed to expect") :]
+    assert run(["plan", "--model", "405b", "--compare", "t4,l4", "--nodes", "1"]) == 3
+    assert "Speed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", ""), "'--model': it is empty"),
+        (("--model", "8b", "--gpu", ""), "'--gpu': it is empty"),
+        (("--model", "8b", "--target", " "), "'--target': it is empty"),
+        (("--model", "8b", "--plot", ""), "'--plot': it is empty"),
+        (("--model", "8b", "--compare", ""), "name at least one accelerator"),
+        (("--model", "8b", "--usd-per-gpu-hour", "nan"), "nan is no price"),
+        (("--model", "8b", "--usd-per-gpu-hour", "inf"), "inf is no price"),
+        (("--model", "8b", "--compare", "h100,mi300x", "--plot", "plan.png"), "--plot draws one accelerator"),
+    ],
+)
+def test_what_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+    assert run(["plan", *words]) == 2
+    assert says in capsys.readouterr().err
