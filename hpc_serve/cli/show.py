@@ -67,7 +67,8 @@ def submission_text(submission: Submission) -> str:
     job, plan = submission.job, submission.plan
     layout = f"TP={plan.tensor_parallel_size} PP={plan.pipeline_parallel_size}"
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
-    where = f"{nodes} x {plan.gpus_per_node} GPUs, {layout}" if job.cluster == "slurm" else f"this machine, {layout}"
+    machines = f"{nodes} x {plan.gpus_per_node} {submission.unit}s" if job.cluster == "slurm" else "this machine"
+    where = f"{machines}, {layout}"
     lines = [
         f"{job.service}: submitted as job {job.job_id} ({where})",
         f"  model   {job.model}",

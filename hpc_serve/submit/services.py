@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.plan import ServePlan
+from hpc_serve.plan.machines import machines
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
@@ -38,10 +39,13 @@ _LOCAL_GRACE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that was handed over. `others` are replicas of the same service that were not over then."""
+    """A job that was handed over. `unit` is what its ranks take one each of: a GPU, chip or socket; `others` are
+    replicas of the same service that were not over then.
+    """
 
     job: SubmittedJob
     plan: ServePlan
+    unit: str
     others: tuple[ServiceStatus, ...] = ()
 
 
@@ -74,7 +78,8 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     except BaseException:
         release(store, request.service, plan.model)
         raise
-    return Submission(job=job, plan=plan, others=others)
+    unit = machines(request.gpu, total_bytes=request.gpu_memory_bytes).accelerator.unit
+    return Submission(job=job, plan=plan, unit=unit, others=others)
 
 
 def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Path, folder: Path) -> SubmittedJob:
