@@ -11,7 +11,8 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-FONT_SIZE = 8.5
+INK, PAPER = "#1f2933", "#ffffff"
+_FONT_SIZE = 8.5
 _EM, _LINE = 0.62, 1.2
 _NEAR, _FAR = 6.0, 8.0
 _PLACES = (  # points to the right and up, and which end of the text is there: -1 is its left or its lower end
@@ -64,7 +65,7 @@ def halo(colour: str) -> list[Any]:
     return [import_module("matplotlib.patheffects").withStroke(linewidth=3, foreground=colour)]
 
 
-def label_points(axes: Any, labels: Sequence[Label], curves: Sequence[Sequence[Point]], *, paper: str) -> list[Box]:
+def label_points(axes: Any, labels: Sequence[Label], curves: Sequence[Sequence[Point]]) -> list[Box]:
     """Write labels, the first ones choosing first, and return their boxes; the limits of the axes must be final."""
     drawn = [point for curve in curves for point in _samples(_on_page(axes, curve))]
     frame = _frame(axes)
@@ -83,9 +84,9 @@ def label_points(axes: Any, labels: Sequence[Label], curves: Sequence[Sequence[P
             textcoords="offset points",
             ha=_HORIZONTAL[side],
             va=_VERTICAL[end],
-            fontsize=FONT_SIZE,
+            fontsize=_FONT_SIZE,
             color=label.colour,
-            path_effects=halo(paper),
+            path_effects=halo(PAPER),
             zorder=5,
         )
     return taken
@@ -113,7 +114,7 @@ def _samples(curve: Sequence[Point]) -> Iterator[Point]:
 
 def _box(text: str, anchor: Point, place: tuple[float, float, int, int]) -> Box:
     right, up, side, end = place
-    width, height = _EM * FONT_SIZE * len(text), _LINE * FONT_SIZE
+    width, height = _EM * _FONT_SIZE * len(text), _LINE * _FONT_SIZE
     left = anchor[0] + right - width * (side + 1) / 2
     bottom = anchor[1] + up - height * (end + 1) / 2
     return Box(left=left, bottom=bottom, right=left + width, top=bottom + height)

@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
 from hpc_serve.plan.layout import Layout
-from hpc_serve.plan.memory import MemoryEstimate
 from hpc_serve.plan.roofline import EXPECTED, IDEAL, Factors, Roofline, Traffic, estimate_performance, requests_held
-from hpc_serve.plot_labels import Label, Point, halo, label_points
+from hpc_serve.plot_labels import INK, PAPER, Label, Point, label_points
+from hpc_serve.plot_memory import draw_memory
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.candidates import Candidate, Question
+    from hpc_serve.plan.candidates import Question
     from hpc_serve.plan.planner import ServePlan
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 CONTEXTS = (1024, 4096, 16384, 65536)
 MARKED = (1, 4, 16, 64, 256, 1024)
-_ROWS = 5
-_INK, _GRID, _PAPER = "#1f2933", "#e4e7eb", "#ffffff"
+_GRID = "#e4e7eb"
 _FAMILY = ("#0b7285", "#2f9e44", "#e67700", "#c92a2a")
 _CAUSES = (
     ("weights_s", "weights", "#1864ab"),
@@ -62,15 +60,15 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         ),
     )
     with plt.rc_context(_STYLE):
-        figure = plt.figure(figsize=(13.5, 9.2), facecolor=_PAPER)
+        figure = plt.figure(figsize=(13.5, 9.2), facecolor=PAPER)
         grid = figure.add_gridspec(
             2, 2, height_ratios=[1.25, 1], hspace=0.36, wspace=0.26, left=0.065, right=0.975, top=0.85, bottom=0.075
         )
         _pareto(figure.add_subplot(grid[0, :]), roofline, plan, traffic)
         _breakdown(figure.add_subplot(grid[1, 0]), roofline, plan, traffic)
-        _memory(figure.add_subplot(grid[1, 1]), plan, roofline.accelerator)
+        draw_memory(figure.add_subplot(grid[1, 1]), plan, roofline.accelerator)
         nodes = f"{plan.num_nodes} x {plan.gpus_per_node} {question.cluster.accelerator.product}"
-        figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=_INK)
+        figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
         layout = f"TP={plan.tensor_parallel_size}, PP={plan.pipeline_parallel_size} on {nodes}"
         scheme = question.model.quantization.method.replace("none", question.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
@@ -91,7 +89,7 @@ _STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.edgecolor": "#9aa5b1",
-    "axes.labelcolor": _INK,
+    "axes.labelcolor": INK,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -102,7 +100,7 @@ _STYLE = {
     "axes.axisbelow": True,
     "grid.color": _GRID,
     "grid.linewidth": 0.8,
-    "text.color": _INK,
+    "text.color": INK,
     "xtick.color": "#52606d",
     "ytick.color": "#52606d",
     "legend.frameon": False,
@@ -135,7 +133,7 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
             )
         for batch in sorted({*(mark for mark in MARKED if mark <= held), held}):
             point = _point(roofline, plan, asked, batch, EXPECTED)
-            axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=_PAPER, zorder=4)
+            axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=PAPER, zorder=4)
             if batch == held or (batch == 1 and colour == _FAMILY[0]):
                 ends.append(Label(text=f"{batch:,} at once", point=point, colour=colour))
             elif colour == _FAMILY[0]:
@@ -150,7 +148,7 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
     least, most = axes.get_xlim()
     axes.set_xlim(least, most * (most / least) ** 0.03)
     axes.set_ylim(axes.get_ylim())
-    label_points(axes, ends + between, curves, paper=_PAPER)
+    label_points(axes, ends + between, curves)
     handles, labels = axes.get_legend_handles_labels()
     dashed = axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
     axes.legend(
@@ -211,7 +209,7 @@ def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic)
             for step in steps
         ]
         if any(sizes):
-            axes.bar(places, sizes, 0.78, bottom=below, color=colour, label=label, edgecolor=_PAPER, linewidth=0.6)
+            axes.bar(places, sizes, 0.78, bottom=below, color=colour, label=label, edgecolor=PAPER, linewidth=0.6)
         below = [low + size for low, size in zip(below, sizes)]
     for place, height in zip(places, below):
         axes.annotate(f"{height:.3g}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
@@ -231,84 +229,6 @@ def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic)
     )
 
 
-def _memory(axes: Any, plan: ServePlan, device: AcceleratorSpec) -> None:
-    """The tightest GPU of the chosen layout and of its neighbours, stacked; the line is what vLLM may use."""
-    others = "activations, graphs, runtime" if device.kind == "gpu" else "activations"
-    colours = {"weights": "#1864ab", others: "#e8590c", "KV cache": "#2b8a3e"}
-    limit, total = plan.memory.requested_bytes / GIB, plan.memory.total_bytes / GIB
-    shown = _neighbours(plan)
-    bars = [dict(zip(colours, _parts(memory))) for _, memory in shown]
-    edge = min(1.7 * total, max(1.1 * total, *(1.05 * sum(bar.values()) for bar in bars)))
-    for row, ((candidate, _), bar) in enumerate(zip(shown, bars)):
-        is_chosen = candidate.verdict == "chosen"
-        ink, start, last = _PAPER if is_chosen else _INK, 0.0, _PAPER
-        for part, width in bar.items():
-            colour = colours[part] if is_chosen else _faded(colours[part])
-            axes.barh(row, width, 0.6, left=start, color=colour, edgecolor=_PAPER)
-            seen = max(0.0, min(start + width, edge) - start)
-            if seen > 0.09 * total:
-                middle = (start + seen / 2, row)
-                axes.text(*middle, f"{width:.1f}", ha="center", va="center", color=ink, fontsize=9, **_rim(colour))
-            last = colour if seen else last
-            start += width
-        if start > edge:
-            beyond = f"{start:.1f} in all \u2192"
-            axes.text(0.99 * edge, row, beyond, ha="right", va="center", color=ink, fontsize=9, **_rim(last))
-    axes.axvline(limit, color=_INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.axvline(total, color=_INK, linewidth=1.6)
-    small = {"textcoords": "offset points", "fontsize": 8.5, **_rim(_PAPER)}
-    axes.annotate(f"vLLM may use {limit:.1f}", (limit, -0.62), (-4, 0), ha="right", **small)
-    axes.annotate(f"{total:.1f}", (total, -0.62), (4, 0), **small)
-    axes.set_yticks(range(len(shown)), [_name(candidate) for candidate, _ in shown])
-    axes.set_ylim(len(shown) - 0.4, -0.85)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, edge)
-    axes.set_xlabel("GiB")
-    axes.set_title(f"Memory of the tightest {device.unit}")
-    patch = import_module("matplotlib.patches").Patch
-    present = [part for part in colours if any(bar[part] for bar in bars)]
-    axes.legend(
-        [patch(color=colours[part]) for part in present],
-        present,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.16),
-        ncols=3,
-        fontsize=9.5,
-    )
-
-
-def _neighbours(plan: ServePlan) -> list[tuple[Candidate, MemoryEstimate]]:
-    """The chosen layout and those next to it in the plan's order, as far as their memory was estimated."""
-    known = [(candidate, candidate.memory) for candidate in plan.candidates if candidate.memory is not None]
-    chosen = next(place for place, (candidate, _) in enumerate(known) if candidate.verdict == "chosen")
-    nearest = sorted(range(len(known)), key=lambda place: abs(place - chosen))[:_ROWS]
-    return [known[place] for place in sorted(nearest)]
-
-
-def _parts(memory: MemoryEstimate) -> tuple[float, float, float]:
-    """GiB of weights, of what comes and goes beside them, and of the cache."""
-    graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
-    other = memory.activation_bytes + graphs + memory.non_torch_bytes
-    return memory.model_loading_bytes / GIB, other / GIB, max(0, memory.kv_cache_bytes) / GIB
-
-
-def _name(candidate: Candidate) -> str:
-    layout = candidate.layout
-    sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
-    return f"{sizes}\n{layout.num_nodes} x {layout.gpus_per_node}, {candidate.verdict}"
-
-
-def _faded(colour: str) -> str:
-    """A colour half way to the paper; without transparency, so that no grid shines through."""
-    colors = import_module("matplotlib.colors")
-    halfway = [(ink + paper) / 2 for ink, paper in zip(colors.to_rgb(colour), colors.to_rgb(_PAPER))]
-    return str(colors.to_hex(halfway))
-
-
-def _rim(colour: str) -> dict[str, Any]:
-    return {"path_effects": halo(colour), "zorder": 5}
-
-
 def _plain_ticks(axis: Any) -> None:
     ticker = import_module("matplotlib.ticker")
     axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
@@ -321,7 +241,7 @@ def _save(figure: Any, target: Path, title: str) -> None:
         if target.suffix.lower() == ".html":
             target.write_text(_page(figure, title), encoding="utf-8")
         else:
-            figure.savefig(target, dpi=140, facecolor=_PAPER)
+            figure.savefig(target, dpi=140, facecolor=PAPER)
     except OSError as error:
         raise InvalidRequestError(f"cannot write {target}: {error.strerror or error}.") from None
 
@@ -329,7 +249,7 @@ def _save(figure: Any, target: Path, title: str) -> None:
 def _page(figure: Any, title: str) -> str:
     """One file that needs nothing else: the drawing inside as SVG."""
     drawing = io.BytesIO()
-    figure.savefig(drawing, format="svg", facecolor=_PAPER)
+    figure.savefig(drawing, format="svg", facecolor=PAPER)
     encoded = base64.b64encode(drawing.getvalue()).decode("ascii")
     lines: Iterable[str] = (
         "<!doctype html>",

@@ -74,7 +74,7 @@ def test_labels_cover_neither_curves_nor_each_other() -> None:
     axes.set(xlim=(0, 10), ylim=(0, 10))
     curves = [[(float(x), float(x)) for x in range(1, 10)], [(1.0, 2.0), (9.0, 2.0)]]
     labels = [Label(text=f"{x} at once", point=(x, x), colour="black") for x in (1.0, 1.5, 5.0, 9.0)]
-    boxes = label_points(axes, labels, curves, paper="white")
+    boxes = label_points(axes, labels, curves)
     assert len(axes.texts) == len(labels)
     assert not any(box.meets(other) for place, box in enumerate(boxes) for other in boxes[:place])
     scale = 72 / figure.dpi
