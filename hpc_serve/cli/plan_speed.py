@@ -107,12 +107,6 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
     console.print(table)
 
 
-def full_rate(question: Question, plan: ServePlan, traffic: Traffic) -> str:
-    """Tokens per second of all replicas with their caches full, for a table; "?" where the speed is not known."""
-    found = estimates(question, plan, traffic, None)
-    return f"{plan.replicas * found[-1].expected.output_tokens_per_s:,.0f}" if found else "?"
-
-
 def print_speed_explanation(question: Question, plan: ServePlan, traffic: Traffic) -> None:
     """The step of the plan at the concurrency asked for, or with the cache full."""
     found = estimates(question, plan, traffic, None)
