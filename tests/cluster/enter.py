@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> None:
     if child == 0:
         try:
             become(int(user_id), folder, foreground)
+            for number in FORWARDED:  # a shell that starts the tests with `&` has them ignored, by all below it
+                signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             os.execvpe(command[0], command, os.environ)
         except (OSError, KeyError) as error:
