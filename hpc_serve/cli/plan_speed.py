@@ -19,7 +19,7 @@ from hpc_serve.plan.minimum import minimum_gpus
 from hpc_serve.plan.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
 from hpc_serve.plan.roofline_choice import Target, choose, parse_target
-from hpc_serve.plan.roofline_report import explain_lines, sweep
+from hpc_serve.plan.roofline_report import explain_lines, knee_text, sweep
 
 if TYPE_CHECKING:
     from hpc_serve.plan.candidates import Question
@@ -105,6 +105,7 @@ def print_speed(console: Console, question: Question, plan: ServePlan, traffic: 
         )
     )
     console.print(table)
+    console.print(Text(knee_text(roofline_of(question, plan), traffic, plan.memory)))
 
 
 def print_speed_explanation(question: Question, plan: ServePlan, traffic: Traffic) -> None:

@@ -21,6 +21,7 @@ from hpc_serve.plan.roofline import (
 )
 from hpc_serve.plan.roofline_slices import SLICES, axes, model_parallel_limit, slice_of
 
+_WORTH_WHILE = 0.5
 _MEANING = {
     "flops": "of the FLOP/s, in dense matrices",
     "expert_flops": "of the FLOP/s, in routed experts",
@@ -45,6 +46,28 @@ def sweep(
         estimate_performance(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
         for count in sorted(counts)
     ]
+
+
+def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
+    """Where more requests in flight cease to be worth their wait: the first power of two from which twice as many give
+    less than half as much again.
+    """
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.places)))
+
+    def at(count: int) -> Speed:
+        return estimate_performance(roofline, replace(traffic, concurrency=count), memory).expected
+
+    count, here = 1, at(1)
+    while 2 * count <= held:
+        twice = at(2 * count)
+        gain = twice.output_tokens_per_s / here.output_tokens_per_s - 1
+        if gain < _WORTH_WHILE:
+            return (
+                f"The knee is at about {count:,} in flight: twice as many give {100 * gain:.0f} % more tokens/s, "
+                f"with {1000 * twice.tpot_s:,.1f} ms between tokens where it was {1000 * here.tpot_s:,.1f}."
+            )
+        count, here = 2 * count, twice
+    return f"No knee: tokens/s still grow well at the {held:,} requests that are held at once."
 
 
 def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,3 +59,17 @@ def test_a_target_is_kept_by_the_command_that_is_printed(capsys: pytest.CaptureF
     last = found["performance"]["by_concurrency"][-1]
     assert last["concurrency"] == most
     assert 0.045 < last["expected"]["tpot_s"] <= 0.050
+
+
+def test_the_plan_says_where_the_knee_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "8b"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"knee is at about (\d+) in flight: twice as many give (\d+) % more tokens/s", said)
+    assert found
+    assert 4 <= int(found[1]) <= 256
+    assert int(found[2]) < 50
+
+
+def test_where_the_cache_holds_few_there_is_no_knee(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "8b", "--max-num-seqs", "2"]) == 0
+    assert "No knee: tokens/s still grow well at the 2 requests" in " ".join(capsys.readouterr().out.split())
