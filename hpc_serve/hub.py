@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
-from hpc_serve.plan.stored import StoredTensor, loaded_bytes, reconciled
+from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, reconciled
 
 if TYPE_CHECKING:
     import httpx

@@ -107,7 +107,7 @@ def plan_command(
         raise click.BadParameter("name at least one accelerator, as in --compare h100-80gb,mi300x.")
     answers = [plan_view.answer(model, name, options) for name in names]
     if plot and answers[0].plan:
-        from hpc_serve.plots import draw
+        from hpc_serve.plots.figure import draw
 
         draw(answers[0].question, answers[0].plan, answers[0].traffic, plot)
     if as_json:

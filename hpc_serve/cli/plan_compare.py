@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.plan_speed import estimates
-from hpc_serve.plan.accelerator import GIB
+from hpc_serve.plan.hardware.accelerator import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.cli.plan_view import Answer
-    from hpc_serve.plan.planner import ServePlan
-    from hpc_serve.plan.roofline import PerformanceEstimate
+    from hpc_serve.plan.choice.planner import ServePlan
+    from hpc_serve.plan.speed.estimate import PerformanceEstimate
 
 
 def print_comparison(answers: list[Answer]) -> None:

@@ -14,15 +14,15 @@ from rich.text import Text
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, Workload
-from hpc_serve.plan.layout import Layout
-from hpc_serve.plan.minimum import minimum_gpus
-from hpc_serve.plan.planner import NoLayoutError, ServePlan
-from hpc_serve.plan.roofline import PerformanceEstimate, Roofline, Traffic
-from hpc_serve.plan.roofline_choice import Target, choose, parse_target
-from hpc_serve.plan.roofline_report import explain_lines, knee_text, sweep
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.minimum import minimum_gpus
+from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
+from hpc_serve.plan.report.speed import explain_lines, knee_text, sweep
+from hpc_serve.plan.speed.estimate import PerformanceEstimate, Roofline, Traffic
+from hpc_serve.plan.speed.target import Target, choose, parse_target
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.candidates import Question
+    from hpc_serve.plan.choice.candidates import Question
 
 
 _TRUST = {

@@ -29,16 +29,16 @@ from hpc_serve.plan import (
     Workload,
     plan,
 )
-from hpc_serve.plan.candidates import Question
-from hpc_serve.plan.explain import explain
-from hpc_serve.plan.layout import Layout
-from hpc_serve.plan.machines import machines
-from hpc_serve.plan.memory import MemoryEstimate
-from hpc_serve.plan.planner import NoLayoutError
-from hpc_serve.plan.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
-from hpc_serve.plan.report import no_plan_json, plan_json
-from hpc_serve.plan.roofline import Traffic
-from hpc_serve.plan.roofline_report import performance_json
+from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
+from hpc_serve.plan.hardware.cluster import machines
+from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.report.as_json import no_plan_json, plan_json
+from hpc_serve.plan.report.explain import explain
+from hpc_serve.plan.report.speed import performance_json
+from hpc_serve.plan.speed.estimate import Traffic
 
 GIB = 2**30
 _BAR_WIDTH = 60

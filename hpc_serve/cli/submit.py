@@ -19,7 +19,7 @@ _ENGINE_WORDS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
 def render_command(output: Path | None, **options: Any) -> None:
-    from hpc_serve.submit.layout import plan_request
+    from hpc_serve.submit.planning import plan_request
     from hpc_serve.submit.render import render_script
 
     request = make_request(options)

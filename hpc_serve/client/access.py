@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.client.patience import Patience, Wait, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery import ServiceWatch, survey
 from hpc_serve.client.views import ServiceView, listing
-from hpc_serve.client.watch import ServiceWatch, survey
+from hpc_serve.client.wait import Patience, Wait, wait_for_replica, wait_for_replica_async
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_serve.client.patience import Patience, Wait, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.sdk import openai
 from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
-from hpc_serve.client.watch import ServiceWatch
+from hpc_serve.client.wait import Patience, Wait, wait_for_replica, wait_for_replica_async
 
 # A replica that was there a moment ago and is gone when the request comes: look again, but not for ever.
 _MOST_ROUNDS = 3

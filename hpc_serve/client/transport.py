@@ -12,9 +12,9 @@ from typing import cast
 
 import anyio.to_thread
 
+from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.pool import Target
 from hpc_serve.client.sdk import http
-from hpc_serve.client.watch import ServiceWatch
 from hpc_serve.job.gate import DRAINING_HEADER
 
 CONNECT_S = 5.0

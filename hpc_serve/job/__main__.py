@@ -10,7 +10,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.node import LaunchOptions
-from hpc_serve.job.service import publish_failure
+from hpc_serve.job.record_keeper import publish_failure
 
 
 def main() -> int:

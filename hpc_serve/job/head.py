@@ -10,17 +10,17 @@ import asyncio
 import signal
 import socket
 
-from hpc_serve.job.command import check_layout, head_args, multi_node_args
 from hpc_serve.job.control import ControlServer
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Ending, Outcome, failure
 from hpc_serve.job.parts import Parts
 from hpc_serve.job.process import Child, start_child
-from hpc_serve.job.progress import Motion, stage_of
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, watch_nodes_argv
-from hpc_serve.job.service import RecordKeeper
-from hpc_serve.plan.measured import parse_measured
+from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.vllm.arguments import check_layout, head_args, multi_node_args
+from hpc_serve.vllm.figures import parse_measured
+from hpc_serve.vllm.log import Motion, stage_of
 
 _FIRST_REQUEST_S = 600.0
 _POLL_S = 0.5

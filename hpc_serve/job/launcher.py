@@ -11,18 +11,18 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.command import choose_backend, read_command
-from hpc_serve.job.folder import Owner
 from hpc_serve.job.head import Head
-from hpc_serve.job.job_dir import remove_job_dir
 from hpc_serve.job.network import PortBlock, guard, reachable_addresses
 from hpc_serve.job.node import LaunchOptions, Node, read_token
-from hpc_serve.job.service import LEASE_S, RecordKeeper, user_name
+from hpc_serve.job.node_dir import Owner
+from hpc_serve.job.record_keeper import LEASE_S, RecordKeeper, user_name
+from hpc_serve.job.run_dir import remove_job_dir
 from hpc_serve.job.sweep import private_folder
 from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.vllm.arguments import choose_backend, read_command
 
 _FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 5, 3_600

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.command import Device, EngineCommand
 from hpc_serve.job.network import PortBlock, interface_of
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayNode, ray_node
+from hpc_serve.vllm.arguments import Device, EngineCommand
 
 
 @dataclass(frozen=True, kw_only=True)

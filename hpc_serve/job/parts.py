@@ -19,7 +19,7 @@ from hpc_serve.job.control import Link, LinkLostError
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Ending, Outcome, PartFailedError, failure
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
-from hpc_serve.job.service import RecordKeeper
+from hpc_serve.job.record_keeper import RecordKeeper
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
 _ENGINE_GRACE_S = 10.0

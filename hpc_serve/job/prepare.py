@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
-from hpc_serve.job import folder
+from hpc_serve.job import node_dir as folder
 from hpc_serve.job.allocation import Allocation, read_allocation
-from hpc_serve.job.job_dir import make_job_dir, sweep_job_dirs
 from hpc_serve.job.network import choose_port_block, node_address
 from hpc_serve.job.node import ray_dir
-from hpc_serve.job.service import publish_failure
+from hpc_serve.job.record_keeper import publish_failure
+from hpc_serve.job.run_dir import make_job_dir, sweep_job_dirs
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 # Ray makes UNIX sockets below it; the kernel allows 107 characters, Ray's own part takes 64.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.job.progress import error_of, is_consequence
+from hpc_serve.vllm.log import error_of, is_consequence
 
 _LAST_WORDS = 30
 _LONGEST_LINE = 4_000

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.command import Device
 from hpc_serve.job.network import PortBlock
+from hpc_serve.vllm.arguments import Device
 
 _GIB = 1024**3
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.

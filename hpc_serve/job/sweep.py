@@ -17,8 +17,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_serve.job import folder, shared_memory
-from hpc_serve.job.folder import Owner
+from hpc_serve.job import node_dir as folder
+from hpc_serve.job import shared_memory
+from hpc_serve.job.node_dir import Owner
 from hpc_serve.job.process import end_marked, marked
 from hpc_serve.job.shared_memory import Segment
 

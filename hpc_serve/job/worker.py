@@ -6,12 +6,12 @@ import asyncio
 import signal
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.job.command import multi_node_args
 from hpc_serve.job.control import Link, LinkLostError, Message, connect
 from hpc_serve.job.network import hold_port_block, node_address
 from hpc_serve.job.node import Node
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
 from hpc_serve.job.ray_cluster import ray_environ, worker_argv
+from hpc_serve.vllm.arguments import multi_node_args
 
 _GOODBYE_S = 30.0
 _GRACE_S = 5.0

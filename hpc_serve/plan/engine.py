@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import GIB, AcceleratorKind, AcceleratorSpec
+from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorKind, AcceleratorSpec
 
 PINNED_VERSION = "0.32.0"
 _POSITIVE = (

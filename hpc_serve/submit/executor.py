@@ -1,8 +1,8 @@
 """submitit's executors with our script in place of theirs. Everything private of submitit that we use is in this file.
 
 The Slurm one goes through submitit's own submission (its file, sbatch, the job's id); the local one starts the same
-kind of script in a session of its own on this machine, for laptops and demos. tests/unit/test_executor.py fails if
-submitit changes what is overridden here.
+kind of script in a session of its own on this machine, for laptops and demos. tests/unit/submit/test_executor.py fails
+if submitit changes what is overridden here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from submitit.local.local import LocalJob
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.submit import scheduler
-from hpc_serve.submit.sentences import refusal_hint
 from hpc_serve.submit.slurm import parse_sbatch, says_unreachable, sbatch_argv
+from hpc_serve.submit.slurm_messages import refusal_hint
 
 
 @dataclass(frozen=True, kw_only=True)

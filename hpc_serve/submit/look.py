@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_serve.client.liveness import probe_records
+from hpc_serve.client.probe import probe_records
 from hpc_serve.client.views import Answer
 from hpc_serve.errors import InvalidRequestError, RendezvousError
 from hpc_serve.rendezvous.names import validate_service_name

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
-from hpc_serve.job.command import STAND_IN_ARGS
 from hpc_serve.plan import ServePlan
 from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.vllm.arguments import STAND_IN_ARGS
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 

@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.accelerator import GIB, AcceleratorSpec
-from hpc_serve.plan.machines import machines
+from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import machines
 from hpc_serve.sizes import format_size
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.command import check_words
 from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.vllm.arguments import check_words
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]

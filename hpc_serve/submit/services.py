@@ -15,20 +15,20 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.machines import machines
+from hpc_serve.plan.hardware.cluster import machines
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
 from hpc_serve.submit import scheduler
-from hpc_serve.submit.layout import plan_request
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.look import job_of, look
+from hpc_serve.submit.planning import plan_request
 from hpc_serve.submit.preflight import check_files, check_stand_in, make_log_dir
 from hpc_serve.submit.render import devices_per_node, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.sentences import ended_sentence
 from hpc_serve.submit.slurm import UNKNOWN
+from hpc_serve.submit.slurm_messages import ended_sentence
 from hpc_serve.submit.status import ServiceStatus
 
 _RECORDS_S = 1.0

@@ -16,8 +16,8 @@ from hpc_serve.client.views import Answer
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.logs import log_files, tail
-from hpc_serve.submit.sentences import ended_sentence, pending_sentence
 from hpc_serve.submit.slurm import UNKNOWN, JobState
+from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence
 
 State = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 _LAST_LINES = 10

@@ -1,7 +1,7 @@
 """Whatever part ends, the job ends with it, says which part it was and why, and leaves no process on any node.
 
-Real Slurm, real Ray over two hosts; the engine is the stub (tests/stub_engine.py), because what is tested is what
-stands around it. test_serving.py does the same to a real vLLM where the engine's own reaction matters.
+Real Slurm, real Ray over two hosts; the engine is the stub (tests/support/stub_engine.py), because what is tested is
+what stands around it. test_serving.py does the same to a real vLLM where the engine's own reaction matters.
 """
 
 from __future__ import annotations

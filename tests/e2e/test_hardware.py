@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.environment import ENGINE_ON_FEW_CORES
 from tests.e2e.jobs import CHECKOUT, STUB, User
 from tests.e2e.test_serving import START_S, ask_from_a_job
-from tests.int8_checkpoint import quantise
+from tests.support.int8_checkpoint import quantise
 
 pytestmark = [pytest.mark.slurm]
 

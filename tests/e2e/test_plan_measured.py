@@ -13,8 +13,8 @@ import pytest
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
-from hpc_serve.plan.measured import parse_measured
-from hpc_serve.plan.stages import stages
+from hpc_serve.plan.memory.stages import stages
+from hpc_serve.vllm.figures import parse_measured
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CACHE_BYTES = 67_000_000  # no multiple of a block
@@ -35,7 +35,7 @@ def test_prediction_is_what_the_engine_holds(folder: Path, tp: int, pp: int) -> 
     environ = {**os.environ, "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine_figures", *words],
+        [sys.executable, "-m", "tests.support.engine_figures", *words],
         cwd=CHECKOUT,
         env=environ,
         capture_output=True,

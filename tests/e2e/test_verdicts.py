@@ -1,7 +1,7 @@
 """What the commands say when something goes wrong, or is done by hand, on a real Slurm.
 
-The engine is the stub (tests/stub_engine.py), put in vLLM's place by the environment that scripts activate; everything
-else is real. test_commands.py goes through a day's commands with a real vLLM.
+The engine is the stub (tests/support/stub_engine.py), put in vLLM's place by the environment that scripts activate;
+everything else is real. test_commands.py goes through a day's commands with a real vLLM.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub import cached_folder, find_model, find_spec, stored_tensors
-from hpc_serve.plan.stored import StoredTensor
+from hpc_serve.plan.model.checkpoint import StoredTensor
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 TOKEN = "hf_secretsecretsecret"

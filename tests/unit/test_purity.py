@@ -28,10 +28,13 @@ PURE = (
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",
-    "hpc_serve.submit.sentences",
+    "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",
     "hpc_serve.plan.catalog",
-    *sorted(f"hpc_serve.plan.{path.stem}" for path in PLAN.glob("*.py")),
+    "hpc_serve.vllm.arguments",
+    "hpc_serve.vllm.figures",
+    "hpc_serve.vllm.log",
+    *sorted(".".join(path.relative_to(PLAN.parents[1]).with_suffix("").parts) for path in PLAN.rglob("*.py")),
 )
 # A finder that comes first and refuses; what the interpreter itself has loaded already does not count.
 GUARD = """

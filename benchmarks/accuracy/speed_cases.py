@@ -1,0 +1,322 @@
+"""Published measurements that the estimate of performance is fitted on: `python -m benchmarks.accuracy.speed_cases`
+prints the scores.
+
+benchmarks/accuracy/data/perf_cases.jsonl holds the figures, each with its source; what a row is about (which catalogue
+entry, how many replicas, which lengths) is decided here, as is what is left out and why. Scores and fits are
+perf_scores.py's; rows that nothing was fitted on are perf_cases_later.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.accuracy import DATA
+from hpc_serve.plan import (
+    EngineConfig,
+    MemoryEstimate,
+    ModelSpec,
+    accelerator,
+    estimate_memory,
+    model_from_config,
+    resolve,
+)
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.speed.estimate import (
+    Factors,
+    PerformanceEstimate,
+    Roofline,
+    Traffic,
+    burst_s,
+    estimate_performance,
+    requests_held,
+    running,
+    speed,
+)
+
+SHORTEST_OUTPUT = 10
+_QWEN3_14B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 17408,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "model_type": "qwen3",
+}
+_GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 4096,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR}
+"""Public config.json files of models that the catalogue does not have; their dimensions are those that
+sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air) give."""
+CHECKPOINTS = {
+    "quark-mxfp4": {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
+            "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
+        },
+        "exclude": ["lm_head"],
+    }
+}
+"""Checkpoints quantised otherwise than an option of the engine would do it: their `quantization_config`."""
+MODELS = {
+    "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",
+    "gpustack-glm-4.5-air": "zai-org/GLM-4.5-Air",
+    "gpustack-glm-4.x": "zai-org/GLM-4.6",
+    "gpustack-gpt-oss-120b": "openai/gpt-oss-120b",
+    "gpustack-gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpustack-qwen3-14b": "Qwen/Qwen3-14B",
+    "gpustack-qwen3-235b": "Qwen/Qwen3-235B-A22B",
+    "gpustack-qwen3-32b": "Qwen/Qwen3-32B",
+    "gpustack-qwen3-8b": "Qwen/Qwen3-8B",
+    "dstack-405b": "meta-llama/Llama-3.1-405B-FP8",
+    "tpu-v6e8": "meta-llama/Llama-3.3-70B-Instruct",
+}
+GPUS = {
+    "H100": "h100-80gb",
+    "H200": "h200-141gb",
+    "A100": "a100-80gb",
+    "MI300X": "mi300x",
+    "MI325X": "mi325x",
+    "L40S": "l40s",
+    "TPU v6e": "v6e",
+}
+CHAT_INPUT_TOKENS = 300
+"""gpustack's rows of shorter prompts are of recorded conversations (ShareGPT), whose answers differ in length."""
+MLPERF_INPUT_TOKENS = {"llama2-70b-99": 294, "llama3.1-8b": 778}
+"""Mean prompt lengths of the tasks' data sets (OpenOrca, CNN-DailyMail), from the MLPerf inference rules."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: what is predicted, and what was measured; or why it is left out."""
+
+    id: str
+    source: str
+    roofline: Roofline | None = None
+    memory: MemoryEstimate | None = None
+    traffic: Traffic | None = None
+    batch: float = 0.0
+    replicas: int = 1
+    requests: int | None = None
+    lengths_vary: bool = False
+    longest: int | None = None
+    engine: str = "vLLM"
+    measured: float = 0.0
+    left_out: str | None = None
+
+    def predict(self, factors: Factors) -> PerformanceEstimate:
+        """The estimate for one replica."""
+        assert self.roofline
+        assert self.traffic
+        assert self.memory
+        return estimate_performance(self.roofline, self.traffic, self.memory, factors=factors)
+
+    def tokens_per_s(self, factors: Factors) -> float:
+        """Predicted output tokens per second of all replicas."""
+        assert self.roofline
+        assert self.traffic
+        if self.requests is None:
+            return self.replicas * speed(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
+        seconds = burst_s(
+            self.roofline,
+            self.traffic,
+            self.batch,
+            self.requests,
+            factors=factors,
+            lengths_vary=self.lengths_vary,
+            longest=self.longest,
+        )
+        return self.replicas * self.requests * self.traffic.output_tokens / seconds
+
+
+def load() -> list[Case]:
+    """All rows of the file."""
+    return [case(json.loads(line)) for line in (DATA / "perf_cases.jsonl").read_text().splitlines()]
+
+
+def case(row: dict[str, Any]) -> Case:
+    """One row of the file, understood or left out."""
+    source = source_of(row)
+    reason = why_left_out(row)
+    if reason:
+        return Case(id=row["id"], source=source, left_out=reason)
+    gpu = next(name for part, name in GPUS.items() if part in row["gpu"])
+    tensor, replicas = _ranks(row)
+    outputs = row.get("osl") or row["out_tok_s"] / row["req_s"]
+    roofline, memory = _prepared(*_model(row), gpu, tensor, *_engine(row))
+    traffic = Traffic(
+        input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
+        output_tokens=round(outputs),
+        concurrency=in_flight(row),
+    )
+    return Case(
+        id=row["id"],
+        source=source,
+        roofline=roofline,
+        memory=memory,
+        traffic=traffic,
+        batch=running(roofline, traffic, requests_held(roofline, traffic, memory)),
+        replicas=replicas,
+        requests=row["num_prompts"] if row.get("num_prompts", math.inf) <= row.get("concurrency", 0) else None,
+        lengths_vary=row["id"].startswith("gpustack") and row["isl"] < CHAT_INPUT_TOKENS,
+        measured=row.get("out_tok_s") or row["req_s"] * outputs,
+    )
+
+
+def source_of(row: dict[str, Any]) -> str:
+    """The publication: a page, a file of figures, a task of a round of MLPerf (all submissions together)."""
+    if row["id"].startswith("mlperf"):
+        return f"mlperf {row['scenario'].split()[1]} {row['model']}"
+    return str(row["source"]).removeprefix("gpustack/gpustack docs/performance-lab/").removesuffix(".md")
+
+
+def why_left_out(row: dict[str, Any]) -> str | None:
+    """The reason why a row cannot be compared, or None."""
+    command = row.get("command") or ""
+    if (row.get("osl") or SHORTEST_OUTPUT) < SHORTEST_OUTPUT:
+        return f"{row['osl']:.0f} output tokens: time to the first token, not throughput"
+    if "speculative" in command:
+        return "speculative decoding"
+    if not any(part in row["gpu"] for part in GPUS):
+        return f"{row['gpu']} is not in the catalogue"
+    gpus = re.match(r"(\d+) ×", row["gpu"])
+    if gpus and int(gpus[1]) > 1 and "-tp" not in command:
+        return f"the command asks for one GPU, the page speaks of {gpus[1]}"
+    if "gpt-oss-20b" in row["id"] and "gpt-oss-120b" in command:
+        return "the command serves another model than the page"
+    return None
+
+
+def in_flight(row: dict[str, Any]) -> int:
+    """Requests in flight on average. Where they arrive at a rate, the file has their peak: the mean is then Little's
+    law on the measured latencies. MLPerf's offline scenario hands over everything at once."""
+    if "concurrency" not in row:
+        return 10_000
+    if row.get("tpot_ms_mean") and row["concurrency"] < row["num_prompts"] and "max-concurrency" not in row["scenario"]:
+        latency_ms = row["ttft_ms_mean"] + row["tpot_ms_mean"] * (row["osl"] - 1)
+        return max(1, round(float(row["req_s"] * latency_ms) / 1000))
+    return int(row["concurrency"])
+
+
+def _ranks(row: dict[str, Any]) -> tuple[int, int]:
+    """(tensor parallel size, replicas). MLPerf's submissions run one replica a GPU.
+
+    dstack's "2FP8" are two engines of four GPUs, each with the batch of the row: "aggregate" of the four-GPU runs, by
+    the README of raw_data/8xMi300x-throughput-quark-2fp8 in its repository.
+    """
+    if row["id"].startswith("mlperf"):
+        return 1, row["n_gpus"]
+    if "2FP8" in row["id"]:
+        return row["n_gpus"] // 2, 2
+    return row.get("tp") or row.get("n_gpus") or 1, 1
+
+
+def _model(row: dict[str, Any]) -> tuple[str, str | None]:
+    """(catalogue entry, quantisation). MLPerf's submissions are quantised to fp8."""
+    command = row.get("command") or ""
+    if row["id"].startswith("mlperf"):
+        return ("meta-llama/Llama-2-70b-chat-hf" if "llama2" in row["model"] else "8b"), "fp8"
+    name = next(name for prefix, name in MODELS.items() if row["id"].startswith(prefix))
+    override = "awq" if "AWQ" in command else "fp8" if "-FP8" in command else None
+    return name, override
+
+
+def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None, bool]:
+    """(version, expert parallel, type of the cache, tokens of a step, share of the memory, async scheduling)."""
+    command = row.get("command") or ""
+    batched = re.search(r"--max-num-batched-tokens (\d+)", command)
+    if row["id"].startswith("mlperf"):
+        return "0.9.0", False, "fp8", None, None, False
+    is_tpu = "tpu" in row["id"]
+    version = "0.6.3" if row["id"].startswith("dstack") else "0.12.0" if is_tpu else "0.11.0"
+    tokens = int(batched[1]) if batched else 512 if is_tpu else None
+    utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", command)
+    share = float(utilization[1]) if utilization else 0.98 if is_tpu else None
+    return version, "--enable-expert-parallel" in command, "auto", tokens, share, is_tpu or "--async" in command
+
+
+@cache
+def model_spec(name: str, quantization: str | None) -> ModelSpec:
+    """The model of that name, by the catalogue or `CONFIGS`, in the weights that were served."""
+    config = CONFIGS.get(name) or resolve(name).config
+    if quantization in CHECKPOINTS:
+        return model_from_config({**config, "quantization_config": CHECKPOINTS[quantization]}, name=name)
+    return model_from_config(config, name=name, quantization=quantization)
+
+
+@cache
+def _prepared(
+    name: str,
+    quantization: str | None,
+    gpu: str,
+    tensor: int,
+    version: str,
+    expert_parallel: bool,
+    kv_cache_dtype: str,
+    batched_tokens: int | None,
+    gpu_memory_utilization: float | None,
+    async_scheduling: bool,
+) -> tuple[Roofline, MemoryEstimate]:
+    model, device = model_spec(name, quantization), accelerator(gpu)
+    engine = EngineConfig(
+        vllm_version=version,
+        enable_expert_parallel=expert_parallel,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_batched_tokens=batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=tensor)
+    memory = estimate_memory(
+        model,
+        device,
+        engine,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=1,
+        max_model_len=min(model.max_model_len, 36_000),
+    )
+    return Roofline(model, device, engine, layout, async_scheduling=async_scheduling), memory
+
+
+def main() -> None:
+    """Print both tables: this file's, and that of rows which no factor was fitted on."""
+    from benchmarks.accuracy.speed_cases_later import later_table, load_later
+    from benchmarks.accuracy.speed_scores import by_source, fit, leave_one_out, table
+
+    cases = load()
+    print(table(cases, leave_one_out(cases)))
+    print("fitted on all sources:", fit(by_source(cases)))
+    print(later_table(load_later()))
+
+
+if __name__ == "__main__":
+    main()

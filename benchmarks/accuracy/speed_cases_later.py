@@ -1,0 +1,120 @@
+"""Published measurements that no factor was fitted on: benchmarks/accuracy/data/perf_cases_later.jsonl, read and scored
+apart.
+
+A row says itself which model, layout and engine options it is about. Rows of other engines than vLLM hold the ideal
+roofline to account and are shown, but the factors are of vLLM: medians are given with and without them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from benchmarks.accuracy.speed_cases import DATA, SHORTEST_OUTPUT, Case, model_spec
+from benchmarks.accuracy.speed_scores import by_source, report, source_errors
+from hpc_serve.errors import HpcServeError
+from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.engine import max_num_batched_tokens
+from hpc_serve.plan.speed.estimate import EXPECTED, Factors, Roofline, Traffic, requests_held, running
+
+ENGINE = "vLLM"
+UNKNOWN_VERSION = "0.11.0"
+
+
+def load_later() -> list[Case]:
+    """All rows of the later file."""
+    return [later_case(json.loads(line)) for line in (DATA / "perf_cases_later.jsonl").read_text().splitlines()]
+
+
+def later_case(row: dict[str, Any]) -> Case:
+    """One row of the later file, understood or left out."""
+    source = row["source"].removesuffix("/performance/run_1/mlperf_log_summary.txt")
+    engine = row["engine"]
+    outputs = row["osl"]
+    if outputs < SHORTEST_OUTPUT:
+        return Case(id=row["id"], source=source, left_out=f"{outputs:.0f} output tokens: time to the first token")
+    traffic = Traffic(
+        input_tokens=round(row["isl"]), output_tokens=round(outputs), concurrency=round(row["concurrency"])
+    )
+    try:
+        roofline, memory = _prepared(json.dumps(row, sort_keys=True))
+    except HpcServeError as refused:
+        return Case(id=row["id"], source=source, left_out=str(refused))
+    capacity = requests_held(roofline, traffic, memory)
+    if capacity < 1:
+        return Case(id=row["id"], source=source, left_out="no request fits beside the weights, by the memory model")
+    return Case(
+        id=row["id"],
+        source=f"{source} ({engine})" if not engine.startswith(ENGINE) else source,
+        roofline=roofline,
+        memory=memory,
+        traffic=traffic,
+        batch=running(roofline, traffic, capacity),
+        replicas=row.get("replicas", 1),
+        requests=row["num_prompts"] if row.get("num_prompts", 10**9) <= row["concurrency"] else None,
+        lengths_vary=row.get("lengths_vary", False),
+        longest=row.get("longest_osl"),
+        engine=engine,
+        measured=row.get("out_tok_s") or row["req_s"] * outputs,
+    )
+
+
+@cache
+def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
+    row = json.loads(text)
+    model = model_spec(row["model"], row.get("quantization"))
+    memory_bytes = int(row["memory_gb"] * 1e9) if "memory_gb" in row else None
+    device = accelerator(row["accelerator"], total_bytes=memory_bytes)
+    length = min(model.max_model_len, row.get("max_model_len", 36_000))
+    version = row.get("engine_version", UNKNOWN_VERSION) if row["engine"].startswith(ENGINE) else UNKNOWN_VERSION
+    engine = EngineConfig(
+        vllm_version=version,
+        use_v1=row.get("use_v1"),
+        enable_expert_parallel=row.get("expert_parallel", False),
+        kv_cache_dtype=row.get("kv_cache_dtype", "auto"),
+        max_num_batched_tokens=row.get("max_num_batched_tokens"),
+        max_num_seqs=row.get("max_num_seqs"),
+        gpu_memory_utilization=row.get("gpu_memory_utilization"),
+    )
+    if "max_model_len" in row and engine.max_num_batched_tokens is None:
+        tokens = max_num_batched_tokens(engine, device, length)
+        engine = replace(engine, max_num_batched_tokens=tokens)
+    tensor, stages = row["tp"], row.get("pp", 1)
+    nodes = row.get("num_nodes", 1)
+    layout = Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        num_nodes=nodes,
+        gpus_per_node=tensor * stages // nodes,
+    )
+    memory = estimate_memory(
+        model,
+        device,
+        engine,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        max_model_len=length,
+    )
+    return Roofline(model, device, engine, layout, async_scheduling=row.get("async_scheduling")), memory
+
+
+def later_medians(cases: Sequence[Case], factors: Factors = EXPECTED) -> dict[str, float]:
+    """By source of vLLM, the median absolute error of output tokens per second, in per cent."""
+    return source_errors([one for one in cases if one.engine.startswith(ENGINE)], factors)
+
+
+def later_table(cases: Sequence[Case], factors: Factors = EXPECTED) -> str:
+    """The table for people."""
+    ours, every = later_medians(cases, factors), source_errors(cases, factors)
+    lines = ["not used in any fit:", *report({name: (factors, rows) for name, rows in by_source(cases).items()})]
+    lines.append(f"median over {len(ours)} sources of vLLM: {statistics.median(ours.values()):.1f} %")
+    lines.append(f"median over {len(every)} sources of all engines: {statistics.median(every.values()):.1f} %")
+    left = [one for one in cases if one.left_out]
+    lines.append(f"compared {len(cases) - len(left)} of {len(cases)}; left out:")
+    lines += [f"  {one.id}: {one.left_out}" for one in left]
+    return "\n".join(lines)

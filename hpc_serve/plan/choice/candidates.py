@@ -1,0 +1,177 @@
+"""Layouts that were considered, and the number that decided about each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.choice.layout import Layout, layouts_on
+from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.hardware.accelerator import GIB, ClusterSpec
+from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
+from hpc_serve.plan.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout that was considered.
+
+    `memory` is None where vLLM would refuse the layout; `reason` is the number that decided.
+    """
+
+    layout: Layout
+    memory: MemoryEstimate | None
+    verdict: Literal["chosen", "fits", "too small", "refused"]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What every candidate is asked: this model, on these machines, with these options, holding this much."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    engine: EngineConfig
+    workload: Workload
+    max_model_len: int
+
+    def consider(self, layout: Layout) -> Candidate:
+        """What a layout would take, and whether that is enough."""
+        try:
+            memory = self._estimate(layout, self.engine)
+            if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
+                fewer = sequences_for(memory.num_blocks)
+                memory = self._estimate(layout, replace(self.engine, max_num_seqs=fewer))
+        except DoesNotFitError as error:
+            return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
+        if memory.holds(self.workload.concurrency):
+            return Candidate(layout=layout, memory=memory, verdict="fits", reason=room(memory))
+        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall(memory))
+
+    def _shortfall(self, memory: MemoryEstimate) -> str:
+        return shortfall(memory, self.workload, self.cluster.accelerator.unit)
+
+    def _estimate(self, layout: Layout, engine: EngineConfig) -> MemoryEstimate:
+        return estimate_memory(
+            self.model,
+            self.cluster.accelerator,
+            engine,
+            tensor_parallel_size=layout.tensor_parallel_size,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+            max_model_len=self.max_model_len,
+        )
+
+
+def sequences_for(blocks: int) -> int:
+    """Sequences of a step that leave a quarter of a hybrid's blocks to spare, as a power of two.
+
+    >>> sequences_for(856)
+    512
+    """
+    return int(2 ** ((blocks * 3 // 4) or 1).bit_length()) // 2
+
+
+def alternatives(question: Question, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
+    """Other layouts on the same nodes that one might have expected and that were not tried, and why not them."""
+    engine = question.engine
+    if engine.tensor_parallel_size or engine.pipeline_parallel_size:
+        return []
+    found = []
+    for layout in _neighbours(chosen, question.cluster):
+        if layout in tried:
+            continue
+        candidate = question.consider(layout)
+        if candidate.verdict == "fits":
+            reason = f"{_why_not(layout, chosen, question)}; {candidate.reason}"
+            candidate = replace(candidate, reason=reason)
+        found.append(candidate)
+    return found
+
+
+def just_below(tried: Sequence[Candidate], chosen: Layout) -> list[Candidate]:
+    """The candidates just below the chosen one: the widest on one node fewer, and those on as many nodes."""
+    same = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes]
+    fewer = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes - 1]
+    return widest(fewer) + same
+
+
+def widest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of those on most GPUs the first, which has the widest tensor parallelism; empty of none."""
+    most = max((candidate.layout.num_gpus for candidate in candidates), default=0)
+    return [candidate for candidate in candidates if candidate.layout.num_gpus == most][:1]
+
+
+def nearest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Those that miss least; of what vLLM refuses, which comes last, the smallest for each reason."""
+
+    def distance(candidate: Candidate) -> tuple[int, int]:
+        if candidate.memory is None:
+            return 1, candidate.layout.num_gpus
+        return 0, -candidate.memory.kv_cache_bytes
+
+    different: dict[str, Candidate] = {}
+    for candidate in sorted(candidates, key=distance):
+        different.setdefault(candidate.reason, candidate)
+    return list(different.values())[:count]
+
+
+def room(memory: MemoryEstimate) -> str:
+    """What a layout leaves for requests."""
+    return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
+
+
+def shortfall(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
+    """What a layout lacks."""
+    if memory.kv_cache_bytes <= 0:
+        needed = memory.requested_bytes - memory.kv_cache_bytes
+        return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
+    if memory.num_blocks < memory.least_blocks:
+        return (
+            f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "
+            f"({memory.num_blocks})"
+        )
+    needed = (workload.concurrency * memory.blocks_per_request + 1) * memory.bytes_per_block
+    wanted = "one request" if workload.concurrency == 1 else f"{workload.concurrency} requests"
+    verb = "needs" if workload.concurrency == 1 else "need"
+    return (
+        f"{wanted} of the longest context {verb} {needed / GIB:.1f} GiB of cache per {unit}, "
+        f"{memory.kv_cache_bytes / GIB:.1f} left"
+    )
+
+
+def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
+    """On several nodes, one tensor-parallel group over all; half the width; on one node, wider ones."""
+    if chosen.num_nodes > 1 and chosen.pipeline_parallel_size > 1:
+        yield replace(chosen, tensor_parallel_size=chosen.num_gpus, pipeline_parallel_size=1)
+    for layout in layouts_on(chosen.num_nodes, cluster, EngineConfig()):
+        more = layout.num_gpus > chosen.num_gpus
+        is_wider = chosen.num_nodes == 1 and more and layout.pipeline_parallel_size == 1
+        is_half = layout.tensor_parallel_size * 2 == chosen.tensor_parallel_size
+        if is_wider or (is_half and layout.num_gpus == chosen.num_gpus):
+            yield layout
+
+
+def _why_not(layout: Layout, chosen: Layout, question: Question) -> str:
+    accelerator = question.cluster.accelerator
+    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
+        return f"two all-reduces a layer would cross the network{_link_speeds(question)}{_held_twice(layout, question)}"
+    if layout.num_gpus > chosen.num_gpus:
+        enough = "1 does" if chosen.num_gpus == 1 else f"{chosen.num_gpus} do"
+        return f"{layout.num_gpus} {accelerator.unit}s where {enough}"
+    return "more stages than needed, each a hop and a bubble"
+
+
+def _link_speeds(question: Question) -> str:
+    gpu = question.cluster.accelerator
+    if not gpu.network_bytes_per_s or not gpu.link_bytes_per_s:
+        return ""
+    return f" ({gpu.network_bytes_per_s / 1e9:.0f} GB/s a GPU against {gpu.link_bytes_per_s / 1e9:.0f} in the node)"
+
+
+def _held_twice(layout: Layout, question: Question) -> str:
+    heads = question.model.num_key_value_heads
+    if question.model.is_mla or layout.tensor_parallel_size <= heads:
+        return ""
+    return f", and each of {heads} KV heads would be held {layout.tensor_parallel_size // heads} times"

@@ -1,0 +1,153 @@
+"""Which layouts there are to choose from, the preferred ones first: tensor parallelism within a node, pipeline
+parallelism across nodes, and no GPU of a second node left idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.hardware.accelerator import ClusterSpec
+from hpc_serve.plan.hardware.tpu import is_offered
+
+MAX_NODES = 64
+"""Nodes beyond which the search for a layout stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks of one engine, and where they are. `gpus_per_node` are those used on each node."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    num_nodes: int
+    gpus_per_node: int
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks in all."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def splits_layers_across_nodes(self) -> bool:
+        """Whether each layer's all-reduces go over the network."""
+        return self.tensor_parallel_size > self.gpus_per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        return f"TP={self.tensor_parallel_size} PP={self.pipeline_parallel_size} ({nodes} x {self.gpus_per_node})"
+
+
+def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
+    """Layouts from the smallest number of nodes and GPUs up; what the engine is told to use is kept.
+
+    Raises DoesNotFitError where the sizes asked for cannot be laid on the nodes asked for.
+    """
+    if cluster.accelerator.kind == "cpu" and (cluster.num_nodes or 1) > 1:
+        raise DoesNotFitError(
+            "vLLM's CPU backend serves within one node (its ranks talk through shared memory): leave out --nodes, "
+            "or start one service a node."
+        )
+    if engine.tensor_parallel_size and engine.pipeline_parallel_size:
+        yield _explicit(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
+        return
+    found = False
+    for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, _most_nodes(cluster) + 1):
+        for layout in layouts_on(nodes, cluster, engine):
+            found = True
+            yield layout
+    if not found and (engine.tensor_parallel_size or engine.pipeline_parallel_size):
+        raise DoesNotFitError(_no_place(cluster, engine))
+
+
+def _no_place(cluster: ClusterSpec, engine: EngineConfig) -> str:
+    """Why the one size asked for leaves no layout."""
+    tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    asked = f"TP={tensor}" if tensor else f"PP={pipeline}"
+    option = "--tensor-parallel-size" if tensor else "--pipeline-parallel-size"
+    nodes = cluster.num_nodes or _most_nodes(cluster)
+    most = nodes * cluster.node_size_of(nodes)
+    places = f"{nodes} node{'s' if nodes > 1 else ''} x {cluster.node_size_of(nodes)}"
+    places = places if cluster.num_nodes else f"{places}, the most that are looked at"
+    unit = f"{cluster.accelerator.unit}s"
+    if (tensor or pipeline or 0) > most:
+        return f"{asked} takes more than the {most} {unit} there are ({places}); leave out {option}, or ask for less."
+    return (
+        f"{asked} does not divide the {most} {unit} there are ({places}); leave out {option}, use another number, "
+        "or give both sizes."
+    )
+
+
+def _most_nodes(cluster: ClusterSpec) -> int:
+    return 1 if cluster.accelerator.kind == "cpu" else MAX_NODES
+
+
+def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
+    """Layouts on exactly so many nodes: any share of a single one, the whole of several.
+
+    The links of TPU chips span hosts, and so do their tensor-parallel groups; several hosts are a slice on offer.
+    """
+    seen = set()
+    is_tpu = cluster.accelerator.kind == "tpu"
+    node_size = cluster.node_size_of(num_nodes)
+    if num_nodes > 1 and not cluster.gpus_per_node and not is_offered(cluster.accelerator, num_nodes * node_size):
+        return
+    for gpus in _divisors(node_size) if num_nodes == 1 and not cluster.is_whole else [node_size]:
+        total = num_nodes * gpus
+        for tensor, pipeline in _splits(total, total if is_tpu else gpus, engine):
+            if is_tpu and num_nodes > 1 and pipeline not in (1, num_nodes):
+                continue  # a stage is a host: tpu-inference's Ray executor takes no other number of them
+            used = tensor * pipeline // num_nodes
+            if tensor * pipeline % num_nodes == 0 and used <= node_size and (tensor, pipeline) not in seen:
+                seen.add((tensor, pipeline))
+                yield Layout(
+                    tensor_parallel_size=tensor,
+                    pipeline_parallel_size=pipeline,
+                    num_nodes=num_nodes,
+                    gpus_per_node=used,
+                )
+
+
+def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[int, int]]:
+    """(TP, PP) of `total` ranks, the widest TP that stays within a node first."""
+    tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    if pipeline:
+        if total % pipeline == 0:
+            yield total // pipeline, pipeline
+        return
+    if tensor is None:
+        for width in reversed(_divisors(node_size)):
+            yield width, total // width
+    elif tensor > node_size:
+        if total % tensor == 0:
+            yield tensor, total // tensor
+    else:
+        yield tensor, (node_size // tensor) * (total // node_size)
+
+
+def _explicit(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
+    ranks = tensor * pipeline
+    nodes = cluster.num_nodes or (1 if ranks <= cluster.node_size else -(-ranks // cluster.node_size_of(2)))
+    size = cluster.node_size_of(nodes)
+    if ranks > nodes * size:
+        raise DoesNotFitError(
+            f"TP={tensor} x PP={pipeline} is {ranks} ranks, but {nodes} x {size} GPUs are {nodes * size}; "
+            f"use --nodes {-(-ranks // size)}, or smaller sizes."
+        )
+    if ranks % nodes:
+        raise DoesNotFitError(
+            f"TP={tensor} x PP={pipeline} is {ranks} ranks, which {nodes} nodes cannot share evenly; "
+            f"use a number of nodes that divides {ranks}."
+        )
+    return Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        num_nodes=nodes,
+        gpus_per_node=ranks // nodes,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -1,0 +1,208 @@
+"""Chooses the layout: the fewest nodes, then the fewest GPUs, that hold the weights and the requests asked for.
+
+What is asked for explicitly is kept, and checked. Memory is estimated in memory.py, layouts are listed in layout.py
+and judged in candidates.py; what would help where nothing fits is found in remedies.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.choice.candidates import Candidate, Question, alternatives, just_below, nearest, room, widest
+from hpc_serve.plan.choice.layout import layouts
+from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
+from hpc_serve.plan.choice.suggestions import remedies
+from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
+from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
+from hpc_serve.plan.hardware.accelerator import GIB, ClusterSpec
+from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.model.spec import ModelSpec
+
+_SHOWN_WHEN_NOTHING_FITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServePlan:
+    """A layout that fits, and how to ask vLLM for it.
+
+    `num_nodes` and `gpus_per_node` are those of one replica; `vllm_args` are the flags after the model, without served
+    names, host, port and backend. `memory` is of the tightest rank.
+    """
+
+    model: str
+    served_model_names: tuple[str, ...]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    num_nodes: int
+    gpus_per_node: int
+    replicas: int
+    max_model_len: int
+    vllm_args: tuple[str, ...]
+    memory: MemoryEstimate
+    reasons: tuple[str, ...]
+    minimum_gpus: MinimumGpus
+    candidates: tuple[Candidate, ...] = ()
+
+
+class NoLayoutError(DoesNotFitError):
+    """Nothing fits; `candidates` are the nearest layouts, `remedies` what would make one fit."""
+
+    def __init__(
+        self, text: str, *, candidates: tuple[Candidate, ...], remedies: tuple[str, ...], minimum_gpus: MinimumGpus
+    ) -> None:
+        super().__init__(text)
+        self.candidates = candidates
+        self.remedies = remedies
+        self.minimum_gpus = minimum_gpus
+
+
+def plan(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    engine: EngineConfig | None = None,
+    workload: Workload | None = None,
+    *,
+    served_model_names: tuple[str, ...] = (),
+) -> ServePlan:
+    """The smallest layout that holds the model and the workload.
+
+    Raises NoLayoutError, a DoesNotFitError, with the nearest candidates and what would make them fit, and
+    InvalidRequestError for a context the model does not have.
+    """
+    engine, workload = engine or EngineConfig(), workload or Workload()
+    question = Question(
+        model=model,
+        cluster=_share_of_a_replica(cluster, workload),
+        engine=engine,
+        workload=workload,
+        max_model_len=workload.max_model_len or model.max_model_len,
+    )
+    tried: list[Candidate] = []
+    try:
+        _check_dtype(model, cluster)
+        for layout in layouts(question.cluster, engine):
+            candidate = question.consider(layout)
+            if candidate.verdict == "fits":
+                return _plan(question, replace(candidate, verdict="chosen"), tried, served_model_names)
+            tried.append(candidate)
+    except DoesNotFitError as error:
+        minimum = minimum_gpus(question, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
+    raise _nothing_fits(question, tried)
+
+
+def _plan(
+    question: Question, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
+) -> ServePlan:
+    layout, memory, model, engine = chosen.layout, chosen.memory, question.model, question.engine
+    assert memory is not None
+    if memory.max_num_seqs != max_num_seqs(engine, question.cluster.accelerator):
+        engine = replace(engine, max_num_seqs=memory.max_num_seqs)
+    if question.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
+        # Left to itself, vLLM takes its share of the whole machine, whatever part of it the job has.
+        engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
+    others = alternatives(question, layout, {candidate.layout for candidate in tried})
+    minimum = minimum_gpus(question, at_most=layout.num_gpus)
+    return ServePlan(
+        model=model.name,
+        served_model_names=served_model_names or (model.name,),
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        num_nodes=layout.num_nodes,
+        gpus_per_node=layout.gpus_per_node,
+        replicas=question.workload.replicas or 1,
+        max_model_len=question.max_model_len,
+        vllm_args=vllm_args(layout, question.max_model_len, engine, model),
+        memory=memory,
+        reasons=tuple(_reasons(question, chosen, tried, others, minimum)),
+        minimum_gpus=minimum,
+        candidates=(*just_below(tried, layout), chosen, *others),
+    )
+
+
+def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
+    """Raise DoesNotFitError where the GPU cannot compute in the type asked for by name."""
+    gpu = cluster.accelerator
+    if model.dtype == "bfloat16" and model.dtype_asked and gpu.kind == "gpu" and "bf16" not in gpu.dense_flops:
+        raise DoesNotFitError(
+            f"{gpu.product} has no bfloat16 (that takes compute capability 8.0), and vLLM refuses it: "
+            "use --dtype float16."
+        )
+
+
+def _share_of_a_replica(cluster: ClusterSpec, workload: Workload) -> ClusterSpec:
+    """The machines one replica gets: all of them for one, whole nodes or an equal part of a node for several."""
+    replicas = workload.replicas or 1
+    if replicas == 1:
+        return cluster
+    nodes, size = cluster.num_nodes or 1, cluster.node_size
+    if nodes % replicas == 0:
+        return replace(cluster, num_nodes=nodes // replicas)
+    share = nodes * size // replicas
+    if nodes * size % replicas or size % share:
+        raise InvalidRequestError(
+            f"{replicas} replicas cannot share {nodes} x {size} GPUs evenly: "
+            "use a number that divides the nodes, or the GPUs of a node."
+        )
+    return replace(cluster, num_nodes=1, gpus_per_node=share)
+
+
+def _reasons(
+    question: Question, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
+) -> list[str]:
+    gpu, memory, layout = question.cluster.accelerator, chosen.memory, chosen.layout
+    assert memory is not None
+    usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
+    reasons = [
+        f"{question.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
+        f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
+    ]
+    reasons += [f"Not {below.layout}: {below.reason}." for below in widest(tried)]
+    if gpu.kind == "tpu" and layout.num_nodes > 1:
+        reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
+    elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
+        reasons.append(
+            f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
+            "the network between nodes carries one hop a stage."
+        )
+    reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
+    reasons.append(f"{layout} leaves {room(memory)}.")
+    if memory.least_blocks and memory.max_num_seqs != max_num_seqs(question.engine, gpu):
+        reasons.append(
+            f"--max-num-seqs {memory.max_num_seqs}: each sequence of a hybrid takes a block of the cache, "
+            f"and vLLM refuses to start with more sequences than blocks ({memory.num_blocks:,})."
+        )
+    if memory.graphs_outside and memory.cuda_graph_bytes:
+        graphs = f"{memory.cuda_graph_bytes / GIB:.1f} GiB of CUDA graphs"
+        reasons.append(f"vLLM {question.engine.vllm_version} does not count its {graphs}: leave them room.")
+    assumed = assumption(question.engine, question.model)
+    return [*reasons, assumed] if assumed else reasons
+
+
+def _sizes_asked(question: Question) -> bool:
+    return bool(question.engine.tensor_parallel_size or question.engine.pipeline_parallel_size)
+
+
+def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
+    shown = nearest(tried, _SHOWN_WHEN_NOTHING_FITS)
+    helps = remedies(question, [candidate.layout for candidate in shown])
+    cluster, concurrency = question.cluster, question.workload.concurrency
+    nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
+    requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {question.max_model_len:,} tokens"
+    gpus = f"{cluster.node_size} {cluster.accelerator.name}"
+    headline = f"{question.model.name} does not fit {nodes} of {gpus} with {requests}."
+    if all(candidate.memory is None for candidate in tried):
+        where = "so" if _sizes_asked(question) else f"on {nodes} of {gpus}"
+        headline = f"{question.model.name} cannot be served {where}:"
+    lines = [
+        headline,
+        *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
+        *([f"It would with {'; or '.join(helps)}."] if helps else []),
+    ]
+    return NoLayoutError(
+        "\n".join(lines),
+        candidates=tuple(shown),
+        remedies=tuple(helps),
+        minimum_gpus=minimum_gpus(question, at_most=0),
+    )

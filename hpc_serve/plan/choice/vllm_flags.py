@@ -1,0 +1,75 @@
+"""The flags of `vllm serve` that ask for a plan, and what a plan assumes about the checkpoint.
+
+Names of quantisation methods differ between what people write and what the pinned vLLM takes; they meet here.
+"""
+
+from __future__ import annotations
+
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.model.spec import ModelSpec
+
+_ONLINE = {
+    "fp8": "fp8_per_tensor",
+    "fp8_per_tensor": "fp8_per_tensor",
+    "fp8_per_channel": "fp8_per_channel",
+    "fp8_per_block": "fp8_per_block",
+    "int8_per_channel_weight_only": "int8_per_channel_weight_only",
+    "mxfp8": "mxfp8",
+}
+"""Methods by which vLLM 0.32 quantises a 16-bit checkpoint as it loads it, by the name it takes for them."""
+
+
+def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: ModelSpec) -> tuple[str, ...]:
+    """The flags after the model: the layout, the context, and what the engine was asked for."""
+    args = [
+        *("--tensor-parallel-size", str(layout.tensor_parallel_size)),
+        *("--pipeline-parallel-size", str(layout.pipeline_parallel_size)),
+        *("--max-model-len", str(max_model_len)),
+    ]
+    for name in (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+    ):
+        value = getattr(engine, name)
+        if value is not None:
+            args += [_flag(name), str(value)]
+    for name in ("dtype", "kv_cache_dtype"):
+        if getattr(engine, name) != "auto":
+            args += [_flag(name), getattr(engine, name)]
+    method = _quantization_flag(engine, model)
+    if method:
+        args += [_flag("quantization"), method]
+    args += [_flag(name) for name in ("enforce_eager", "enable_expert_parallel") if getattr(engine, name)]
+    return tuple(args)
+
+
+def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
+    """What a plan takes for granted that the checkpoint does not have, as a sentence."""
+    if engine.quantization is None or not model.quantization.is_assumed:
+        return None
+    if _quantization_flag(engine, model):
+        found = model.quantization
+        if found.linear == found.plain:
+            return f"vLLM quantises the experts to {found.experts.name} as it loads them, and nothing else."
+        return f"vLLM quantises the 16-bit checkpoint to {found.linear.name} as it loads it."
+    text = f"Sized as if {model.name} were quantised with {engine.quantization}: serve a checkpoint that is."
+    if model.quantization.method == "bitsandbytes" and engine.version >= (0, 32):
+        text += " vLLM 0.32 no longer has bitsandbytes."
+    return text
+
+
+def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
+    """None where vLLM sees by itself how the checkpoint is quantised, or would have to be another one."""
+    if engine.quantization is None:
+        return None
+    if not model.quantization.is_assumed:
+        return engine.quantization
+    return _ONLINE.get(engine.quantization.lower().replace("-", "_"))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

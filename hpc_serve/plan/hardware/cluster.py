@@ -1,0 +1,61 @@
+"""Machines by the name a person gives them: a GPU, a TPU slice (`v5e:4x4`), the sockets of a CPU node (`cpu-spr-2s`).
+
+A slice or a node named with its sockets is used whole, by one engine; of other nodes an engine takes what it needs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, ClusterSpec, accelerator
+from hpc_serve.plan.hardware.tpu import SLICES, chips
+
+_SOCKETS = re.compile(r"(cpu.*?)[-:](\d+)s")
+
+
+def machines(
+    name: str, *, total_bytes: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None
+) -> ClusterSpec:
+    """The cluster that `name` and the numbers asked for make; `total_bytes` is the memory of one accelerator.
+
+    Raises InvalidRequestError for an unknown name, a slice that is not offered, or numbers that contradict it.
+
+    >>> slice = machines("v5e:4x4")
+    >>> slice.num_nodes, slice.gpus_per_node
+    (4, 4)
+    """
+    base, count = _split(name)
+    device = accelerator(base, total_bytes=total_bytes)
+    if count is None:
+        return ClusterSpec(accelerator=device, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+    nodes, size = _hosts(device, count)
+    for option, asked, has in (("--nodes", num_nodes, nodes), ("--gpus-per-node", gpus_per_node, size)):
+        if asked is not None and asked != has:
+            raise InvalidRequestError(
+                f"{name} is {nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s, but {option} is {asked}; "
+                "leave it out."
+            )
+    return ClusterSpec(accelerator=device, num_nodes=nodes, gpus_per_node=size, is_whole=True)
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    """(accelerator, how many); None for a plain name."""
+    if sockets := _SOCKETS.fullmatch(name):
+        if not 1 <= int(sockets[2]) <= 8:
+            raise InvalidRequestError(f"{name}: a node has 1 to 8 sockets.")
+        return sockets[1], int(sockets[2])
+    base, colon, topology = name.partition(":")
+    if not colon:
+        return name, None
+    known = SLICES.get(accelerator(base, total_bytes=1).name, ())
+    if topology not in known:
+        raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
+    return base, chips(topology)
+
+
+def _hosts(device: AcceleratorSpec, count: int) -> tuple[int, int]:
+    """(hosts, accelerators of each): the sockets of a CPU node are of one host."""
+    if device.kind == "cpu" or count <= device.gpus_per_node:
+        return 1, count
+    return count // device.gpus_per_host_of_many, device.gpus_per_host_of_many

@@ -1,0 +1,78 @@
+"""TPU slices, and how far model parallelism is of use: the closed forms beside the step-by-step estimate.
+
+Formulas of "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book); the estimate is roofline.py's.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+
+SLICES = {
+    "v4": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v7x": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+}
+"""Topologies Google Cloud offers, smallest first (cloud.google.com/tpu/docs, system architecture of each version)."""
+_LINKS = {2: 4, 3: 6}
+
+
+def chips(topology: str) -> int:
+    """Chips of a slice.
+
+    >>> chips("4x4")
+    16
+    """
+    return math.prod(int(side) for side in topology.split("x"))
+
+
+def axes(topology: str) -> int:
+    """Sides along which a slice has more than one chip: those over which a model can be cut."""
+    return sum(int(side) > 1 for side in topology.split("x"))
+
+
+def slice_of(accelerator: AcceleratorSpec, count: int) -> str | None:
+    """The topology of exactly so many chips, or None."""
+    return next((name for name in SLICES.get(accelerator.name, ()) if chips(name) == count), None)
+
+
+def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
+    """Whether so many can be had as one machine: any number of GPUs, of TPU chips those of a slice."""
+    return accelerator.kind != "tpu" or slice_of(accelerator, count) is not None
+
+
+def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
+    """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
+    for name in SLICES.get(accelerator.name, ()):
+        if chips(name) * accelerator.label_bytes >= size_bytes:
+            return name
+    raise DoesNotFitError(f"no slice of {accelerator.product} holds {size_bytes / 1e9:,.0f} GB.")
+
+
+def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight: float) -> float:
+    """Sequences from which a matrix is bound by FLOP/s, no longer by loading it: C ÷ W_hbm × bytes ÷ 2."""
+    assert accelerator.bandwidth_bytes_per_s
+    return accelerator.dense_flops[compute] / accelerator.bandwidth_bytes_per_s * bytes_per_weight / 2
+
+
+def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
+    """Bytes per second along one axis of a torus, both ways together."""
+    assert accelerator.link_bytes_per_s
+    dimensions = len(SLICES[accelerator.name][0].split("x"))
+    return 2 * accelerator.link_bytes_per_s / _LINKS[dimensions]
+
+
+def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:
+    """Chips over which a compute-bound model can be cut before the links bind: F·axes ÷ (C ÷ W_ici)."""
+    return intermediate_size * over_axes / (accelerator.dense_flops["bf16"] / axis_bytes_per_s(accelerator))
+
+
+def small_batch_limit(accelerator: AcceleratorSpec, intermediate_size: int, batch: float) -> float:
+    """The same where loading weights is what binds: F ÷ (B·β), β = W_hbm ÷ W_ici."""
+    assert accelerator.bandwidth_bytes_per_s
+    beta = accelerator.bandwidth_bytes_per_s / axis_bytes_per_s(accelerator)
+    return intermediate_size / (batch * beta)

@@ -1,0 +1,173 @@
+"""What a layout takes on the GPU that holds most, in the terms vLLM prints when it starts.
+
+    KV cache = total × gpu_memory_utilization − weights − loading − activation peak − CUDA graphs − non-torch
+
+as `determine_available_memory` in vLLM's v1/worker/gpu_worker.py computes it from measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import (
+    EngineConfig,
+    gpu_memory_utilization,
+    max_num_batched_tokens,
+    max_num_seqs,
+)
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.memory.overhead import StageRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
+from hpc_serve.plan.memory.stages import Stage, check_layout, stages
+from hpc_serve.plan.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache (below 0: no fit).
+
+    `weight_bytes` are the checkpoint's, `model_loading_bytes` vLLM's "Model loading took". `kv_cache_tokens`
+    and `max_concurrency` are its "KV cache size" and "Maximum concurrency"; `blocks_per_request` are those of one
+    request of the longest context. `cuda_graph_bytes` lie outside the budget where `graphs_outside` (vLLM before 0.21).
+    vLLM refuses fewer blocks than `least_blocks`: the `max_num_seqs` of a step, where a state takes a block.
+    """
+
+    total_bytes: int
+    requested_bytes: int
+    weight_bytes: int
+    model_loading_bytes: int
+    activation_bytes: int
+    cuda_graph_bytes: int
+    non_torch_bytes: int
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    block_size: int
+    bytes_per_block: int
+    num_blocks: int
+    blocks_per_request: int
+    kv_cache_tokens: int
+    max_concurrency: float
+    pipeline_rank: int
+    max_num_seqs: int
+    least_blocks: int = 0
+    graphs_outside: bool = False
+
+    def holds(self, concurrency: int) -> bool:
+        """Whether so many requests of the longest context fit; one block is vLLM's own (the null block)."""
+        needed = max(1 + concurrency * self.blocks_per_request, self.least_blocks)
+        return self.kv_cache_bytes > 0 and self.num_blocks >= needed
+
+
+def estimate_memory(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    engine: EngineConfig,
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    max_model_len: int,
+) -> MemoryEstimate:
+    """The memory of the tightest rank of a layout: of the stage with the fewest blocks, which vLLM gives to all.
+
+    Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context beyond the model's.
+    """
+    if max_model_len > model.max_model_len:
+        raise InvalidRequestError(
+            f"max_model_len is {max_model_len}, but {model.name} has at most {model.max_model_len} positions."
+        )
+    check_layout(model, tensor_parallel_size, pipeline_parallel_size)
+    layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
+    batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
+    per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
+    estimates = [
+        _stage_estimate(run, stage, layout, per_request)
+        for stage, run in stage_runs(
+            model,
+            accelerator,
+            engine,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            max_model_len=max_model_len,
+        )
+    ]
+    return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
+
+
+def stage_runs(
+    model: ModelSpec,
+    accelerator: AcceleratorSpec,
+    engine: EngineConfig,
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    max_model_len: int,
+) -> list[tuple[Stage, StageRun]]:
+    """Each stage of a layout with its profile run. Raises DoesNotFitError where vLLM refuses the layout."""
+    expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
+    return [
+        (
+            stage,
+            StageRun(
+                model=model,
+                layers=stage.layers,
+                is_first=stage.rank == 0,
+                is_last=stage.is_last,
+                is_pipelined=pipeline_parallel_size > 1,
+                ranks=tensor_parallel_size,
+                expert_ranks=tensor_parallel_size if expert_parallel else 1,
+                accelerator=accelerator,
+                engine=engine,
+                max_model_len=max_model_len,
+            ),
+        )
+        for stage in stages(model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel)
+    ]
+
+
+def _stage_estimate(run: StageRun, stage: Stage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
+    engine, total = run.engine, run.accelerator.total_bytes
+    sequences = max_num_seqs(engine, run.accelerator)
+    counts_blocks = run.model.has_states and engine.counts_state_blocks and run.accelerator.kind == "gpu"
+    requested = math.ceil(total * gpu_memory_utilization(engine))
+    activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
+    non_torch = non_torch_bytes(run)
+    taken = stage.weight_bytes + stage.loading_bytes + activation + non_torch
+    if engine.subtracts_cuda_graphs:
+        taken += graphs
+    available = engine.kv_cache_memory_bytes or requested - taken
+    bytes_per_block = layout.bytes_per_block(stage.first_layer, stage.end_layer)
+    blocks = max(0, available) // bytes_per_block if bytes_per_block else 0
+    concurrency = blocks / per_request if per_request else 0.0
+    if engine.prints_request_tokens:
+        tokens = int(concurrency * run.max_model_len)
+    else:
+        tokens = blocks // max(1, len(layout.groups)) * layout.block_size
+    return MemoryEstimate(
+        total_bytes=total,
+        requested_bytes=requested,
+        weight_bytes=stage.weight_bytes,
+        model_loading_bytes=stage.weight_bytes + stage.loading_bytes,
+        activation_bytes=activation,
+        cuda_graph_bytes=graphs,
+        non_torch_bytes=non_torch,
+        kv_cache_bytes=available,
+        kv_bytes_per_token=layout.token_bytes(stage.first_layer, stage.end_layer),
+        block_size=layout.block_size,
+        bytes_per_block=bytes_per_block,
+        num_blocks=blocks,
+        blocks_per_request=per_request,
+        kv_cache_tokens=tokens,
+        max_concurrency=concurrency,
+        pipeline_rank=stage.rank,
+        max_num_seqs=sequences,
+        least_blocks=sequences if counts_blocks else 0,
+        graphs_outside=not engine.subtracts_cuda_graphs,
+    )
+
+
+def _batches(engine: EngineConfig, pipeline_parallel_size: int) -> int:
+    """Batches in flight at once (`max_concurrent_batches` in vLLM's config/vllm.py): one per stage, one more when
+    scheduling runs ahead, as it does by default since 0.15."""
+    return pipeline_parallel_size + (1 if engine.version >= (0, 15) else 0)

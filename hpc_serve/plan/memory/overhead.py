@@ -1,0 +1,265 @@
+"""What a rank takes beside weights and KV cache: the activation peak of vLLM's profile run, CUDA graphs, and memory
+that torch does not see (NCCL, the CUDA context). Each number that is not arithmetic is named here, with its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
+from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.model.quantization import MXFP4
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.weights import Linear
+
+MIB = 2**20
+
+HIDDEN_COPIES = 4
+"""Tensors of the hidden size alive at the peak of a layer: residual, normed input, a projection's output, one more.
+Llama-3.1-8B on MI300X with 131,072 tokens to a step: 14.63 GiB measured, 14.50 by this
+(github.com/cmontemuino/amd-mi300x-ml-benchmarks)."""
+
+SORTED_LOGITS_COPIES = 9.5
+"""Copies, in 32 bit, of the logits of max_num_seqs sequences while top-p sorts them: 16-bit logits ½, 32-bit 1, sorted
+values 1, their indices (64 bit) 2, the sort's indices 2 and its double buffers 3. Seen in V0 and in V1 up to 0.16:
+Qwen3-0.6B on H100 5.56 GiB, gpt-oss 7.38 (github.com/llm-d-incubation/llm-d-planner, empirical results)."""
+
+FILTERED_LOGITS_COPIES = 3.5
+"""The same with the Triton filter that came with 0.17 (vLLM #33538): logits ½ and 1, probabilities 1, noise 1."""
+
+PLAIN_LOGITS_COPIES = 0.5
+"""The same in model runner V2, whose profile run samples without filter from 16-bit logits (v1/worker/gpu/sample)."""
+
+FILTER_BUFFER_BYTES = 80 * MIB
+"""Buffers of that Triton filter, from the same pull request."""
+
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+GRAPH_BYTES_PER_DENSE_LAYER = MIB * 3 // 10
+GRAPH_BYTES_PER_OTHER_LAYER = MIB * 4 // 10
+"""Driver memory of one captured graph, per layer; layers with experts or states launch more kernels. Published totals
+divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, Qwen3-Next 0.38, GLM-5.2 0.39."""
+
+NON_TORCH_BASE_BYTES = GIB * 13 // 100
+NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
+"""CUDA context and kernels as they grow while profiling: 0.13 GiB on H100 (0.03-0.10 on older GPUs), and 0.25 in
+0.19 (49 runs in docs/accuracy of the same repository) and in 0.31."""
+
+NCCL_PER_PEER_BYTES = GIB * 27 // 100
+HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
+"""NCCL's buffers of tensor parallelism. Per further rank: 2 GPUs 0.55 GiB with the base, 4 GPUs 0.95, 8 GPUs 2.1 (and
+2 RTX 5090 0.75, 4 GB200 0.95 in 2026). On H100s since 0.13, which set up faster all-reduces there, one sum: 2 GPUs
+2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
+
+MLA_WORKSPACE_TOKENS = 64 * 1024
+"""Most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """The profile run of one pipeline stage on one rank."""
+
+    model: ModelSpec
+    layers: tuple[DecoderLayer, ...]
+    is_first: bool
+    is_last: bool
+    is_pipelined: bool
+    ranks: int
+    expert_ranks: int
+    accelerator: AcceleratorSpec
+    engine: EngineConfig
+    max_model_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step that is profiled."""
+        return max_num_batched_tokens(self.engine, self.accelerator, self.max_model_len)
+
+    @cached_property
+    def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
+        """Each different layer once, and how often it is there."""
+        counts: dict[int, int] = {}
+        layers: dict[int, DecoderLayer] = {}
+        for layer in self.layers:
+            layers[id(layer)] = layer
+            counts[id(layer)] = counts.get(id(layer), 0) + 1
+        return [(layers[key], count) for key, count in counts.items()]
+
+
+def activation_bytes(run: StageRun) -> int:
+    """Peak of what torch allocates during the profile run: images through the tower, then the larger of forward pass
+    and sampling, beside the images' tokens and the hidden state and residual that pipeline stages hand on."""
+    handed_on = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
+    decoder = handed_on + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    encoder, outputs = image_bytes(run)
+    return outputs + max(encoder, decoder)
+
+
+def image_bytes(run: StageRun) -> tuple[int, int]:
+    """(peak of the vision tower, its outputs) for as many of the largest images as a step may hold, and at least one
+    (`MultiModalBudget` in vLLM's multimodal/encoder_budget.py). Model runner V2 encodes on the first stage alone."""
+    images = run.model.images
+    if images is None or (_has_new_runner(run) and not run.is_first):
+        return 0, 0
+    tokens = max(1, run.tokens // images.image_tokens) * images.image_tokens
+    element = run.model.dtype_bytes
+    patch = images.patch_elements + images.split_patch_elements // run.ranks
+    rows = tokens * images.output_rows + run.tokens * (images.output_rows - 1)
+    return tokens * images.patches_per_token * patch * element, rows * _row_bytes(run)
+
+
+def _row_bytes(run: StageRun) -> int:
+    return run.model.hidden_size * run.model.dtype_bytes
+
+
+def forward_bytes(run: StageRun) -> int:
+    """Peak of the forward pass over a full step."""
+    element = run.model.dtype_bytes
+    return run.tokens * elements_per_token(run) * element + _latent_expansion_bytes(run)
+
+
+def elements_per_token(run: StageRun) -> int:
+    """Elements that one token of the step needs at the peak of the widest layer."""
+    widest = max((_layer_elements_per_token(layer, run) for layer, _ in run.distinct_layers), default=0)
+    return HIDDEN_COPIES * run.model.hidden_size + widest
+
+
+def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
+    """Elements a token needs at once in the widest half of a layer: the MLP's up (and gate) output with its product,
+    or the experts' with theirs, or q, k and v with attention's output."""
+    widest, experts = 0, 0
+    for weight in layer.block.weights:
+        if not isinstance(weight, Linear):
+            continue
+        if weight.is_expert:
+            experts = max(experts, _expert_elements_per_token(weight, run))
+        elif weight.split == "column":
+            outputs, _ = weight.shard(run.ranks)
+            widest = max(widest, sum(outputs) + outputs[0])
+    return max(widest, experts)
+
+
+def _expert_elements_per_token(weight: Linear, run: StageRun) -> int:
+    """The two workspaces of vLLM's fused experts: one for the first output or the result, one for the activation,
+    which may hold the result as well where they are kept (`workspace_shapes` in layers/fused_moe/experts)."""
+    if weight.split != "column":
+        return 0
+    outputs, hidden = weight.shard(run.ranks if run.expert_ranks == 1 else 1)
+    chosen = max(1, run.model.num_experts_per_tok)
+    activation = max(outputs[0], hidden) if run.engine.keeps_expert_workspaces else outputs[0]
+    return chosen * (max(sum(outputs), hidden) + activation)
+
+
+def _kept_workspace_bytes(run: StageRun) -> int:
+    """What the experts' workspaces still hold while sampling. Those in mxfp4 run in kernels that need none."""
+    if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
+        return 0
+    experts = (
+        _expert_elements_per_token(weight, run)
+        for layer, _ in run.distinct_layers
+        for weight in layer.block.weights
+        if isinstance(weight, Linear) and weight.is_expert
+    )
+    return run.tokens * max(experts, default=0) * run.model.dtype_bytes
+
+
+def _latent_expansion_bytes(run: StageRun) -> int:
+    if not run.model.is_mla or run.engine.is_v0:
+        return 0
+    rows = min(8 * run.max_model_len, MLA_WORKSPACE_TOKENS)
+    for weight in run.layers[0].block.weights:
+        if isinstance(weight, Linear) and weight.name.endswith("kv_b_proj"):
+            outputs, _ = weight.shard(run.ranks)
+            return rows * sum(outputs) * run.model.dtype_bytes
+    return 0
+
+
+def sampling_bytes(run: StageRun) -> int:
+    """Peak of sampling for as many sequences as a step may hold."""
+    sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
+    hidden = (run.tokens + sequences) * _row_bytes(run)
+    logits = sequences * run.model.vocab_size * 4
+    copies, buffers = logits_copies(run)
+    return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
+
+
+def logits_copies(run: StageRun) -> tuple[float, int]:
+    """(32-bit copies of the logits alive at once, bytes of buffers) in the sampler of this version."""
+    version = run.engine.version
+    if run.engine.is_v0 or version < (0, 17):
+        return SORTED_LOGITS_COPIES, 0
+    gathered = PLAIN_LOGITS_COPIES if run.ranks > 1 else 0.0
+    if _has_new_runner(run):
+        return PLAIN_LOGITS_COPIES + gathered, 0
+    return FILTERED_LOGITS_COPIES, FILTER_BUFFER_BYTES
+
+
+def _has_new_runner(run: StageRun) -> bool:
+    """Whether model runner V2 is the default: for dense models since 0.25, for all since 0.30."""
+    version = run.engine.version
+    return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
+
+
+def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
+    """Batch sizes for which CUDA graphs are captured, up to `limit` (`_set_cudagraph_sizes` in vLLM's config/vllm.py).
+
+    >>> len(capture_sizes(512))
+    51
+    """
+    sizes = [size for size in (1, 2, 4) if size <= limit]
+    sizes += range(8, min(limit + 1, 256), 8)
+    return sizes + list(range(256, limit + 1, step_above_256))
+
+
+def graph_count(run: StageRun) -> int:
+    """CUDA graphs captured: piecewise ones for mixed batches, full ones for decoding (before V1 full ones alone)."""
+    if run.engine.enforce_eager or run.accelerator.kind != "gpu":
+        return 0
+    sequences = max_num_seqs(run.engine, run.accelerator)
+    if run.engine.is_v0:
+        return len(capture_sizes(min(sequences, 256)))
+    step = 16 if run.engine.version >= (0, 12) else 8
+    limit = min(2 * sequences, 1024 if _is_data_centre_blackwell(run.accelerator) else 512, run.tokens)
+    sizes = capture_sizes(limit, step_above_256=step)
+    return len(sizes) + sum(size <= sequences for size in sizes)
+
+
+def cuda_graph_bytes(run: StageRun) -> int:
+    """Memory of the CUDA graphs."""
+    per_graph = sum(
+        count * (GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER)
+        for layer, count in run.distinct_layers
+    )
+    return graph_count(run) * per_graph
+
+
+def _is_plain_dense(layer: DecoderLayer) -> bool:
+    has_experts = any(isinstance(weight, Linear) and weight.is_expert for weight in layer.block.weights)
+    return not has_experts and (layer.cache is None or layer.cache.kind != "state")
+
+
+def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
+    return accelerator.name.split("-")[0] in ("b200", "gb200", "b300", "gb300")
+
+
+def non_torch_bytes(run: StageRun) -> int:
+    """Memory torch does not see: context and kernels, and NCCL's buffers."""
+    return context_bytes(run) + nccl_bytes(run)
+
+
+def context_bytes(run: StageRun) -> int:
+    """The growth of the CUDA context while profiling. vLLM 0.1 did not count it."""
+    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
+        return 0
+    return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
+
+
+def nccl_bytes(run: StageRun) -> int:
+    """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
+    if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
+        return 0
+    if run.engine.version >= (0, 13) and run.accelerator.link == "NVLink 4":
+        return HOPPER_ALL_REDUCE_BYTES
+    return (run.ranks - 1) * NCCL_PER_PEER_BYTES

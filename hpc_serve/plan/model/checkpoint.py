@@ -1,0 +1,74 @@
+"""A model's files against its config: what they hold is the truth about bytes, the config about structure.
+
+Left out of the comparison is what vLLM does not load: layers beyond the config's (multi-token prediction), rotary
+tables, and a head that is stored although it is the embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.weights import Block, Vector
+
+TOLERANCE = 0.002
+"""Relative difference below which config and files agree: scales and biases that do not matter."""
+
+_GRAIN_BYTES = 40_320
+"""A multiple of every tensor parallel size up to 10, and of 12, 14, 16, 32, 64 and 128."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_WIDE_FLOATS = ("F64", "F32", "BF16", "F16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a safetensors file, by its header."""
+
+    name: str
+    dtype: str
+    elements: int
+    size_bytes: int
+
+
+def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
+    """Bytes that vLLM loads of these tensors: plain floats in the model's type, everything else as it is stored."""
+    total = 0
+    for tensor in tensors:
+        if _is_skipped(tensor.name, model):
+            continue
+        is_plain = tensor.dtype in _WIDE_FLOATS and "scale" not in tensor.name
+        total += tensor.elements * model.dtype_bytes if is_plain else tensor.size_bytes
+    return total
+
+
+def reconciled(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
+    """The model with its layers as heavy as its files say, and a sentence about the difference, if there is any."""
+    computed = model.weight_bytes
+    difference = stored_bytes - computed
+    if abs(difference) <= TOLERANCE * computed:
+        return model, None
+    per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
+    extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
+    known: dict[int, DecoderLayer] = {}
+    layers = []
+    for layer in model.layers:
+        if id(layer) not in known:
+            known[id(layer)] = replace(layer, block=Block(weights=(*layer.block.weights, extra)))
+        layers.append(known[id(layer)])
+    sentence = (
+        f"The files hold {stored_bytes / 1e9:.2f} GB to load where the config makes {computed / 1e9:.2f}: "
+        "the files are believed."
+    )
+    return replace(model, layers=tuple(layers)), sentence
+
+
+def _is_skipped(name: str, model: ModelSpec) -> bool:
+    layer = _LAYER.search(name)
+    if layer and int(layer[1]) >= model.num_hidden_layers and "vision" not in name:
+        return True
+    if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        return True
+    return model.head is None and name.endswith("lm_head.weight")

@@ -1,0 +1,186 @@
+"""Reads a Hugging Face config for the families: fields with their defaults, and the modules that families share.
+
+Names of modules are the checkpoint's, so that a quantisation's list of skipped modules can be matched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from hpc_serve.plan.model.config_check import missing
+from hpc_serve.plan.model.quantization import Quantization, Scheme
+from hpc_serve.plan.model.spec import LayerCache
+from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
+
+_LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+class Reader:
+    """The text part of a config, and the quantisation its modules have."""
+
+    def __init__(self, config: Mapping[str, Any], quantization: Quantization, dtype: str) -> None:
+        self.config = config
+        self.quantization = quantization
+        self.dtype = dtype
+        self.dtype_bytes = 4 if dtype == "float32" else 2
+        self.hidden_size: int = self.need("hidden_size")
+        self.vocab_size: int = self.need("vocab_size")
+        self.num_layers: int = self.need("num_hidden_layers")
+        self.heads: int = self.need("num_attention_heads")
+        self.kv_heads: int = self.get("num_key_value_heads", self.get("num_kv_heads", self.heads))
+        default_head_dim = self.hidden_size // self.heads
+        self.head_dim: int = self.get("head_dim", self.get("attention_head_dim", default_head_dim))
+        self.intermediate_size: int = self.get("intermediate_size", self.get("ffn_hidden_size", 0))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field, or `default` where it is missing or null."""
+        value = self.config.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        """A field without which nothing can be said. Raises InvalidRequestError."""
+        value = self.config.get(key)
+        if value is None:
+            raise missing(key)
+        return value
+
+    def linear(
+        self,
+        name: str,
+        inputs: Part | int,
+        outputs: Sequence[Part | int],
+        split: Literal["column", "row", "none"] = "none",
+        *,
+        bias: bool = False,
+        plain: bool = False,
+    ) -> Linear:
+        """A linear module, in the scheme the checkpoint gives it (`plain`: never quantised)."""
+        return Linear(
+            name=_within_layer(name),
+            inputs=inputs if isinstance(inputs, Part) else Part(inputs),
+            outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
+            split=split,
+            bias=bias,
+            scheme=self.quantization.plain if plain else self.quantization.of(name),
+        )
+
+    def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
+        """Weights that are not a matrix."""
+        return Vector(
+            name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes
+        )
+
+    def norms(self, *names: str) -> list[Weight]:
+        """Norms over the hidden size."""
+        return [self.vector(name, self.hidden_size) for name in names]
+
+    def attention(
+        self,
+        prefix: str,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        kv_heads: int | None = None,
+        gated: bool = False,
+    ) -> list[Weight]:
+        """Grouped-query attention: q, k, v fused, and the output projection. `gated`: q brings a gate of its size."""
+        kv = Part(kv_heads or self.kv_heads, self.head_dim, replicate=True)
+        heads = Part(self.heads, self.head_dim)
+        query = Part(self.heads, 2 * self.head_dim) if gated else heads
+        return [
+            self.linear(f"{prefix}.q_proj", self.hidden_size, [query, kv, kv], "column", bias=bias),
+            self.linear(f"{prefix}.o_proj", heads, [self.hidden_size], "row", bias=output_bias),
+        ]
+
+    def query_key_norms(self, prefix: str) -> list[Weight]:
+        """Norms over each head's queries and keys."""
+        return [self.vector(f"{prefix}.q_norm", self.head_dim), self.vector(f"{prefix}.k_norm", self.head_dim)]
+
+    def mlp(self, prefix: str, size: int, *, bias: bool = False, gated: bool = True) -> list[Weight]:
+        """Gate and up fused (or up alone), and down."""
+        first = [size, size] if gated else [size]
+        return [
+            self.linear(f"{prefix}.up_proj", self.hidden_size, first, "column", bias=bias),
+            self.linear(f"{prefix}.down_proj", size, [self.hidden_size], "row", bias=bias),
+        ]
+
+    def experts(
+        self,
+        prefix: str,
+        count: int,
+        size: int,
+        *,
+        hidden_size: int | None = None,
+        gated: bool = True,
+        bias: bool = False,
+    ) -> list[Weight]:
+        """Routed experts, fused into two tensors."""
+        scheme = self.quantization.of(f"{prefix}.experts", is_expert=True)
+        hidden_align, size_align = scheme.expert_align
+        hidden = Part(hidden_size or self.hidden_size, align=hidden_align)
+        part = Part(size, align=size_align)
+        first = (part, part) if gated else (part,)
+        up, down = f"{prefix}.experts.up_proj", f"{prefix}.experts.down_proj"
+        return [
+            self._expert(up, hidden, first, "column", count, bias=bias, scheme=scheme),
+            self._expert(down, part, (hidden,), "row", count, bias=bias, scheme=scheme),
+        ]
+
+    def _expert(
+        self,
+        name: str,
+        inputs: Part,
+        outputs: tuple[Part, ...],
+        split: Literal["column", "row"],
+        count: int,
+        *,
+        bias: bool,
+        scheme: Scheme,
+    ) -> Linear:
+        return Linear(
+            name=_within_layer(name),
+            inputs=inputs,
+            outputs=outputs,
+            split=split,
+            bias=bias,
+            copies=count,
+            is_expert=True,
+            scheme=scheme,
+        )
+
+    def router(
+        self, prefix: str, count: int, *, bias: bool = False, correction: bool = False, scheme: Scheme | None = None
+    ) -> list[Weight]:
+        """The gate that chooses experts (in `scheme`, else plain), and its 32-bit correction bias where it has one."""
+        gate = Linear(
+            name=_within_layer(f"{prefix}.gate"),
+            inputs=Part(self.hidden_size),
+            outputs=(Part(count),),
+            bias=bias,
+            scheme=scheme or self.quantization.plain,
+        )
+        if not correction:
+            return [gate]
+        return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
+
+    def cache(self, window: int = 0, kind: Literal["full", "sliding", "chunked"] = "full") -> LayerCache:
+        """Keys and values of a layer."""
+        return LayerCache(
+            kind=kind, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, window=window
+        )
+
+
+def _within_layer(name: str) -> str:
+    """The name without its layer's number, so that equal layers are equal.
+
+    >>> _within_layer("model.layers.12.mlp.up_proj")
+    'mlp.up_proj'
+    """
+    return _LAYER.sub("", name, count=1)
+
+
+def block(*groups: Sequence[Weight]) -> Block:
+    """A block of all the weights in these groups."""
+    return Block(weights=tuple(weight for group in groups for weight in group))

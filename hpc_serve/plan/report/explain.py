@@ -1,0 +1,168 @@
+"""The arithmetic of a plan, line by line: every number with how it came about, every factor with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.minimum import MinimumGpus
+from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
+from hpc_serve.plan.hardware.accelerator import GIB
+from hpc_serve.plan.memory import overhead
+from hpc_serve.plan.memory.estimate import MemoryEstimate, stage_runs
+from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
+from hpc_serve.plan.memory.overhead import StageRun
+from hpc_serve.plan.memory.stages import Stage
+
+MIB = 2**20
+_ROUND_CONTEXT = 128_000
+
+
+def explain(
+    question: Question, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
+) -> list[str]:
+    """Lines of text: the model, its cache, the GPUs it takes at least, and the tightest GPU of the layout."""
+    runs = stage_runs(
+        question.model,
+        question.cluster.accelerator,
+        replace(question.engine, max_num_seqs=memory.max_num_seqs),
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+        max_model_len=question.max_model_len,
+    )
+    stage, run = runs[memory.pipeline_rank]
+    return [
+        *_model_lines(question),
+        *([f"  note: {note}"] if note else []),
+        "",
+        *_minimum_lines(question, minimum),
+        "",
+        f"Tightest GPU of {layout}: " + _stage_name(stage, layout),
+        *_budget_lines(question, memory, run),
+        "",
+        *_cache_lines(question, memory),
+    ]
+
+
+def _model_lines(question: Question) -> Iterator[str]:
+    model, engine = question.model, question.engine
+    yield f"{model.name} ({model.architecture}, {model.dtype})"
+    yield f"  embedding    {model.vocab_size:>12,} x {model.hidden_size:,} = {model.embedding.parameters:,}"
+    for layer, count in _distinct(question):
+        yield f"  layers       {count:>12,} x {layer:,} = {count * layer:,}"
+    if model.head is not None:
+        yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
+    else:
+        yield "  output head  the embedding itself (tied)"
+    if model.everywhere.parameters:
+        yield f"  vision tower and projector {model.everywhere.parameters:,}"
+    active = f", of which a token passes {model.active_parameters:,}" if model.num_experts else ""
+    yield f"  parameters   {model.parameters:,}{active}"
+    scheme = "" if model.quantization.method == "none" else f", {model.quantization.linear.name} or experts in it"
+    if model.quantization.experts is not model.quantization.linear:
+        scheme = f", experts in {model.quantization.experts.name}"
+    yield f"  weights      {model.weight_bytes:,} bytes = {model.weight_bytes / 1e9:.1f} GB{scheme}"
+    dtype = kv_cache_dtype(model, engine)
+    token = full_context_bytes(model, engine, 2) - full_context_bytes(model, engine, 1)
+    yield f"  KV cache     {token:,} bytes a token in {dtype}, over all layers and ranks"
+    lengths = [question.max_model_len]
+    if _ROUND_CONTEXT < question.max_model_len <= 131072:
+        lengths.insert(0, _ROUND_CONTEXT)
+    for length in lengths:
+        size = full_context_bytes(model, engine, length)
+        yield f"               {length:,} tokens: {size / GIB:.2f} GiB"
+
+
+def _distinct(question: Question) -> list[tuple[int, int]]:
+    """(parameters, count) of each different layer, in order of appearance."""
+    counts: dict[int, int] = {}
+    for layer in question.model.layers:
+        size = layer.block.parameters
+        counts[size] = counts.get(size, 0) + 1
+    return list(counts.items())
+
+
+def _minimum_lines(question: Question, minimum: MinimumGpus) -> Iterator[str]:
+    gpu, model = question.cluster.accelerator, question.model
+    label, weights = gpu.label_bytes, model.weight_bytes
+    both = weights + full_context_bytes(model, question.engine, question.max_model_len)
+    yield f"Fewest {gpu.name}, by the label of {label / 1e9:.0f} GB:"
+    for text, size, count in (
+        ("weights alone", weights, minimum.weights),
+        ("with one long request", both, minimum.full_context),
+    ):
+        yield f"  {text:22} {size / 1e9:.1f} / {label / 1e9:.0f} = {size / label:.2f} -> {count}"
+    if minimum.usable:
+        yield f"  vLLM can start on      {minimum.usable} (driver's memory x utilisation, less the overheads below)"
+
+
+def _stage_name(stage: Stage, layout: Layout) -> str:
+    if layout.pipeline_parallel_size == 1:
+        return "all are alike"
+    layers = f"layers {stage.first_layer}-{stage.end_layer - 1}"
+    return f"stage {stage.rank + 1} of {layout.pipeline_parallel_size}, {layers}"
+
+
+def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun) -> Iterator[str]:
+    utilisation = gpu_memory_utilization(question.engine)
+    total, requested = memory.total_bytes, memory.requested_bytes
+    share = f"{utilisation:g} (gpu_memory_utilization)"
+    yield _line("", requested, f"{total / GIB:.2f} GiB that the driver shows x {share}")
+    yield _line("-", memory.weight_bytes, "weights")
+    loading = memory.model_loading_bytes - memory.weight_bytes
+    yield _line("-", loading, "loading: rotary table, derived matrices, the allocator's rounding")
+    yield _line("-", memory.activation_bytes, "activation peak: " + _activation_text(run))
+    sign = " " if memory.graphs_outside else "-"
+    outside = ", outside the budget" if memory.graphs_outside else ""
+    yield _line(sign, memory.cuda_graph_bytes, f"CUDA graphs: {_graph_text(run)}{outside}")
+    yield _line("-", memory.non_torch_bytes, "non-torch: " + _non_torch_text(run))
+    if question.engine.kv_cache_memory_bytes:
+        yield _line("=", memory.kv_cache_bytes, "KV cache, as --kv-cache-memory-bytes says")
+    else:
+        yield _line("=", memory.kv_cache_bytes, "KV cache")
+
+
+def _activation_text(run: StageRun) -> str:
+    """Which of images, forward pass and sampling is the largest, and from what."""
+    forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
+    encoder, _ = overhead.image_bytes(run)
+    if run.model.images and encoder > max(forward, sampling):
+        size = run.model.images.image_tokens
+        return f"images of {size:,} tokens, {max(1, run.tokens // size)} at once, through the vision tower"
+    if forward >= sampling:
+        return (
+            f"a step of {run.tokens:,} tokens x {overhead.elements_per_token(run):,} elements "
+            f"({overhead.HIDDEN_COPIES} x hidden, and the widest layer)"
+        )
+    copies, _ = overhead.logits_copies(run)
+    sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
+    return f"sampling {sequences:,} sequences x {run.model.vocab_size:,} logits x {copies:g} copies of 4 bytes"
+
+
+def _graph_text(run: StageRun) -> str:
+    graphs = overhead.graph_count(run)
+    if not graphs:
+        return "none"
+    layers = sum(count for _, count in run.distinct_layers)
+    each = overhead.cuda_graph_bytes(run) / graphs / max(1, layers) / MIB
+    return f"{graphs} graphs x {layers} layers x {each:.2f} MiB"
+
+
+def _non_torch_text(run: StageRun) -> str:
+    context, nccl = overhead.context_bytes(run) / GIB, overhead.nccl_bytes(run) / GIB
+    return f"{context:.2f} GiB of context and kernels" + (f", {nccl:.2f} of NCCL" if nccl else "")
+
+
+def _cache_lines(question: Question, memory: MemoryEstimate) -> Iterator[str]:
+    yield f"One token takes {memory.kv_bytes_per_token:,} bytes there; a block holds {memory.block_size} tokens."
+    yield f"  {memory.kv_cache_bytes:,} / {memory.bytes_per_block:,} bytes a block = {memory.num_blocks:,} blocks"
+    yield (
+        f"  a request of {question.max_model_len:,} tokens takes {memory.blocks_per_request:,} blocks: "
+        f"{memory.max_concurrency:.2f} at once ({memory.kv_cache_tokens:,} tokens)"
+    )
+
+
+def _line(sign: str, size: int, text: str) -> str:
+    return f"  {sign:1} {size / GIB:7.2f} GiB  {text}"

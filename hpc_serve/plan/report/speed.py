@@ -1,0 +1,171 @@
+"""What the estimate of a plan's speed looks like: rows of a table, lines of --explain, keys of --json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hpc_serve.plan.hardware.tpu import SLICES, axes, model_parallel_limit, slice_of
+from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.speed.estimate import (
+    EXPECTED,
+    FITTED,
+    IDEAL,
+    PerformanceEstimate,
+    Roofline,
+    Speed,
+    StepTime,
+    Traffic,
+    estimate_performance,
+    requests_held,
+)
+
+_WORTH_WHILE = 0.5
+_MEANING = {
+    "flops": "of the FLOP/s, in dense matrices",
+    "expert_flops": "of the FLOP/s, in routed experts",
+    "attention_flops": "of the FLOP/s, in attention",
+    "bandwidth": "of the memory bandwidth",
+    "link": "of the links between GPUs",
+    "collective_s": "for each all-reduce or hop, whatever its size",
+    "kernel_s": "for each kernel, whatever its size",
+    "sequence_s": "of the engine's own for each sequence of a step",
+}
+
+
+def sweep(
+    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, usd_per_gpu_hour: float | None = None
+) -> list[PerformanceEstimate]:
+    """Estimates for one request in flight, for powers of four, for what is asked, and for as many as are held."""
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.places)))
+    counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
+    if traffic.concurrency > 1:
+        counts.add(traffic.concurrency)
+    return [
+        estimate_performance(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
+        for count in sorted(counts)
+    ]
+
+
+def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
+    """Where more requests in flight cease to be worth their wait: the first power of two from which twice as many give
+    less than half as much again.
+    """
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.places)))
+
+    def at(count: int) -> Speed:
+        return estimate_performance(roofline, replace(traffic, concurrency=count), memory).expected
+
+    count, here = 1, at(1)
+    while 2 * count <= held:
+        twice = at(2 * count)
+        gain = twice.output_tokens_per_s / here.output_tokens_per_s - 1
+        if gain < _WORTH_WHILE:
+            return (
+                f"The knee is at about {count:,} in flight: twice as many give {100 * gain:.0f} % more tokens/s, "
+                f"with {1000 * twice.tpot_s:,.1f} ms between tokens where it was {1000 * here.tpot_s:,.1f}."
+            )
+        count, here = 2 * count, twice
+    return f"No knee: tokens/s still grow well at the {held:,} requests that are held at once."
+
+
+def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator[str]:
+    """The step of one estimate, ideal beside expected, and the factors that lie between them."""
+    traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
+    work = roofline.work.stages
+    yield (
+        f"Speed of one replica, {traffic.concurrency} requests in flight of {traffic.input_tokens:,} tokens in and "
+        f"{traffic.output_tokens:,} out ({estimate.batch:.0f} run, the cache holds {estimate.capacity:.0f}):"
+    )
+    yield f"  {'':34}{'ideal':>12}{'expected':>12}"
+    read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
+    causes = (
+        ("weights_s", f"weights, {read / 1e9:.1f} GB a GPU"),
+        ("flops_s", "FLOP/s (the larger of both counts)"),
+        ("cache_s", f"KV cache, {traffic.mean_context:,.0f} tokens each"),
+        ("communication_s", "communication"),
+        ("engine_s", f"engine, {sum(stage.kernels for stage in work):,} kernels"),
+    )
+    for key, text in causes:
+        yield f"  {text:34}{_ms(getattr(ideal.step, key))}{_ms(getattr(expected.step, key))}"
+    yield f"  {'= one step, a token for each':34}{_ms(ideal.step.total_s)}{_ms(expected.step.total_s)}"
+    yield f"  {'time between tokens, with prompts':34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
+    yield f"  {'time to the first token':34}{_ms(ideal.ttft_s)}{_ms(expected.ttft_s)}"
+    yield f"  {'output tokens/s':34}{ideal.output_tokens_per_s:12,.0f}{expected.output_tokens_per_s:12,.0f}"
+    shares = sorted(expected.causes.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
+    yield f"  Of all the time, prompts included: {parts}. So it is bound by {estimate.bound}."
+    yield "  Ideal: every rate at its peak, communication hidden. Expected:"
+    for name, meaning in _MEANING.items():
+        value = getattr(estimate.factors, name)
+        shown = f"{1e6 * value:.0f} µs" if name.endswith("_s") else f"{100 * value:.0f} %"
+        origin = "fitted on published measurements" if name in FITTED else "assumed"
+        hidden = ", behind the device's" if name == "sequence_s" and roofline.async_scheduling else ""
+        yield f"    {shown:>8} {meaning}{hidden} ({origin})"
+    for line in limit_lines(roofline):
+        yield f"  {line}"
+
+
+def limit_lines(roofline: Roofline) -> Iterator[str]:
+    """From which width on communication binds."""
+    gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
+    inner = model.intermediate_size or model.moe_intermediate_size
+    if gpu.name in SLICES and inner and width > 1:
+        topology = slice_of(gpu, width)
+        used = axes(topology) if topology else 1
+        limit = model_parallel_limit(gpu, inner, used)
+        verdict = "communication binds" if width > limit else "FLOP/s bind"
+        yield (
+            f"Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
+            f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
+        )
+    elif width > 1:
+        step = roofline.step(roofline.chunk, 0, 1, IDEAL)
+        verdict = "communication binds" if step.communication_s > step.flops_s else "FLOP/s bind"
+        yield (
+            f"A full step of {roofline.chunk:,} tokens at TP={width}, ideally: "
+            f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
+        )
+
+
+def performance_json(estimates: list[PerformanceEstimate]) -> dict[str, Any]:
+    """Estimates under stable keys; times in seconds, rates per second."""
+    traffic = estimates[0].traffic
+    return {
+        "input_tokens": traffic.input_tokens,
+        "output_tokens": traffic.output_tokens,
+        "factors": {name: getattr(EXPECTED, name) for name in _MEANING},
+        "by_concurrency": [_estimate(estimate) for estimate in estimates],
+    }
+
+
+def _estimate(estimate: PerformanceEstimate) -> dict[str, Any]:
+    return {
+        "concurrency": estimate.traffic.concurrency,
+        "running": estimate.batch,
+        "bound": estimate.bound,
+        "output_tokens_per_s_per_gpu": estimate.output_tokens_per_s_per_gpu,
+        "output_tokens_per_usd": estimate.output_tokens_per_usd,
+        "ideal": _speed(estimate.ideal),
+        "expected": _speed(estimate.expected),
+    }
+
+
+def _speed(speed: Speed) -> dict[str, Any]:
+    return {
+        "ttft_s": speed.ttft_s,
+        "queue_s": speed.queue_s,
+        "tpot_s": speed.tpot_s,
+        "requests_per_s": speed.requests_per_s,
+        "output_tokens_per_s": speed.output_tokens_per_s,
+        "step": {**_step(speed.step), "total_s": speed.step.total_s},
+    }
+
+
+def _step(step: StepTime) -> dict[str, float]:
+    return {name: getattr(step, name) for name in StepTime.__dataclass_fields__ if name.endswith("_s")}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:9.2f} ms"

@@ -1,0 +1,222 @@
+"""How long one step of a layout takes, by cause: on the ideal roofline, and as expected of a real engine.
+
+    step = max(operations ÷ FLOP/s, weights ÷ bandwidth) + cache ÷ bandwidth + communication + the engine's own time
+
+What is computed and moved is counted in roofline_work.py; what follows for requests is for roofline.py. The formula is
+that of "How To Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
+
+ASSUMED_LINK_BYTES_PER_S = 32e9
+"""PCIe 4.0 x16, where the catalogue confirms no rate between the GPUs of a node."""
+ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
+"""100 Gb/s a GPU, where the catalogue confirms no network."""
+MESH_LINKS = ("Infinity Fabric", "xGMI", "RoCE")
+"""Links of which each joins one pair of GPUs; the catalogue's rate is their sum."""
+
+ASYNC_SINCE = {"one stage": (0, 14), "stages": (0, 32)}
+"""The vLLM since which scheduling is asynchronous by default: its pull request 27614, which left out pipeline stages;
+vllm/config/vllm.py of 0.32 leaves them in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """What a real engine makes of the hardware's figures. Shares are of the peak; times in seconds.
+
+    `flops`, `expert_flops` and `attention_flops`: of the FLOP/s in dense matrices, in routed experts and in attention.
+    `bandwidth`: of the memory's. `link`: of the links' in all-reduces and hops, each of which takes `collective_s` at
+    least. `kernel_s` is what each kernel takes to start and to end, whatever its size; `sequence_s` the engine's own
+    for each sequence of a step, to schedule it, to sample its token and to send that on.
+    """
+
+    flops: float
+    expert_flops: float
+    attention_flops: float
+    bandwidth: float
+    link: float
+    collective_s: float
+    kernel_s: float
+    sequence_s: float
+
+
+IDEAL = Factors(
+    flops=1, expert_flops=1, attention_flops=1, bandwidth=1, link=1, collective_s=0, kernel_s=0, sequence_s=0
+)
+EXPECTED = Factors(
+    flops=0.38,
+    expert_flops=0.17,
+    attention_flops=0.60,
+    bandwidth=0.80,
+    link=0.40,
+    collective_s=25e-6,
+    kernel_s=8e-6,
+    sequence_s=45e-6,
+)
+"""`FITTED` on published measurements of vLLM 0.6 to 0.12 (benchmarks/accuracy/speed_cases.py); the form was revised
+once, with the rows of benchmarks/accuracy/speed_cases_later.py in view, which no factor is fitted on. The others, which
+such measurements cannot tell apart, are assumed: 60 % for attention between the 50 to 73 % of FlashAttention-2 on A100
+(arXiv:2307.08691) and the up to 75 % of FlashAttention-3 on H100 (arXiv:2407.08608), 40 % of the links for the few MiB
+of a step, 25 µs for a launch.
+"""
+FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step of the whole layout, by cause; `engine_s` are starts of kernels and work on the host.
+
+    `overlapped`: communication hides behind the rest.
+    """
+
+    flops_s: float
+    weights_s: float
+    cache_s: float
+    communication_s: float
+    engine_s: float
+    overlapped: bool = False
+
+    @property
+    def total_s(self) -> float:
+        """Time from one token of a sequence to its next."""
+        work = max(self.flops_s, self.weights_s) + self.cache_s
+        if self.overlapped:
+            return max(work, self.communication_s) + self.engine_s
+        return work + self.communication_s + self.engine_s
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds by cause; of weights and FLOP/s the larger alone."""
+        return {
+            "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
+            "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
+            "KV cache": self.cache_s,
+            "communication": self.communication_s,
+            "engine": self.engine_s,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The largest cause."""
+        return max(self.causes, key=lambda cause: self.causes[cause])
+
+
+class Roofline:
+    """One model on one layout: what a step takes, for any batch. Holds what was counted once.
+
+    `async_scheduling`: the host's work on a step hides behind that of the device on the last one; None is vLLM's
+    default (`ASYNC_SINCE`). Raises InvalidRequestError for an accelerator of whose speed no source says enough.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        accelerator: AcceleratorSpec,
+        engine: EngineConfig,
+        layout: Layout,
+        *,
+        async_scheduling: bool | None = None,
+    ) -> None:
+        if not accelerator.dense_flops or not accelerator.bandwidth_bytes_per_s:
+            raise InvalidRequestError(
+                f"{accelerator.product}: no source confirms its FLOP/s and bandwidth, so no speed can be estimated."
+            )
+        self.model, self.accelerator, self.engine, self.layout = model, accelerator, engine, layout
+        default = engine.version >= ASYNC_SINCE["stages" if layout.pipeline_parallel_size > 1 else "one stage"]
+        self.async_scheduling = default if async_scheduling is None else async_scheduling
+        self.work: ModelWork = model_work(model, accelerator, engine, layout)
+        self.bandwidth: float = accelerator.bandwidth_bytes_per_s
+        self.link = link_rate(accelerator, layout)
+        self.chunk = max_num_batched_tokens(engine, accelerator, model.max_model_len)
+        self.places = max_num_seqs(engine, accelerator)
+        self.hop = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
+
+    def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
+        """One token for each of `batch` sequences that look back on `context` tokens."""
+        return self.step(batch, batch, context, factors)
+
+    def step(
+        self, tokens: float, sequences: float, context: float, factors: Factors, prompt_tokens: float = 0
+    ) -> StepTime:
+        """A step of `tokens`, of which each of `sequences` generates one; the others are of prompts of that length.
+
+        Pipeline stages work on a share of the batch each, one after the other.
+        """
+        stages = len(self.work.stages)
+        tokens, share = tokens / stages, sequences / stages
+        prompts = max(0.0, tokens - share)
+        flops = weights = cache = communication = 0.0
+        for stage in self.work.stages:
+            attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
+            flops += self._flops_s(stage, tokens, share, attention, factors)
+            weights += stage.weight_bytes(tokens) / (self.bandwidth * factors.bandwidth)
+            read = share * stage.cache_bytes(context) / (self.bandwidth * factors.bandwidth)
+            attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
+            cache += max(read, attended)
+            communication += self._all_reduce_s(stage, tokens, factors)
+        if stages > 1:
+            hop = self.work.hop_bytes(tokens) / (self.hop * factors.link) + factors.collective_s
+            communication += (stages - 1) * hop
+        kernels = factors.kernel_s * sum(stage.kernels for stage in self.work.stages)
+        host = factors.sequence_s * share
+        if self.async_scheduling:
+            host = max(0.0, host - max(flops, weights) - cache - communication - kernels)
+        return StepTime(
+            flops_s=flops,
+            weights_s=weights,
+            cache_s=cache,
+            communication_s=communication,
+            engine_s=kernels + host,
+            overlapped=factors is IDEAL,
+        )
+
+    @cached_property
+    def _plain_rate(self) -> float:
+        rates = self.accelerator.dense_flops
+        return rates.get("bf16") or rates["fp16"]
+
+    def _flops_s(self, stage: StageWork, tokens: float, sequences: float, attention: float, factors: Factors) -> float:
+        rates = self.accelerator.dense_flops
+        dense = sum(tokens * count / rates[type_] for type_, count in stage.dense_flops.items())
+        experts = sum(tokens * count / rates[type_] for type_, count in stage.expert_flops.items())
+        head = max(1.0, sequences) * stage.head_flops / self._plain_rate
+        attending = attention / self._plain_rate
+        return (dense + head) / factors.flops + experts / factors.expert_flops + attending / factors.attention_flops
+
+    def _all_reduce_s(self, stage: StageWork, tokens: float, factors: Factors) -> float:
+        if self.layout.tensor_parallel_size == 1:
+            return 0.0
+        count = stage.layers * ALL_REDUCES_PER_LAYER
+        return self.work.all_reduce_bytes(stage, tokens) / (self.link * factors.link) + count * factors.collective_s
+
+
+def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
+    """Bytes per second that a rank sends to the others of its tensor-parallel group.
+
+    Where every pair has a link of its own (`MESH_LINKS`), a group smaller than the node has that part of them alone; a
+    bridge of two is of no use to more.
+    """
+    ranks = layout.tensor_parallel_size
+    if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
+        return network_rate(accelerator)
+    rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
+    if "bridge (2 GPUs)" in (accelerator.link or "") and ranks > 2:
+        return ASSUMED_LINK_BYTES_PER_S
+    if (accelerator.link or "").startswith(MESH_LINKS) and 1 < ranks < accelerator.gpus_per_node:
+        return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
+    return rate
+
+
+def network_rate(accelerator: AcceleratorSpec) -> float:
+    """Bytes per second of one GPU's share of its node's network, one way."""
+    return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S

@@ -1,0 +1,210 @@
+"""Chooses among layouts and replicas on the same machines by speed: for throughput, or for a time between tokens.
+
+What fits is decided by candidates.py, how fast each is by roofline.py; this module compares and says why.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.choice.candidates import Candidate, Question
+from hpc_serve.plan.choice.layout import Layout, layouts_on
+from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.report.speed import limit_lines
+from hpc_serve.plan.speed.estimate import EXPECTED, PerformanceEstimate, Roofline, Traffic, estimate_performance
+
+_NODES = (1, 2, 4, 8, 16)
+_NO_BUBBLES = (
+    "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates count no "
+    "bubbles, which are in no measurement that the factors are fitted on, and so flatter them."
+)
+_UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is wanted: most tokens per second, within `tpot_s` between tokens and `ttft_s` to the first where given."""
+
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+
+    def is_met(self, estimate: PerformanceEstimate) -> bool:
+        """Whether the expected times are within those asked for."""
+        speed = estimate.expected
+        in_time = self.tpot_s is None or speed.tpot_s <= self.tpot_s
+        return in_time and (self.ttft_s is None or speed.ttft_s <= self.ttft_s)
+
+    def __str__(self) -> str:
+        named = (("tpot", self.tpot_s), ("ttft", self.ttft_s))
+        limits = [f"{name} of {1000 * limit:g} ms" for name, limit in named if limit is not None]
+        return "throughput" + (" within a " + " and a ".join(limits) if limits else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to use the machines: `replicas` engines of a layout, each with `estimate` at its best batch."""
+
+    layout: Layout
+    replicas: int
+    memory: MemoryEstimate
+    estimate: PerformanceEstimate
+    meets: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Expected output tokens per second of all replicas."""
+        return self.replicas * self.estimate.expected.output_tokens_per_s
+
+    def __str__(self) -> str:
+        many = f"{self.replicas} replicas of " if self.replicas > 1 else "one "
+        return f"{many}TP={self.layout.tensor_parallel_size} PP={self.layout.pipeline_parallel_size}"
+
+
+def parse_target(text: str) -> Target:
+    """Read `throughput`, `tpot=50ms`, or several such limits joined by commas. Raises InvalidRequestError."""
+    limits: dict[str, float] = {}
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(tpot|ttft)=(\d+(?:\.\d+)?)(ms|s)", part)
+        if match and float(match[2]) > 0:
+            limits[f"{match[1]}_s"] = float(match[2]) * _UNITS[match[3]]
+        elif part != "throughput":
+            raise InvalidRequestError(f"target is {text!r}: write throughput, tpot=50ms, ttft=2s, or both limits.")
+    return Target(**limits)
+
+
+def choose(question: Question, traffic: Traffic, target: Target) -> tuple[Option, list[str]]:
+    """The fastest option that meets the target, and the reasons.
+
+    `traffic.concurrency` above 1 is what all replicas together are asked for; 1 leaves the batch free. Raises
+    DoesNotFitError where nothing fits, or nothing is in time, with the nearest.
+    """
+    options, small = _options(question, traffic, target)
+    if not options:
+        raise DoesNotFitError(
+            f"{question.model.name} fits no layout of these machines with requests of "
+            f"{question.max_model_len:,} tokens; `plan` without --target says what would help."
+        )
+    met = sorted((option for option in options if option.meets), key=lambda option: -option.tokens_per_s)
+    if not met:
+        raise DoesNotFitError(_out_of_reach(options, target))
+    reasons = _reasons(met, [option for option in options if not option.meets], small, target)
+    widest = max(options, key=lambda option: option.layout.tensor_parallel_size)
+    roofline = Roofline(question.model, question.cluster.accelerator, question.engine, widest.layout)
+    asked = question.engine.pipeline_parallel_size
+    return met[0], [*reasons, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
+
+
+def _out_of_reach(options: list[Option], target: Target) -> str:
+    """The option that comes nearest to a target that none meets, and what would bring it nearer."""
+
+    def excess(option: Option) -> float:
+        speed = option.estimate.expected
+        return max(speed.tpot_s / (target.tpot_s or math.inf), speed.ttft_s / (target.ttft_s or math.inf))
+
+    nearest = min(options, key=excess)
+    speed, ideal = nearest.estimate.expected, nearest.estimate.ideal
+    batch = nearest.estimate.traffic.concurrency
+    if target.ttft_s is not None and speed.ttft_s > target.ttft_s:
+        helps = "shorter prompts (--input-tokens), an accelerator with more FLOP/s"
+    else:
+        helps = "an accelerator with faster memory, fewer bits a weight (--quantization fp8)"
+    return (
+        f"no layout reaches {target}: the nearest is {nearest} with {1000 * speed.tpot_s:.1f} ms between tokens "
+        f"(ideally {1000 * ideal.tpot_s:.1f}) and {1000 * speed.ttft_s:.0f} ms to the first (ideally "
+        f"{1000 * ideal.ttft_s:.0f}), {batch} in flight; use {helps}, or a looser target."
+    )
+
+
+def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list[Option], list[Candidate]]:
+    """(options, layouts that hold less than one request), on the fewest nodes on which there is an option."""
+    cluster = question.cluster
+    found: list[Option] = []
+    small: list[Candidate] = []
+    for nodes in [cluster.num_nodes] if cluster.num_nodes else _NODES:
+        for layout, replicas in _ways(question, nodes):
+            candidate = question.consider(layout)
+            if candidate.memory is None or not candidate.memory.holds(1):
+                small.append(candidate)
+                continue
+            roofline = Roofline(question.model, cluster.accelerator, question.engine, layout)
+            best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
+            found.append(
+                Option(
+                    layout=layout,
+                    replicas=replicas,
+                    memory=candidate.memory,
+                    estimate=best,
+                    meets=target.is_met(best),
+                )
+            )
+        if found:
+            break
+    return found, small
+
+
+def _ways(question: Question, nodes: int) -> Iterator[tuple[Layout, int]]:
+    """(layout, replicas): every even way to fill so many nodes, with engines over all of them, a share, or within one.
+
+    No more stages than nodes (_NO_BUBBLES says why).
+    """
+    cluster, engine = question.cluster, question.engine
+    asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
+    is_tpu = cluster.accelerator.kind == "tpu"  # its links span hosts
+    for used in (count for count in range(nodes, 0, -1) if nodes % count == 0):
+        for layout in layouts_on(used, cluster, engine):
+            copies, rest = divmod(nodes * cluster.node_size_of(nodes), layout.num_gpus)
+            if asked or (rest == 0 and layout.pipeline_parallel_size <= (1 if is_tpu else used)):
+                yield layout, copies
+
+
+def _best_batch(
+    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: Target, replicas: int
+) -> PerformanceEstimate:
+    """The estimate at the largest batch in time (or at the traffic's own concurrency, where that is said)."""
+
+    def at(concurrency: int) -> PerformanceEstimate:
+        return estimate_performance(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
+
+    if traffic.concurrency > 1:
+        return at(-(-traffic.concurrency // replicas))
+    low = at(1)
+    high = max(1, int(min(low.capacity, roofline.places)))
+    if target.is_met(at(high)) or not target.is_met(low):
+        return at(high) if target.is_met(at(high)) else low
+    least = 1
+    while high - least > 1:
+        middle = (least + high) // 2
+        least, high = (middle, high) if target.is_met(at(middle)) else (least, middle)
+    return at(least)
+
+
+def _reasons(met: list[Option], missed: list[Option], small: list[Candidate], target: Target) -> list[str]:
+    best = met[0]
+    speed = best.estimate.expected
+    reasons = [
+        f"For {target}: {best}, {best.tokens_per_s:,.0f} tokens/s in all, {1000 * speed.tpot_s:.1f} ms between tokens "
+        f"with {best.estimate.traffic.concurrency} requests in flight in each; bound by {best.estimate.bound}."
+    ]
+    for other in met[1:4]:
+        share = other.tokens_per_s / best.tokens_per_s
+        reasons.append(
+            f"Not {other}: {other.tokens_per_s:,.0f} tokens/s ({100 * share:.0f} %) at "
+            f"{other.estimate.traffic.concurrency} in flight in each; {_spent(other)}."
+        )
+    for other in missed[:2]:
+        late = 1000 * other.estimate.expected.tpot_s
+        reasons.append(f"Not {other}: {late:.1f} ms between tokens; {_spent(other)}.")
+    reasons += [f"Not {candidate.layout}: {candidate.reason}." for candidate in small if candidate.memory][:2]
+    return reasons
+
+
+def _spent(option: Option) -> str:
+    """What the time of an option goes to, with the share of communication where layers are cut."""
+    if option.layout.num_gpus == 1:
+        return f"{option.estimate.bound} binds"
+    share = 100 * option.estimate.expected.causes["communication"]
+    return f"{option.estimate.bound} binds, communication takes {share:.0f} %"

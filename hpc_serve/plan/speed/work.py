@@ -1,0 +1,254 @@
+"""What a step of the engine computes and moves, counted: operations, bytes of weights, of cache and between GPUs.
+
+Counts follow from the config and the layout alone. How long they take, on which accelerator, is for roofline_step.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
+from hpc_serve.plan.memory.stages import stages
+from hpc_serve.plan.model.quantization import Scheme
+from hpc_serve.plan.model.spec import LayerCache, ModelSpec
+from hpc_serve.plan.model.weights import Linear, Weight
+
+ALL_REDUCES_PER_LAYER = 2
+"""After attention and after the MLP, with tensor parallelism (Megatron-LM, arXiv:1909.08053)."""
+
+LAYER_KERNELS = 10
+"""Kernels of a dense layer of vLLM, compiled: two norms with the residual's sum, four products, rotation, the cache's
+write, attention, activation."""
+EXPERT_KERNELS = 10
+"""What a layer of experts has more: 13 kernels in place of a dense MLP's three, for the router, its top k, sorting by
+expert, quantising the input of each of two grouped products, the sum, and shared experts (`fused_experts` in vLLM)."""
+LATENT_KERNELS = 6
+"""What latent attention has more: 11 kernels in place of five, for the norms and second product of the compressed query
+and key, products with both halves of the expanding matrix, concatenations, merging (`mla_attention` in vLLM)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """`count` layers of a stage whose cache is alike, on one rank.
+
+    `bytes_per_token` of cache; `state_bytes` are read and written whatever the length. A token attends with
+    `decode_flops` operations per token of its context, in a prompt with `prefill_flops` (a latent is expanded there).
+    `window` 0: all of it.
+    """
+
+    count: int
+    window: int
+    bytes_per_token: int
+    state_bytes: int
+    decode_flops: int
+    prefill_flops: int
+
+    def held(self, length: float) -> float:
+        """Tokens looked at by a token at that position."""
+        return min(length, self.window) if self.window else length
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """One rank of one pipeline stage: what it holds, and operations per token by the type it computes in.
+
+    `expert_bytes` are those of all routed experts it holds, of which a token is sent to `experts_per_token` out of
+    `experts`. Rows of the embedding table are looked up, not read: they count nowhere. `head_flops` are per sequence.
+    `kernels` are what a step starts one after the other, however few its tokens.
+    """
+
+    layers: int
+    kernels: int
+    dense_bytes: int
+    expert_bytes: int
+    experts: int
+    experts_per_token: int
+    dense_flops: Mapping[str, float]
+    expert_flops: Mapping[str, float]
+    head_flops: float
+    attention: tuple[Attention, ...]
+
+    def weight_bytes(self, tokens: float) -> float:
+        """Bytes of weights read in a step: of the experts, those to which at least one of the tokens is sent.
+
+        With an even router each token misses a given expert with probability 1 - k/E, so that E·(1 - (1 - k/E)^n) are
+        expected to be hit.
+        """
+        return self.dense_bytes + self.expert_bytes * self.share_of_experts(tokens)
+
+    def share_of_experts(self, tokens: float) -> float:
+        """Expected share of the experts that a step of so many tokens reads; 0 for a dense model."""
+        if not self.experts:
+            return 0.0
+        return 1.0 - float((1.0 - self.experts_per_token / self.experts) ** tokens)
+
+    def cache_bytes(self, context: float) -> float:
+        """Bytes read for one token that attends to `context` tokens; a state is read and written."""
+        return sum(
+            part.count * (part.held(context) * part.bytes_per_token + 2 * part.state_bytes) for part in self.attention
+        )
+
+    def attention_flops(self, context: float) -> float:
+        """Operations of one generated token that attends to `context` tokens."""
+        return sum(part.count * part.decode_flops * part.held(context) for part in self.attention)
+
+    def prompt_attention_flops(self, tokens: float) -> float:
+        """Operations of attention over a prompt: causal, so half of its square, less beyond a window."""
+        total = 0.0
+        for part in self.attention:
+            window = part.held(tokens)
+            pairs = window * window / 2 + (tokens - window) * window
+            total += part.count * part.prefill_flops * pairs
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """All stages of a layout, and what goes between their ranks. `hidden_bytes` are one token's activations."""
+
+    stages: tuple[StageWork, ...]
+    layout: Layout
+    hidden_bytes: int
+
+    def all_reduce_bytes(self, stage: StageWork, tokens: float) -> float:
+        """Bytes that a rank sends for the all-reduces of a stage: a ring's 2·(n - 1)/n of each."""
+        ranks = self.layout.tensor_parallel_size
+        return stage.layers * ALL_REDUCES_PER_LAYER * tokens * self.hidden_bytes * 2 * (ranks - 1) / ranks
+
+    def hop_bytes(self, tokens: float) -> float:
+        """Bytes that a rank sends to the next stage: its share of the activations, and of the residual."""
+        return 2 * tokens * self.hidden_bytes / self.layout.tensor_parallel_size
+
+
+def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
+    """Count the work of a layout. Raises DoesNotFitError where vLLM refuses it."""
+    tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
+    found = []
+    for stage in stages(model, tensor, pipeline, expert_parallel=expert_ranks > 1):
+        dense: Counter[str] = Counter()
+        experts: Counter[str] = Counter()
+        expert_bytes = expert_layers = 0
+        known: dict[int, tuple[Counter[str], Counter[str], int]] = {}
+        for layer in stage.layers:
+            key = id(layer.block)
+            if key not in known:
+                known[key] = _count(layer.block.weights, model, accelerator, tensor, expert_ranks)
+            in_dense, in_experts, size = known[key]
+            dense += in_dense
+            experts += in_experts
+            expert_bytes += size
+            expert_layers += size > 0
+        head = model.head or model.embedding
+        is_idle = stage.rank == 0 and (model.head is not None or pipeline > 1)
+        looked_up = model.embedding.bytes_per_rank(tensor) if is_idle else 0
+        dense_bytes = stage.weight_bytes - expert_bytes - looked_up - model.everywhere.bytes_per_rank(1)
+        found.append(
+            StageWork(
+                layers=len(stage.layers),
+                kernels=LAYER_KERNELS * len(stage.layers)
+                + EXPERT_KERNELS * expert_layers
+                + LATENT_KERNELS * sum(layer.cache is not None and layer.cache.kind == "mla" for layer in stage.layers),
+                dense_bytes=max(0, dense_bytes),
+                expert_bytes=expert_bytes,
+                experts=model.num_experts,
+                experts_per_token=model.num_experts_per_tok,
+                dense_flops=dict(dense),
+                expert_flops=dict(experts),
+                head_flops=2 * head.parameters / tensor if stage.is_last else 0.0,
+                attention=_attention(model, engine, stage.first_layer, stage.end_layer, tensor),
+            )
+        )
+    return ModelWork(stages=tuple(found), layout=layout, hidden_bytes=model.hidden_size * model.dtype_bytes)
+
+
+def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
+    """The type in which a matrix is multiplied: its own where the accelerator can, else the model's 16-bit type.
+
+    Integer groups (AWQ, GPTQ), bitsandbytes and the int8 that vLLM makes itself on loading are weights alone, unpacked
+    before the multiplication; MXFP4 is too on hardware without 4-bit arithmetic, and meets 8-bit activations where
+    there is.
+    """
+    rates = accelerator.dense_flops
+    plain = "fp16" if model.dtype == "float16" and "fp16" in rates else "bf16" if "bf16" in rates else "fp16"
+    if scheme.name.startswith("fp8") and "fp8" in rates:
+        return "fp8"
+    if scheme.name.startswith("int8 w8a8") and "int8" in rates and not model.quantization.is_assumed:
+        return "int8"
+    if scheme.name == "nvfp4" and "fp4" in rates:
+        return "fp4"
+    if scheme.name == "mxfp4" and "fp4" in rates and "fp8" in rates:
+        return "fp8"
+    return plain
+
+
+def _count(
+    weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
+) -> tuple[Counter[str], Counter[str], int]:
+    """(operations per token of dense matrices, of experts, bytes of experts) of one block on one rank."""
+    dense: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
+    expert_bytes = 0
+    for weight in weights:
+        if not isinstance(weight, Linear):
+            continue
+        type_ = compute_type(weight.scheme, model, accelerator)
+        share = 1 if weight.split == "none" else ranks
+        if weight.is_expert:
+            chosen = weight.parameters * model.num_experts_per_tok / weight.copies
+            experts[type_] += 2 * chosen / ranks  # type: ignore[assignment]
+            expert_bytes += weight.bytes_per_rank(ranks, expert_ranks)
+        else:
+            dense[type_] += 2 * weight.parameters / share  # type: ignore[assignment]
+    return dense, experts, expert_bytes
+
+
+def _attention(
+    model: ModelSpec, engine: EngineConfig, first_layer: int, end_layer: int, ranks: int
+) -> tuple[Attention, ...]:
+    dtype = kv_cache_dtype(model, engine)
+    heads = model.num_attention_heads / ranks
+    counts: dict[tuple[LayerCache, tuple[int, int]], int] = {}
+    widths_of: dict[int, tuple[int, int]] = {}
+    for layer in model.layers[first_layer:end_layer]:
+        if layer.cache is None:
+            continue
+        key = id(layer.block)
+        if key not in widths_of:
+            widths_of[key] = _latent_widths(layer.block.weights) if layer.cache.kind == "mla" else (0, 0)
+        counts[layer.cache, widths_of[key]] = counts.get((layer.cache, widths_of[key]), 0) + 1
+    found = []
+    for (cache, (query_width, value_width)), count in counts.items():
+        states = sum(elements // ranks * (size or model.dtype_bytes) for elements, size in cache.state)
+        decode = prefill = 2 * heads * (cache.head_dim + cache.value_dim)
+        if cache.kind == "mla":
+            rotary = query_width - value_width
+            decode = 2 * heads * (2 * cache.head_dim - rotary)
+            prefill = 2 * heads * (query_width + value_width)
+        found.append(
+            Attention(
+                count=count,
+                window=cache.window,
+                bytes_per_token=layer_bytes_per_token(cache, ranks, dtype),
+                state_bytes=states,
+                decode_flops=0 if cache.kind == "state" else int(decode),
+                prefill_flops=0 if cache.kind == "state" else int(prefill),
+            )
+        )
+    return tuple(found)
+
+
+def _latent_widths(weights: tuple[Weight, ...]) -> tuple[int, int]:
+    """(query, value) features of a head where the cache is a latent: of the matrices that make and take them."""
+    query = value = 0
+    for weight in weights:
+        if isinstance(weight, Linear) and weight.name.endswith(("q_b_proj", "q_proj")):
+            query = weight.outputs[0].width
+        elif isinstance(weight, Linear) and weight.name.endswith("o_proj"):
+            value = weight.inputs.width
+    return query, value

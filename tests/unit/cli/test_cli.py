@@ -1,0 +1,565 @@
+"""The command line: what is printed where, exit codes, and how misspelt words are met."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from hpc_serve.cli import main as cli_main
+from hpc_serve.cli.main import COMMANDS, run
+from hpc_serve.cli.options import Duration, default_service
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import services
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import StubService, make_record
+
+HEAVY = ("submitit", "openai", "httpx", "httpx2", "rich", "jinja2", "yaml", "filelock", "ray", "vllm", "torch")
+STATUS_KEYS = {
+    *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "reason", "address", "nodes"),
+    *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
+    *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_words", "has_last_word"),
+    *("log_dir", "batch_log", "scheduler_state", "time_left", "measured", "predicted", "logs"),
+}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A home, an environment, a Slurm of stand-ins, and no settings of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "activate").touch()
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(services, "_RECORDS_S", 0.02)
+    return fake
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def live(store):
+    """A service with a stub engine that answers."""
+    service = StubService(store.home, "8b")
+    service.start(service="8b", job_id="7")
+    yield service
+    service.close()
+
+
+# Help and words that are not known
+
+
+def test_without_a_command_its_help_is_what_was_asked_for(capsys):
+    assert run([]) == 0
+    out, err = capsys.readouterr()
+    assert (out.startswith("Usage: hpc-serve"), err) == (True, "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["submit", "--help"], ["status", "-h"], ["chat", "-h"], ["--version"]])
+def test_help_is_quick_and_imports_nothing_heavy(argv):
+    code = f"import sys; from hpc_serve.cli.main import run; run({argv!r})\nprint(sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(("Usage: hpc-serve", "hpc-serve, version"))
+    assert [name for name in HEAVY if f"'{name}'" in done.stderr] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_has_help(name, capsys):
+    assert run([name, "--help"]) == 0
+    assert f"Usage: hpc-serve {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["submti"], ["no command 'submti'", "Did you mean submit?"]),
+        (["zzz"], ["no command 'zzz'", "See: hpc-serve --help"]),
+        (["--", "zzz"], ["no command 'zzz'"]),
+        (["submit", "--modle", "8b"], ["--modle", "--model"]),
+        (["submit"], ["--model"]),
+        (["submit", "--model", "8b", "stray"], ["stray"]),
+        (["submit", "--model", "8b", "--nodes", "two"], ["--nodes", "two"]),
+        (["submit", "--model", "8b", "--nodes", "0"], ["nodes is 0"]),
+        (["submit", "--model", "8b", "--backend", "mpi"], ["--backend", "ray"]),
+        (["submit", "--model", "405bb"], ["405b"]),
+        (["submit", "--model", "8b", "--job-name", "a\nb"], ["job-name"]),
+        (["submit", "--model", "8b", "--job-name", "a'b"], ["job-name"]),
+        (["submit", "--model", "8b", "--name", "a/b"], ["'a/b' cannot name a service"]),
+        (["submit", "--model", "8b", "--site", "/nonexistent.yaml"], ["/nonexistent.yaml"]),
+        (["submit", "--model", "8b", "--time", "soon"], ["time is 'soon'"]),
+        (["submit", "--model", "8b", "--sbatch", "nodashes"], ["nodashes"]),
+        (["wait", "8b", "--timeout", "soon"], ["'soon' is no time"]),
+        (["chat", "8b", "--max-tokens", "x"], ["--max-tokens"]),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_error_on_stderr_and_exit_code_2(argv, words, capsys, place):
+    assert run(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    for word in words:
+        assert word in err
+    assert place.scripts == []
+
+
+def test_an_unknown_site_setting_is_refused(tmp_path, capsys, place):
+    site = tmp_path / "site.yaml"
+    site.write_text("partition: gpu\nacount: x\n")
+    assert run(["submit", "--model", "8b", "--site", str(site)]) == 2
+    assert "site.yaml:2: unknown setting 'acount'. Did you mean account?" in capsys.readouterr().err
+    assert place.scripts == []
+
+
+# submit and render
+
+
+def test_submit_says_what_it_did_and_what_to_type_next(capsys, place):
+    assert run(["submit", "--model", "8b"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("8b: submitted as job 101 (1 node x 1 GPUs, TP=1 PP=1)\n")
+    assert "hpc-serve wait 8b" in out
+    assert err == ""
+
+
+def test_submit_as_json(capsys, place, store):
+    argv = ["submit", "--model", "8b", "--name", "mine", "--json", "--", "--seed", "1", "--", "x"]
+    assert run(argv) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "service": "mine",
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "cluster": "slurm",
+        "job_id": "101",
+        "script": str(store.service_dir("mine") / "scripts" / "101_submission.sh"),
+        "log": str(store.log_dir("mine") / "101.log"),
+        "num_nodes": 1,
+        "gpus_per_node": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "other_jobs": [],
+    }
+    assert "--seed 1 \\\n            -- x" in place.scripts[0]
+
+
+def test_a_further_replica_is_said_to_be_one(capsys, place):
+    assert run(["submit", "--model", "8b"]) == 0
+    assert "this is replica" not in capsys.readouterr().out
+    assert run(["submit", "--model", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "this is replica 2 of 8b: it has 1 already, job 101 (pending);" in out
+    assert "if it is one too many: hpc-serve stop 102" in out
+    assert run(["submit", "--model", "8b", "--json"]) == 0
+    others = json.loads(capsys.readouterr().out)["other_jobs"]
+    assert others == [{"job_id": job_id, "state": "pending"} for job_id in ("101", "102")]
+
+
+def test_flags_win_over_the_site_file(tmp_path, capsys, place):
+    folder = tmp_path / "config" / "hpc-serve"
+    folder.mkdir(parents=True)
+    (folder / "site.yaml").write_text("partition: gpu\naccount: proj\ntime: 24:00:00\nsbatch_extra: [--switches=1]\n")
+    assert run(["submit", "--model", "8b", "--partition", "short", "--log-dir", str(tmp_path / "logs")]) == 0
+    lines = place.scripts[0].splitlines()
+    for option in ("--partition=short", "--account=proj", "--time=24:00:00", "--switches=1"):
+        assert f"#SBATCH {option}" in lines
+    assert f"#SBATCH --output={tmp_path}/logs/%j.log" in lines
+
+
+def test_render_prints_the_script_and_touches_nothing(capsys, tmp_path, store, place):
+    assert run(["render", "--model", "405b", "--nodes", "2"]) == 0
+    committed = Path(__file__).parents[3] / "sbatch" / "405b.sh"
+    assert capsys.readouterr().out == committed.read_text()
+    assert run(["render", "--model", "405b", "--nodes", "2", "--output", str(tmp_path / "x.sh")]) == 0
+    assert (tmp_path / "x.sh").read_text() == committed.read_text()
+    assert not store.home.exists()
+    assert place.scripts == []
+
+
+def test_render_to_where_nothing_can_be_written(capsys):
+    assert run(["render", "--model", "8b", "--output", "/dev/null/x"]) == 1
+    assert "/dev/null/x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--max-num-seqs", "16"], ["--max-num-seqs=16"]])
+def test_what_the_person_s_own_words_say_is_said_once_and_planned_for(option, capsys):
+    assert run(["render", "--model", "8b", "--", "-tp", "2", *option]) == 0
+    script = capsys.readouterr().out
+    assert script.count("--max-num-seqs") == 2  # in the comment that tells the command, and in the command
+    assert "--tensor-parallel-size" not in script
+    assert "#SBATCH --gpus-per-node=2" in script
+
+
+@pytest.mark.parametrize(
+    ("environment", "code"),
+    [({"refusal": "sbatch: error: Batch job submission failed: Invalid qos specification"}, 4), ({"silent": True}, 4)],
+)
+def test_slurm_s_refusal_and_silence_have_exit_code_4(environment, code, place, capsys):
+    if "refusal" in environment:
+        place.refuse(environment["refusal"])
+    else:
+        place.be_silent()
+    assert run(["submit", "--model", "8b"]) == code
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_exit_codes_of_what_does_not_fit_and_of_a_name_that_is_taken(place, capsys):
+    assert run(["submit", "--model", "405b", "--nodes", "1"]) == 3
+    assert run(["submit", "--model", "8b", "--name", "x"]) == 0
+    assert run(["submit", "--model", "70b", "--name", "x"]) == 5
+
+
+def test_submit_and_wait_ends_with_the_failure_of_the_job(place, capsys, monkeypatch, store):
+    monkeypatch.setattr(services, "_LAST_WORD_S", 0.0)
+    place.job("101", "FAILED", exit_code="78:0")
+    queue = place.bin / "squeue"
+    queue.write_text("#!/bin/bash\n")  # the job is in no queue any more when it is first looked for
+    assert run(["submit", "--model", "8b", "--wait"]) == 6
+    assert "exited with code 78" in capsys.readouterr().err
+
+
+def test_wait_that_takes_too_long_has_exit_code_7(place, capsys):
+    assert run(["submit", "--model", "8b", "--wait", "--timeout", "0s"]) == 7
+    out, err = capsys.readouterr()
+    assert "submitted as job 101" in out
+    assert "pending: waiting for free nodes (Resources)" in err
+
+
+def test_ctrl_c_only_detaches(place, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(services, "wait", interrupted)
+    assert run(["submit", "--model", "8b", "--wait"]) == 130
+    assert "8b goes on. Come back: hpc-serve wait 8b" in capsys.readouterr().err
+    assert place.cancelled == []
+
+
+# status, logs, stop
+
+
+def test_status_of_nothing(capsys):
+    assert run(["status"]) == 0
+    assert capsys.readouterr().out == "No services. Start one: hpc-serve submit --model 8b --wait\n"
+    assert run(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"services": [], "problems": []}
+    assert run(["status", "8b"]) == 5
+
+
+def test_status_fits_eighty_columns_and_has_no_colours_in_a_pipe(live, store, place, capsys):
+    place.queue(("7", "RUNNING", "None"))
+    place.name_in_queue("12", "hpc-serve-" + "a-rather-long-name-of-a-service")
+    assert run(["status"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    assert "ready" in out
+    assert "pending" in out
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_a_narrow_terminal_cuts_nothing(columns, store, place, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name, reason = "a-rather-long-name-of-a-service", "engine exited with 1: CUDA out of memory"
+    store.write(make_record(service=name, job_id="123456_12", state="failed", reason=reason))
+    assert run(["status"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= columns
+    joined = "".join(out.split())
+    assert all("".join(words.split()) in joined for words in (name, "123456_12", "failed", reason))
+
+
+def test_status_as_json_has_stable_keys(live, capsys, place):
+    place.queue(("7", "RUNNING", "None"))
+    assert run(["status", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"services", "problems"}
+    assert set(report["services"][0]) == STATUS_KEYS
+    assert report["services"][0]["state"] == "ready"
+
+
+def test_status_shows_what_is_live_and_the_last_end_only(store, capsys, place):
+    now = time.time()
+    for job_id, age_s in (("1", 300), ("2", 200)):
+        store.write(make_record(service="8b", job_id=job_id, state="failed", reason="x", started_at=now - age_s))
+    old = make_record(service="old", job_id="3", state="stopped", started_at=now - 9e5, updated_at=now - 9e5)
+    store.write(old)
+    for argv, jobs in ((["status"], ["2"]), (["status", "--all"], ["3", "1", "2"]), (["status", "old"], ["3"])):
+        assert run([*argv, "--json"]) == 0
+        assert [status["job_id"] for status in json.loads(capsys.readouterr().out)["services"]] == jobs
+
+
+def test_status_of_one_service_says_it_all(store, capsys):
+    words = ("Traceback (most recent call last):", "ValueError: [x] no memory")
+    failed = make_record(
+        service="8b",
+        job_id="7",
+        state="failed",
+        failed_part="engine",
+        reason="engine exited with 1",
+        exit_code=1,
+        last_words=words,
+        measured={"kv_cache_tokens": 1024.0, "model_loading_bytes": 2.0**30},
+        predicted={"kv_cache_tokens": 2048.0, "model_loading_bytes": 2.0**31},
+    )
+    store.write(failed)
+    assert run(["status", "8b"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "8b  job 7",
+        "  state      failed: engine exited with 1",
+        "  exit code  1",
+        f"    {words[1]}",
+        "  kv_cache_tokens                   2,048          1,024",
+        "  model_loading_bytes            2.00 GiB       1.00 GiB",
+    ):
+        assert f"{line}\n" in out
+
+
+def test_a_record_that_is_not_trusted_is_a_warning(store, capsys):
+    store.ensure_service("8b")
+    (store.service_dir("8b") / "7-r0-0.json").write_text("{")
+    assert run(["status"]) == 0
+    assert "7-r0-0.json" in capsys.readouterr().err
+
+
+def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
+    log_dir = store.ensure_service("8b") / "logs"
+    for job_id, age_s in (("1", 300), ("2", 200)):
+        started = {"state": "stopped", "started_at": time.time() - age_s, "log_dir": str(log_dir)}
+        store.write(make_record(service="8b", job_id=job_id, **started))
+        for name in (f"{job_id}.log", f"{job_id}-node0.log", f"{job_id}-node1.log"):
+            (log_dir / name).write_text(f"first of {name}\nlast of {name}\n")
+    assert run(["logs", "8b", "--tail", "1"]) == 0
+    blocks = [f"==> {log_dir}/{name} <==\nlast of {name}\n" for name in ("2.log", "2-node0.log", "2-node1.log")]
+    out, err = capsys.readouterr()
+    assert out == "\n".join(blocks)
+    assert err == "These are the logs of job 2, which is stopped. 8b also has 1 (stopped): hpc-serve logs JOB\n"
+    assert run(["logs", "1", "--node", "1", "--follow"]) == 0
+    assert capsys.readouterr().out == f"==> {log_dir}/1-node1.log <==\nfirst of 1-node1.log\nlast of 1-node1.log\n"
+    assert run(["logs", "8b", "--files"]) == 0
+    assert len(capsys.readouterr().out.split()) == 3
+    assert run(["logs", "8b", "--node", "5"]) == 1
+    assert f"has no logs of node 5 that this host can see; they would be {log_dir}/2*.log" in capsys.readouterr().err
+    assert run(["logs", "nonesuch"]) == 5
+
+
+def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "_LAST_WORD_S", 0.0)
+    log = tmp_path / "hpc-serve-8b-9.log"
+    place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
+    assert run(["logs", "8b"]) == 1
+    said = capsys.readouterr().err
+    assert "8b (job 9, failed: its script exited with code 78 (FAILED)) has no logs" in said
+    assert f"they would be {log} and {store.log_dir('8b')}/9*.log" in said
+    log.write_text("no Python environment\n")
+    assert run(["logs", "8b"]) == 0
+    assert capsys.readouterr().out == f"==> {log} <==\nno Python environment\n"
+    assert run(["wait", "8b"]) == 6
+    assert f"Logs: {log}, " in capsys.readouterr().err
+
+
+def test_stop_tells_how_it_ended(store, place, capsys):
+    assert run(["submit", "--model", "8b"]) == 0
+    place.job("101", "CANCELLED", after_cancel=True)
+    assert run(["stop", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "Stopping 8b (job 101), which is pending ..." in out
+    assert "8b (job 101) is over: stopped: it was cancelled (CANCELLED)" in out
+    assert run(["stop", "8b"]) == 0
+    assert capsys.readouterr().out == "8b is not running.\n"
+    assert run(["status", "8b"]) == 0
+    assert "it was cancelled (CANCELLED)" in capsys.readouterr().out
+
+
+def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, place, capsys):
+    assert run(["submit", "--model", "8b"]) == 0
+    place.queue()
+    place.job("101", "CANCELLED", nodes="")
+    assert run(["chat", "8b", "hi"]) == 5
+    assert "Wait for it" in capsys.readouterr().err
+    assert run(["stop", "8b"]) == 0
+    assert run(["chat", "8b", "hi"]) == 5
+    assert "8b is stopped: it was cancelled before it began" in capsys.readouterr().err
+
+
+# env and chat
+
+
+def test_env_prints_lines_that_a_shell_takes(live, store, capsys):
+    assert run(["env", "8b"]) == 0
+    done = subprocess.run(
+        ["bash", "-c", capsys.readouterr().out + 'printf "%s %s" "$OPENAI_BASE_URL" "$OPENAI_API_KEY"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    port = live.engines[0].port
+    assert done.stdout == f"http://127.0.0.1:{port}/v1 {store.read_api_key('8b')}"
+    assert run(["env", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"service", "model", "base_url", "api_key"}
+
+
+def test_env_of_nothing_prints_nothing_to_evaluate(capsys):
+    assert run(["env", "8b"]) == 5
+    assert capsys.readouterr().out == ""
+
+
+def test_chat_asks_once(live, capsys, monkeypatch):
+    assert run(["chat", "8b", "hello", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith(f"stub-{live.engines[0].port}")
+    assert run(["chat", "hello to you", "--max-tokens", "1"]) == 0  # the only live service needs no name
+    assert capsys.readouterr().out.startswith("stub-")
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    assert run(["chat", "8b"]) == 2
+    assert "There is no question" in capsys.readouterr().err
+
+
+def test_what_an_engine_refuses_is_an_error_and_no_traceback(live, capsys):
+    live.engines[0].kill()
+    assert run(["chat", "8b", "hello"]) == 5
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, capsys):
+    assert run(["chat", "hi"]) == 5
+    assert "a service's name comes first: hpc-serve chat 8b hi" in capsys.readouterr().err
+    assert run(["chat", "why?", "--max-tokens", "1"]) == 0  # no service has such a name
+    assert capsys.readouterr().out.startswith("stub-")
+    live.engines[0].kill()
+    assert run(["chat", "hi"]) == 5
+    assert "hpc-serve chat SERVICE hi" in capsys.readouterr().err
+    assert run(["chat", "8b"]) == 5
+    assert "comes first" not in capsys.readouterr().err
+
+
+# The rest
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["status", "nonesuch", "--json"], 5, "no service or job 'nonesuch'"),
+        (["wait", "nonesuch", "--json"], 5, "nonesuch"),
+        (["wait", "--json"], 2, "Missing argument"),
+        (["env", "nonesuch", "--json"], 5, "No service 'nonesuch'"),
+        (["submit", "--model", "8bb", "--json"], 2, "8bb"),
+        (["plan", "--model", "8b", "--json", "--gpuu", "x"], 2, "--gpu"),
+    ],
+)
+def test_an_error_of_a_command_that_answers_in_json_is_json(argv, code, words, capsys):
+    assert run(argv) == code
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert set(answer) == {"error", "exit_code"}
+    assert answer["exit_code"] == code
+    assert words in answer["error"]
+    assert err.startswith(f"error: {answer['error']}")
+
+
+def test_there_is_one_json_document_only(place, capsys):
+    assert run(["submit", "--model", "8b", "--wait", "--timeout", "0s", "--json"]) == 7
+    assert json.loads(capsys.readouterr().out)["job_id"] == "101"
+    assert run(["stop", "nonesuch"]) == 5
+    assert run(["submit", "--model", "8bb", "--", "--json"]) == 2  # the engine's word
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("argv", [["models"], ["models", "--json"], ["--help"], ["status"], ["plan", "--model", "8b"]])
+def test_output_that_cannot_be_written_is_a_plain_error(argv):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "hpc_serve.cli", *argv]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device.\n")
+
+
+def test_nobody_need_listen():
+    command = f"{shlex.quote(sys.executable)} -m hpc_serve.cli status >&-"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_models_lists_the_catalogue(capsys):
+    assert run(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "meta-llama/Llama-3.1-405B-Instruct" in out.replace("\n", "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert run(["models", "405b", "--json"]) == 0
+    (entry,) = [e for e in json.loads(capsys.readouterr().out) if "405b" in e["aliases"]]
+    assert entry["published_parameters"] > 405e9
+    assert run(["models", "no-such-model"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "service"),
+    [
+        ("405b", "405b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B-Instruct"),
+        ("/models/a b", "a-b"),
+        ("/models/x/config.json", "x"),
+        ("/models/x/", "x"),
+        ("./.hidden", "hidden"),
+    ],
+)
+def test_a_service_is_named_after_its_model(model, service):
+    assert default_service(model) == service
+
+
+def test_what_gives_no_name_is_asked_for_one():
+    with pytest.raises(InvalidRequestError, match="--name"):
+        default_service("/")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
+def test_durations(text, seconds):
+    assert Duration().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1d", "1h30m"])
+def test_what_is_no_duration(text):
+    with pytest.raises(click.UsageError):
+        Duration().convert(text, None, None)
+
+
+def test_a_bug_is_told_as_one_and_shows_where_if_asked(monkeypatch, capsys):
+    def broken(**_):
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(cli_main.cli, "main", broken)
+    assert run(["status"]) == 70
+    assert "unexpected RuntimeError: oops" in capsys.readouterr().err
+    monkeypatch.setenv("HPC_SERVE_DEBUG", "1")
+    run(["status"])
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{shlex.quote(sys.executable)} -m hpc_serve.cli models | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout in ("141\n", "0\n")  # 0 if it had written all before the reader went
+    assert done.stderr == ""
+
+
+def test_plan_is_for_the_machines_that_submit_would_ask_for(monkeypatch, tmp_path, capsys):
+    site = tmp_path / "site.yaml"
+    site.write_text("gpu: a100-40gb\ngpus_per_node: 4\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
+    assert run(["plan", "--model", "70b"]) == 0
+    assert "2 nodes x 4 a100-40gb, TP=4 x PP=2" in capsys.readouterr().out
+    assert run(["render", "--model", "70b"]) == 0
+    assert "2 nodes x 4 GPUs (a100-40gb), TP=4 x PP=2" in capsys.readouterr().out
+    site.write_text("gpuu: a100-40gb\n")
+    assert run(["plan", "--model", "70b"]) == 2

@@ -1,0 +1,592 @@
+"""The client against real processes, sockets and files: stub engines, and records that the store wrote."""
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import openai
+import pytest
+
+from hpc_serve.client import connect, connect_async, endpoint, services
+from hpc_serve.client import discovery as watch
+from hpc_serve.client import wait as patience
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.probe import LeaseWatch, probe, probe_record
+from hpc_serve.client.sdk import http
+from hpc_serve.errors import (
+    AmbiguousServiceError,
+    InvalidRequestError,
+    RecordError,
+    ServiceFailedError,
+    ServiceNotFoundError,
+    StoreError,
+    WaitTimeoutError,
+)
+from tests.support.stubs import StubService, make_record
+
+MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A store of its own, in an environment with everything in it that could lead a client astray."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("HPC_SERVE_HOME", str(home))
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer sk-of-openai")
+    monkeypatch.setattr(patience, "STEP_S", 0.05)
+    return home
+
+
+@pytest.fixture
+def services_of(home):
+    """Makes services of stub engines; ends their processes."""
+    made = []
+
+    def make(name="405b"):
+        made.append(StubService(home, name))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+@pytest.fixture
+def service(services_of):
+    return services_of()
+
+
+def say(client, **options):
+    """Which engine answered a chat: the stub says its port."""
+    answer = client.chat.completions.create(model=client.model, messages=HELLO, **options)
+    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+
+
+# Talking
+
+
+def test_a_client_needs_no_name_when_one_service_is_live(service):
+    engine = service.start()
+    client = connect()
+    assert isinstance(client, openai.OpenAI)
+    assert (client.service, client.model) == ("405b", MODEL)
+    assert say(client) == engine.port
+    assert str(client.base_url) == f"http://127.0.0.1:{engine.port}/v1/"
+
+
+def test_everything_the_sdk_does_works(service):
+    service.start()
+    client = connect("405b")
+    stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
+    words = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+    assert words[1:] == [" word"] * 3
+    assert client.completions.create(model="405b", prompt="x").choices[0].text.startswith("stub-")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    call = client.chat.completions.create(model=client.model, messages=HELLO, tools=tools).choices[0].message
+    assert call.tool_calls[0].function.name == "weather"
+    raw = client.chat.completions.with_raw_response.create(model=client.model, messages=HELLO)
+    assert raw.headers["x-stub-engine"] == str(service.engines[0].port)
+    assert raw.parse().choices
+    with client.chat.completions.with_streaming_response.create(model=client.model, messages=HELLO) as streamed:
+        assert json.loads(streamed.read())["choices"]
+    assert [model.id for model in client.models.list()] == [MODEL, "405b"]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="other", messages=HELLO)
+
+
+def test_an_async_client_does_the_same(service):
+    engine = service.start()
+
+    async def talk():
+        client = await connect_async("405b")
+        assert isinstance(client, openai.AsyncOpenAI)
+        answers = await asyncio.gather(
+            *(client.chat.completions.create(model=client.model, messages=HELLO) for _ in range(8))
+        )
+        assert {answer.choices[0].message.content.split()[0] for answer in answers} == {f"stub-{engine.port}"}
+        stream = await client.with_options(timeout=5).chat.completions.create(
+            model=client.model, messages=HELLO, stream=True
+        )
+        assert len([chunk async for chunk in stream if chunk.choices]) == 4
+        raw = await client.chat.completions.with_raw_response.create(model=client.model, messages=HELLO)
+        assert raw.parse().choices
+        assert (await connect_async()).service == "405b"
+        await client.close()
+
+    asyncio.run(talk())
+
+
+def test_copies_stay_clients_of_the_service(service):
+    engine = service.start()
+    client = connect("405b", timeout=7, max_retries=1, default_headers={"X-Test": "1"})
+    copy = client.with_options(max_retries=0).copy(timeout=5)
+    assert type(copy) is type(client)
+    assert (copy.service, copy.model, copy.max_retries, copy.timeout) == ("405b", MODEL, 0, 5)
+    assert client.timeout == 7
+    assert say(copy) == engine.port
+
+
+def test_a_client_may_be_used_from_many_threads(service):
+    ports = {service.start().port, service.start().port}
+    client = connect("405b")
+    with ThreadPoolExecutor(16) as pool:
+        asked = list(pool.map(lambda _: say(client), range(64)))
+    assert set(asked) == ports
+    assert client._watch.pool._under_way == {}
+
+
+def test_requests_go_to_the_least_loaded(service):
+    slow, fast = service.start("--stub-word-s", "30"), service.start()
+    client = connect("405b")
+    streams = []
+    while True:  # until a stream of ours keeps the slow one busy
+        stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
+        first = next(iter(stream)).choices[0].delta.content
+        streams.append(stream)
+        if first == f"stub-{slow.port}":
+            break
+    for stream in streams[:-1]:
+        stream.close()
+    assert {say(client) for _ in range(8)} == {fast.port}
+    streams[-1].close()
+    assert client._watch.pool._under_way == {}
+
+
+# Failing over
+
+
+def test_the_next_replica_gets_the_request_that_the_dead_one_never_had(service):
+    dead, alive = service.start(), service.start()
+    client = connect("405b", max_retries=0)
+    assert {say(client) for _ in range(20)} == {dead.port, alive.port}
+    dead.kill()
+    assert {say(client) for _ in range(10)} == {alive.port}
+
+
+def test_the_next_replica_gets_the_request_that_a_draining_one_turned_away(service, caplog):
+    draining, other = service.start(), service.start()
+    client = connect("405b", max_retries=0)
+    draining.drain_file.touch()
+    assert {say(client) for _ in range(10)} == {other.port}
+    assert {say(connect("405b"))} == {other.port}, "a new client does not go there at all"
+
+
+def test_a_stream_under_way_outlives_the_drain(service):
+    engine = service.start("--stub-word-s", "0.05", "--stub-words", "8")
+    client = connect("405b")
+    stream = iter(client.chat.completions.create(model=client.model, messages=HELLO, stream=True))
+    next(stream)
+    engine.drain_file.touch()
+    assert len([chunk for chunk in stream if chunk.choices]) == 7
+
+
+def test_the_farewell_of_an_engine_that_is_stopped_goes_elsewhere(service):
+    leaving, other = service.start("--stub-error", "500"), service.start()
+    client = connect("405b", max_retries=0)
+    service.publish(leaving, state="draining", counter=2)
+    assert {say(client) for _ in range(6)} == {other.port}
+
+
+def test_an_error_that_may_be_the_requests_own_is_not_taken_to_the_next(service):
+    service.start("--stub-error", "500")
+    service.start("--stub-error", "500")
+    client = connect("405b", max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="a stubbed error"):
+        say(client)
+
+
+def test_the_sdks_retries_try_another_replica(service):
+    broken, well = service.start("--stub-error", "500"), service.start()
+    client = connect("405b", max_retries=1)
+    assert {say(client) for _ in range(4)} == {well.port}
+    assert broken.process.poll() is None
+
+
+def test_a_request_lost_on_the_way_is_retried_by_the_sdk_alone(service):
+    mortal, other = service.start("--stub-die-at-request", "1"), service.start()
+    client = connect("405b", max_retries=1)
+    assert {say(client) for _ in range(10)} == {other.port}
+    assert mortal.process.wait() == 1
+
+
+def test_a_stream_that_breaks_says_so_and_the_next_one_goes_elsewhere(service):
+    mortal = service.start("--stub-die-at-request", "1")
+    client = connect("405b", max_retries=0)
+    other = service.start()
+    stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
+    with pytest.raises((openai.APIConnectionError, http.TransportError)):
+        list(stream)
+    assert mortal.process.wait() == 1
+    assert say(client) == other.port
+    assert client._watch.pool._under_way == {}
+
+
+def test_an_async_client_fails_over_too(service):
+    dead, draining, alive = service.start(), service.start(), service.start()
+
+    async def talk():
+        client = await connect_async("405b", max_retries=0)
+        dead.kill()
+        draining.drain_file.touch()
+        answers = [await client.chat.completions.create(model=client.model, messages=HELLO) for _ in range(8)]
+        return {answer.choices[0].message.content.split()[0] for answer in answers}
+
+    assert asyncio.run(talk()) == {f"stub-{alive.port}"}
+
+
+def test_an_async_request_that_is_cancelled_is_given_back(service):
+    service.start("--stub-first-s", "30")
+
+    async def talk():
+        client = await connect_async("405b")
+        request = asyncio.ensure_future(client.chat.completions.create(model=client.model, messages=HELLO))
+        await _under_way(client)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert client._watch.pool._under_way == {}
+        assert len(client._watch.pool) == 1, "it is not the replica's fault"
+
+    asyncio.run(talk())
+
+
+async def _under_way(client):
+    while not client._watch.pool._under_way:  # noqa: ASYNC110, a pool tells nobody
+        await asyncio.sleep(0.01)
+
+
+def test_a_replica_that_comes_later_is_found(service, monkeypatch):
+    monkeypatch.setattr(watch, "REFRESH_S", 0.0)
+    service.start()
+    client = connect("405b")
+    later = service.start()
+    deadline = time.monotonic() + 20
+    while say(client) != later.port:
+        assert time.monotonic() < deadline
+
+
+def test_a_replica_that_says_it_drains_is_left(service, monkeypatch):
+    monkeypatch.setattr(watch, "REFRESH_S", 0.0)
+    leaving, other = service.start(), service.start()
+    client = connect("405b")
+    service.publish(leaving, state="draining", counter=2)
+    deadline = time.monotonic() + 20
+    while len(client._watch.pool) > 1:
+        say(client)
+        assert time.monotonic() < deadline
+    assert {say(client) for _ in range(6)} == {other.port}
+
+
+def test_when_all_are_gone_it_says_why(service):
+    engine = service.start()
+    client = connect("405b", max_retries=0)
+    engine.kill()
+    with pytest.raises(ServiceNotFoundError, match=rf"no answer from 127\.0\.0\.1:{engine.port}"):
+        say(client)
+    service.publish(engine, state="failed", failed_part="engine", reason="engine exited with -9", counter=2)
+    with pytest.raises(ServiceNotFoundError, match=r"405b is failed: engine exited with -9 \(job 100\)"):
+        say(client)
+    with pytest.raises(ServiceNotFoundError, match="failed: engine exited with -9"):
+        asyncio.run(connect_async("405b"))
+    service.start()
+    assert say(client) == service.engines[-1].port
+
+
+def test_a_streamed_upload_is_not_sent_twice(service):
+    engine = service.start()
+    client = connect("405b", max_retries=0)
+    engine.drain_file.touch()
+    with pytest.raises(openai.APIStatusError) as refusal:
+        client.post("/files", cast_to=object, content=iter([b"once"]))
+    assert refusal.value.status_code == 503, "the body is gone: it cannot be taken elsewhere"
+
+
+# Waiting
+
+
+def test_a_client_waits_for_what_is_coming(service):
+    engine = service.start(state="starting", stage="loading weights")
+    with pytest.raises(ServiceNotFoundError, match=r"405b is starting: loading weights \(job 100\)\. Wait for it"):
+        connect("405b")
+    published = threading.Timer(0.3, lambda: service.publish(engine, counter=2))
+    published.start()
+    assert say(connect("405b", wait=60)) == engine.port
+    published.join()
+
+
+def test_an_async_client_waits_without_blocking_the_loop(service):
+    engine = service.start(state="starting", stage="loading weights")
+
+    async def talk():
+        connecting = asyncio.ensure_future(connect_async("405b", wait=True))
+        await asyncio.sleep(0.2)
+        assert not connecting.done()
+        service.publish(engine, counter=2)
+        return await asyncio.wait_for(connecting, 60)
+
+    assert asyncio.run(talk()).service == "405b"
+
+
+def test_a_wait_ends_with_the_stage_it_got_to(service):
+    service.start(state="starting", stage="loading weights")
+    with pytest.raises(WaitTimeoutError, match=r"405b was not ready after 0 s: starting: loading weights \(job 100\)"):
+        connect("405b", wait=0.2)
+
+
+def test_a_wait_ends_when_it_fails_on_the_way(service):
+    engine = service.start(state="starting", stage="loading weights")
+    failing = threading.Timer(
+        0.3, lambda: service.publish(engine, state="failed", reason="CUDA out of memory", failed_part="engine")
+    )
+    failing.start()
+    with pytest.raises(ServiceFailedError, match=r"405b failed: engine: CUDA out of memory \(job 100\)"):
+        connect("405b", wait=60)
+    failing.join()
+
+
+def test_a_request_waits_for_the_successor(service):
+    first = service.start()
+    client = connect("405b", wait=60, max_retries=0)
+    first.kill()
+    service.publish(first, state="stopped", counter=2)
+    second = service.start(state="starting", stage="loading weights")
+    published = threading.Timer(0.3, lambda: service.publish(second, counter=2))
+    published.start()
+    assert say(client) == second.port
+    published.join()
+
+
+# Choosing
+
+
+def test_several_services_need_a_name(services_of):
+    for name in ("405b", "8b"):
+        services_of(name).start()
+    with pytest.raises(AmbiguousServiceError, match=r"name one:\n  405b: ready\n  8b: ready"):
+        connect()
+    assert connect("8b").service == "8b"
+    assert endpoint("8b").service == "8b"
+
+
+def test_the_one_that_is_live_is_meant_among_others(services_of):
+    services_of("8b").start(state="failed", reason="CUDA out of memory", failed_part="engine")
+    services_of("70b").start(state="starting", stage="waiting for Ray nodes")
+    with pytest.raises(ServiceNotFoundError, match="No service is live") as refusal:
+        connect()
+    assert "  70b: starting: waiting for Ray nodes (job 100)\n  8b: failed: engine: CUDA" in str(refusal.value)
+    with pytest.raises(WaitTimeoutError, match="70b was not ready"):
+        connect(wait=0.1)
+    services_of("405b").start()
+    assert connect().service == "405b"
+
+
+def test_none_at_all_is_said_plainly(home):
+    with pytest.raises(ServiceNotFoundError, match=r"There is no service in .*home.*hpc-serve submit"):
+        connect()
+    with pytest.raises(ServiceNotFoundError, match="No service '405b' in"):
+        connect("405b")
+    with pytest.raises(InvalidRequestError, match="cannot name a service"):
+        connect("../405b")
+    assert services() == ()
+    assert not home.exists(), "looking makes nothing"
+
+
+def test_services_are_listed_with_their_state(services_of):
+    services_of("405b").start()
+    services_of("8b").start(state="stopped")
+    assert [(view.service, len(view.live)) for view in services()] == [("405b", 1), ("8b", 0)]
+
+
+def test_an_endpoint_is_what_any_tool_needs(service):
+    engine = service.start()
+    found = endpoint()
+    assert found.base_url == f"http://127.0.0.1:{engine.port}/v1"
+    assert found.model == MODEL
+    plain = openai.OpenAI(
+        base_url=found.base_url,
+        api_key=found.api_key,
+        default_headers={"Authorization": f"Bearer {found.api_key}"},
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
+    assert plain.chat.completions.create(model=found.model, messages=HELLO).choices
+
+
+# Trust
+
+
+def test_the_key_is_in_no_text(service, caplog):
+    caplog.set_level(logging.DEBUG)
+    engine = service.start()
+    key = service.store.read_api_key("405b")
+    client = connect("405b", max_retries=0)
+    say(client)
+    texts = [repr(client), repr(client._watch), repr(endpoint("405b")), repr(client._watch.view), caplog.text]
+    engine.kill()
+    with pytest.raises(ServiceNotFoundError) as gone:
+        say(client)
+    service.key_file.chmod(0o644)
+    with pytest.raises(RecordError) as refused:
+        connect("405b")
+    texts += [str(gone.value), repr(gone.value.__context__), str(refused.value)]
+    assert not [text for text in texts if key in text]
+    assert "sk-of-openai" not in caplog.text
+
+
+def test_an_engine_with_another_key_is_explained(service):
+    service.start()
+    service.key_file.write_text("a-new-key-0123456789\n")
+    with pytest.raises(ServiceNotFoundError, match="has another API key than the service's file"):
+        connect("405b")
+
+
+def test_a_stranger_on_the_port_is_not_given_the_key(service):
+    heard = []
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self):
+            heard.append(str(self.headers))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Stranger)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    service.store.write(make_record(port=server.server_address[1]))
+    with pytest.raises(ServiceNotFoundError, match="something else answers"):
+        connect("405b")
+    server.shutdown()
+    server.server_close()
+    assert heard
+    assert not [text for text in heard if service.store.read_api_key("405b") in text or "Authorization" in text]
+
+
+def test_records_that_cannot_be_trusted_are_passed_over_and_told(service):
+    engine = service.start()
+    folder = service.store.service_dir("405b")
+    (folder / "7-r0-0.json").write_text('{"version": 1, "service": "405b", "mo')
+    assert say(connect("405b")) == engine.port
+    engine.kill()
+    with pytest.raises(ServiceNotFoundError, match=r"Not trusted:\n.*7-r0-0\.json is not JSON"):
+        connect("405b")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
+def test_a_foreign_record_leads_nobody_away(service):
+    mine, foreign = service.start(), service.start()
+    os.chown(service.store.service_dir("405b") / "101-r0-0.json", 65534, 65534)
+    client = connect("405b")
+    assert {say(client) for _ in range(10)} == {mine.port}
+    assert foreign.process.poll() is None
+
+
+def test_a_missing_key_is_explained(service):
+    service.start()
+    service.key_file.unlink()
+    with pytest.raises(StoreError, match="no API key yet"):
+        connect("405b")
+    assert "no API key yet" in services()[0].problems[0]
+
+
+# Liveness
+
+
+def test_the_first_address_that_answers_is_taken(service):
+    engine = service.start()
+    key = service.store.read_api_key("405b")
+    # 192.0.2.0/24 is for documentation: nobody answers there.
+    record = make_record(hosts=("192.0.2.1", "127.0.0.1"), port=engine.port)
+    assert probe_record(record, key, timeout_s=5.0).host == "127.0.0.1"
+    both = make_record(hosts=("127.0.0.2", "127.0.0.1"), port=engine.port)
+    assert probe_record(both, key).host == "127.0.0.1"
+    assert probe_record(make_record(hosts=()), key).verdict == "silent"
+    assert probe("no such host.invalid", engine.port, key).verdict == "silent"
+
+
+def test_an_engine_that_is_not_well_is_not_offered(services_of, tmp_path):
+    service = services_of()
+    ill = tmp_path / "ill"
+    service.start("--stub-unhealthy-file", str(ill))
+    assert connect("405b").service == "405b"
+    ill.touch()
+    with pytest.raises(ServiceNotFoundError, match="is not healthy: /health answers 503"):
+        connect("405b")
+
+
+def test_a_lease_is_judged_by_our_own_clock():
+    lease = LeaseWatch()
+    record = make_record(counter=1)
+    assert lease.age_s(record, 100.0) == 0.0
+    assert lease.age_s(record, 120.0) == 20.0
+    assert lease.age_s(make_record(counter=2), 125.0) == 0.0
+    assert lease.age_s(make_record(counter=2), 126.0) == 1.0
+
+
+def test_an_engine_is_asked_again_when_its_record_falls_silent_or_after_a_while(service):
+    record = service.publish(service.start())
+    now = [1000.0]
+    asked = []
+
+    def ask(records, key):
+        asked.extend(record.counter for record in records)
+        return watch.probe_records(records, key)
+
+    looking = ServiceWatch(service.store, "405b", probe=ask, clock=lambda: now[0])
+    for seconds, renewed, expected in [(0, False, 1), (20, False, 1), (20, False, 2), (1, True, 2), (70, True, 3)]:
+        now[0] += seconds
+        if renewed:
+            record = service.renew(record)
+        assert len(looking.look().live) == 1
+        assert len(asked) == expected, (seconds, renewed)
+
+
+def test_the_model_is_a_name_that_all_replicas_serve(service):
+    service.start(served_model_names=("/scratch/weights", "405b"))
+    service.start(served_model_names=(MODEL, "405b"))
+    assert connect("405b").model == "405b"
+
+
+def test_those_who_look_at_once_share_a_look(service, monkeypatch):
+    service.start()
+    looking = ServiceWatch(service.store, "405b")
+    reads, together = [], threading.Barrier(16)
+    reading = service.store.read
+
+    def slow_read(name):
+        reads.append(name)
+        time.sleep(0.1)
+        return reading(name)
+
+    monkeypatch.setattr(service.store, "read", slow_read)
+
+    def look(_):
+        together.wait()
+        return looking.look().live
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(look, range(16)))
+    assert len(reads) < 8
+
+
+def test_importing_the_client_does_not_import_the_sdk():
+    code = "import sys, hpc_serve.client; print({'openai', 'httpx', 'httpx2', 'anyio', 'filelock'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,446 @@
+"""The gate, alone (plain ASGI calls), under a real uvicorn, and in front of every route of the real vLLM."""
+
+import asyncio
+import json
+import socket
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from hpc_serve.client.probe import probe
+from hpc_serve.job import gate
+from hpc_serve.job.gate import Gate
+
+KEY = "k-0123456789abcdef"
+BEARER = (b"authorization", f"Bearer {KEY}".encode())
+
+
+@pytest.fixture
+def key_file(tmp_path, monkeypatch):
+    path = tmp_path / "api_key"
+    path.write_text(KEY + "\n")
+    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
+    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+    return path
+
+
+@pytest.fixture
+def drain_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "_DRAIN_CHECK_S", 0.0)
+    path = tmp_path / "drain"
+    monkeypatch.setenv("HPC_SERVE_DRAIN_FILE", str(path))
+    return path
+
+
+async def _engine(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-engine", b"1")]})
+    await send({"type": "http.response.body", "body": b"let in"})
+
+
+def ask(app, path="/v1/models", headers=(), **scope):
+    """Call the app as a server would; returns what it sent."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": list(headers), "root_path": "", **scope}
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+def test_the_right_key_is_let_in(key_file):
+    assert ask(Gate(_engine), headers=[BEARER])[1]["body"] == b"let in"
+
+
+def test_the_scheme_may_be_written_in_any_case(key_file):
+    assert ask(Gate(_engine), headers=[(b"Authorization", f"bearer  {KEY}".encode())])[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"Bearer", b"Bearer ", b"Bearer \xff"]
+    + [word + KEY.encode() for word in (b"", b"Basic ", b"Bearer x", b"Bearer" b"\t", b"Bearer Bearer ")],
+)
+def test_another_key_is_refused_in_the_shape_of_openai(key_file, value):
+    start, body = ask(Gate(_engine), headers=[(b"authorization", value)])
+    assert start["status"] == 401
+    assert (b"www-authenticate", b"Bearer") in start["headers"]
+    error = json.loads(body["body"])["error"]
+    assert error["code"] == "invalid_api_key"
+    assert "hpc-serve env" in error["message"]
+    assert KEY not in body["body"].decode()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE", "CONNECT"])
+def test_every_method_needs_the_key(key_file, method):
+    assert ask(Gate(_engine), method=method)[0]["status"] == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_health_is_open(key_file, method):
+    assert ask(Gate(_engine), "/health", method=method)[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health/", "//health", "/Health", "/healthz", "/health/../metrics", "/health;x", "/health\n", "health", ""],
+)
+def test_nothing_like_health_is_open(key_file, path):
+    assert ask(Gate(_engine), path)[0]["status"] == 401
+
+
+def test_health_is_open_to_reading_alone(key_file):
+    assert ask(Gate(_engine), "/health", method="POST")[0]["status"] == 401
+    assert ask(Gate(_engine), "/health", root_path="/health")[0]["status"] == 401
+
+
+@pytest.mark.parametrize("content", [None, "", " \n"])
+def test_without_a_key_nobody_is_let_in(key_file, content, capsys):
+    key_file.unlink()
+    if content is not None:
+        key_file.write_text(content)
+    app = Gate(_engine)
+    assert "lets nobody in" in capsys.readouterr().err
+    for headers in ([], [BEARER], [(b"authorization", b"Bearer ")], [(b"authorization", b"Bearer None")]):
+        assert ask(app, headers=headers)[0]["status"] == 401
+
+
+def test_without_the_variable_nobody_is_let_in(monkeypatch):
+    monkeypatch.delenv("HPC_SERVE_API_KEY_FILE", raising=False)
+    assert ask(Gate(_engine), headers=[BEARER])[0]["status"] == 401
+
+
+def test_the_key_is_that_of_the_start(key_file):
+    app = Gate(_engine)
+    key_file.write_text("another-0123456789")
+    assert ask(app, headers=[BEARER])[0]["status"] == 200
+
+
+def test_draining_turns_new_requests_away(key_file, drain_file):
+    app = Gate(_engine)
+    assert ask(app, headers=[BEARER])[0]["status"] == 200
+    drain_file.touch()
+    start, body = ask(app, headers=[BEARER])
+    assert start["status"] == 503
+    assert gate.DRAINING_HEADER in start["headers"]
+    assert any(name == b"retry-after" for name, _ in start["headers"])
+    assert json.loads(body["body"])["error"]["code"] == "draining"
+    assert ask(app)[0]["status"] == 401, "draining is nobody's business without the key"
+
+
+def test_draining_does_not_touch_health_but_says_so(key_file, drain_file):
+    app = Gate(_engine)
+    assert gate.DRAINING_HEADER not in ask(app, "/health")[0]["headers"]
+    drain_file.touch()
+    start = ask(app, "/health")[0]
+    assert start["status"] == 200
+    assert (b"x-engine", b"1") in start["headers"]
+    assert gate.DRAINING_HEADER in start["headers"]
+
+
+def test_health_proves_that_the_engine_knows_the_key(key_file):
+    def proof_of(app, *headers):
+        return dict(ask(app, "/health", headers=headers)[0]["headers"]).get(gate.PROOF_HEADER)
+
+    app = Gate(_engine)
+    assert proof_of(app) is None
+    assert proof_of(app, (gate.CHALLENGE_HEADER, b"")) is None
+    assert proof_of(app, (gate.CHALLENGE_HEADER, b"x" * 10_000)) is None
+    first = proof_of(app, (gate.CHALLENGE_HEADER, b"one"))
+    assert first == gate.prove(KEY.encode(), b"one")
+    assert first != proof_of(app, (gate.CHALLENGE_HEADER, b"two"))
+    key_file.write_text("another-key-0123456789")
+    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) != first
+    key_file.write_text("")
+    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) is None, "no key proves nothing"
+
+
+def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
+    monkeypatch.setattr(gate, "_DRAIN_CHECK_S", 3600.0)
+    looks = []
+    monkeypatch.setattr(gate.os.path, "exists", lambda path: looks.append(path))
+    app = Gate(_engine)
+    for _ in range(5):
+        ask(app, headers=[BEARER])
+    assert looks == [str(drain_file)]
+
+
+def test_a_websocket_is_refused_in_its_handshake(key_file, drain_file):
+    app = Gate(_engine)
+    assert ask(app, "/v1/realtime", type="websocket") == [
+        {"type": "websocket.close", "code": 1008, "reason": "invalid_api_key"}
+    ]
+    assert ask(app, "/health", type="websocket")[0]["code"] == 1008
+    extended = ask(app, "/v1/realtime", type="websocket", extensions={"websocket.http.response": {}})
+    assert [message["type"] for message in extended] == [
+        "websocket.http.response.start",
+        "websocket.http.response.body",
+    ]
+    assert extended[0]["status"] == 401
+    drain_file.touch()
+    assert ask(app, "/v1/realtime", headers=[BEARER], type="websocket")[0]["code"] == 1013
+
+
+def test_the_servers_own_start_passes(key_file):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["type"])
+
+    ask(Gate(app), type="lifespan")
+    assert seen == ["lifespan"]
+    with pytest.raises(RuntimeError, match="webtransport"):
+        ask(Gate(app), type="webtransport")
+
+
+# Under a real server: what paths look like after its parsing is what counts.
+
+
+@contextmanager
+def served(app, **config):
+    uvicorn = pytest.importorskip("uvicorn")
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on", **config))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        listener.close()
+
+
+def starlette_app():
+    """Routes as vLLM has them: a mount, a websocket, and redirects of slashes."""
+    pytest.importorskip("starlette")
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Mount, Route, WebSocketRoute
+
+    async def secret(request):
+        return PlainTextResponse("secret")
+
+    async def health(request):
+        return PlainTextResponse("well")
+
+    async def talk(websocket):
+        await websocket.accept()
+        await websocket.send_text("secret")
+        await websocket.close()
+
+    async def mounted(scope, receive, send):
+        await PlainTextResponse("secret")(scope, receive, send)
+
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/health/{rest:path}", secret),
+            Route("/invocations", secret, methods=["GET", "POST"]),
+            WebSocketRoute("/v1/realtime", talk),
+            Mount("/metrics", app=mounted),
+            Route("/{rest:path}", secret),
+        ]
+    )
+    app.add_middleware(Gate)
+    return app
+
+
+def exchange(port, request, until=None):
+    """Send bytes, return all that comes back, or what came up to `until`."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(request)
+        received = b""
+        while (until is None or until not in received) and (chunk := connection.recv(65536)):
+            received += chunk
+    return received
+
+
+def get(port, target, *headers, method="GET", version="1.1"):
+    lines = [f"{method} {target} HTTP/{version}", "Host: engine", "Connection: close", *headers]
+    return exchange(port, ("\r\n".join(lines) + "\r\n\r\n").encode())
+
+
+TRICKY_TARGETS = [
+    "/health/",
+    "/health//",
+    "//health",
+    "/./health",
+    "/health/.",
+    "/health/../invocations",
+    "/health/..%2finvocations",
+    "/health%2f..%2finvocations",
+    "/health%2finvocations",
+    "/health%3f/../invocations",
+    "/health%00",
+    "/health%0a",
+    "/health;/invocations",
+    "/invocations?x=/health",
+    "/invocations#/health",
+    "/metrics",
+    "/metrics/",
+    "/metrics/health",
+    "http://engine/invocations",
+    "http://health/invocations",
+    "/%69nvocations",
+    "/HEALTH",
+    "*",
+]
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_no_spelling_of_a_path_gets_round_the_key(key_file, http):
+    pytest.importorskip(http)
+    with served(starlette_app(), http=http) as port:
+        for target in TRICKY_TARGETS:
+            answer = get(port, target)
+            assert b"secret" not in answer, (target, answer)
+            assert answer.split(b" ", 2)[1] in (b"401", b"400"), (target, answer)
+        assert b"well" in get(port, "/health")
+        assert b"well" in get(port, "/health?verbose=1")
+        assert b"secret" in get(port, "/invocations", f"Authorization: Bearer {KEY}")
+        assert b"secret" not in get(port, "/invocations", f"X-Forwarded-Authorization: Bearer {KEY}")
+        assert b" 401 " in get(port, "/v1/models", method="OPTIONS")
+        assert b"secret" not in get(port, "/health", method="POST")
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("root_path", ["/health", "/proxy", "/"])
+def test_no_root_path_gets_round_the_key(key_file, http, root_path):
+    pytest.importorskip(http)
+    app = starlette_app()
+
+    async def rooted(scope, receive, send):  # as FastAPI does it with --root-path
+        await app({**scope, "root_path": root_path} if scope["type"] != "lifespan" else scope, receive, send)
+
+    with served(rooted, http=http) as port:
+        for target in [*TRICKY_TARGETS, f"{root_path}/invocations", f"{root_path}/health/x", f"{root_path}invocations"]:
+            assert b"secret" not in get(port, target), target
+        assert b"secret" not in get(port, "/health")
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_the_clients_probe_understands_the_gate(key_file, drain_file, http):
+    pytest.importorskip(http)
+    with served(starlette_app(), http=http) as port:
+        assert probe("127.0.0.1", port, KEY).verdict == "live"
+        assert probe("127.0.0.1", port, "another-key-0123456789").verdict == "other key"
+        drain_file.touch()
+        assert probe("127.0.0.1", port, KEY).verdict == "draining"
+
+
+def test_a_refused_upload_still_reads_its_refusal(key_file):
+    body = b"x" * 5_000_000
+    head = f"POST /v1/files HTTP/1.1\r\nHost: engine\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with served(starlette_app()) as port:
+        assert b"invalid_api_key" in exchange(port, head.encode() + body)
+
+
+def test_a_websocket_needs_the_key_under_a_real_server(key_file):
+    pytest.importorskip("websockets")
+    upgrade = ["Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
+    lines = ["GET /v1/realtime HTTP/1.1", "Host: engine", "Connection: Upgrade", *upgrade]
+    request = ("\r\n".join(lines) + "\r\n\r\n").encode()
+    with served(starlette_app()) as port:
+        refused = exchange(port, request, until=b"\r\n\r\n")
+        assert refused.split(b" ", 2)[1] in (b"401", b"403")
+        assert b"secret" not in refused
+        entered = exchange(port, request[:-2] + f"Authorization: Bearer {KEY}\r\n\r\n".encode(), until=b"secret")
+        assert b" 101 " in entered
+        assert b"secret" in entered
+
+
+def test_requests_under_way_outlive_the_drain(key_file, drain_file):
+    """Its answer starts before the drain and ends after it."""
+    go_on = threading.Event()
+
+    async def slow(scope, receive, send):
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await asyncio.to_thread(go_on.wait, 20)
+        await send({"type": "http.response.body", "body": b"last"})
+
+    with served(Gate(slow)) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(
+            f"GET / HTTP/1.1\r\nHost: e\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+        )
+        received = b""
+        while b"first" not in received:
+            received += connection.recv(65536)
+        drain_file.touch()
+        assert b" 503 " in get(port, "/", f"Authorization: Bearer {KEY}")
+        go_on.set()
+        while chunk := connection.recv(65536):
+            received += chunk
+        assert b"last" in received
+
+
+@pytest.mark.engine
+def test_every_route_of_vllm_but_health_asks_for_the_key(key_file, monkeypatch):
+    """The real app with all its optional routes; no engine behind it, so a request that were let in would show."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    pytest.importorskip("vllm")
+    from starlette.testclient import TestClient
+    from starlette.websockets import WebSocketDisconnect
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", "none", "--middleware", "hpc_serve.job.gate.Gate"]
+    )
+    app = build_app(args, ("generate", "embed", "classify", "transcription", "realtime", "render"))
+    client = TestClient(app, raise_server_exceptions=False)
+    asked = set()
+    for path, methods, kind in _routes(app.routes):
+        path = path.replace("{", "").replace("}", "").replace(":path", "")
+        if kind == "websocket":
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path):
+                pass
+            continue
+        for method in {*methods, "OPTIONS", "GET", "POST"}:
+            answer = client.request(method, path, follow_redirects=False)
+            if path == "/health" and method in ("GET", "HEAD"):
+                assert answer.status_code != 401
+                continue
+            assert answer.status_code == 401, (method, path, answer.status_code)
+            asked.add(path)
+    assert {"/invocations", "/tokenize", "/metrics", "/v1/chat/completions", "/version", "/openapi.json"} <= asked
+    assert client.get("/version", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def _routes(routes):
+    for route in routes:
+        if hasattr(route, "methods") and route.methods is not None:
+            yield route.path, route.methods, "http"
+        elif type(route).__name__.endswith("WebSocketRoute"):
+            yield route.path, set(), "websocket"
+        elif hasattr(route, "path"):  # a mount
+            yield route.path or "/", {"GET"}, "http"
+            yield route.path + "/x", {"GET"}, "http"
+
+
+def test_the_gate_imports_nothing_but_the_standard_library():
+    import ast
+    import sys
+
+    with open(gate.__file__) as file:
+        tree = ast.parse(file.read())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imported <= sys.stdlib_module_names

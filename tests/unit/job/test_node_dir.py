@@ -1,0 +1,171 @@
+"""Whose a node-local folder is, and who may remove it: only what a dead launcher of this user left on this node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job import node_dir as folder
+from hpc_serve.job.network import PortsInUseError
+from hpc_serve.job.node_dir import Owner
+
+OWNER = Owner(mark="hs-0000000a-0")
+
+
+@pytest.fixture
+def root(tmp_path):
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+def abandoned(root, name="hs-0000000a", owner=OWNER):
+    """A folder whose launcher is gone: the lock went with its descriptor."""
+    path = root / name
+    os.close(folder.make(path, owner))
+    return path
+
+
+def judged(path):
+    with folder.dead_owner(path) as owner:
+        return owner
+
+
+def test_a_folder_is_private_and_its_name_is_taken_once(root):
+    path = root / "hs-0000000a"
+    lock = folder.make(path, OWNER)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    with pytest.raises(PortsInUseError, match="another name"):
+        folder.make(path, OWNER)
+    os.close(lock)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_advice(root):
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_TMPDIR"):
+        folder.make(root / "absent" / "hs-0000000a", OWNER)
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
+    def refuse(*_):
+        raise OSError(folder.errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(InvalidRequestError, match="No space left on device"):
+        folder.make(root / "hs-0000000a", OWNER)
+    assert not list(root.iterdir())
+
+
+def test_a_living_launchers_folder_is_nobody_elses(root):
+    path = root / "hs-0000000a"
+    lock = folder.make(path, OWNER)
+    assert judged(path) is None
+    os.close(lock)
+    assert judged(path) == OWNER
+
+
+def test_two_sweeps_do_not_meet_in_one_folder(root):
+    path = abandoned(root)
+    with folder.dead_owner(path) as first, folder.dead_owner(path) as second:
+        assert (first, second) == (OWNER, None)
+
+
+def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(root, monkeypatch):
+    """Its file was opened in time, and is locked only after it was unlinked."""
+    path = abandoned(root)
+    with folder.dead_owner(path):
+        opened = os.open
+        monkeypatch.setattr(os, "open", lambda *args: (opened(*args), (path / "owner").unlink())[0])
+        monkeypatch.setattr(folder.fcntl, "flock", lambda *_: None)
+        assert judged(path) is None
+
+
+def test_another_nodes_folder_is_not_judged_by_a_lock_that_may_be_local(root, monkeypatch):
+    path = abandoned(root)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert judged(path) is None
+
+
+def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypatch):
+    def refuse(*_):
+        raise OSError(folder.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    path = root / "hs-0000000a"
+    assert folder.make(path, OWNER) is None
+    assert judged(path) is None
+    folder.remove(path, OWNER)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "mark": 2, "more": 3}'])
+def test_an_owner_file_that_says_nothing_is_nobodys(root, text):
+    path = abandoned(root)
+    (path / "owner").write_text(text)
+    assert judged(path) is None
+
+
+def test_only_private_folders_of_our_names_are_found(root):
+    ours = abandoned(root)
+    (root / "hs-0000000b").symlink_to(ours)
+    (root / "hs-0000000c").write_text("a file")
+    (root / "hs-0000000d").mkdir(mode=0o755)
+    (root / "hs-mine").mkdir(mode=0o700)
+    assert folder.found(root) == [ours]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
+def test_another_users_folder_is_not_found(root):
+    os.chown(abandoned(root), 12_345, -1)
+    assert folder.found(root) == []
+
+
+def test_where_others_may_rename_folders_none_is_found(root):
+    abandoned(root)
+    root.chmod(0o777)
+    assert folder.found(root) == []
+
+
+def test_what_is_removed_and_what_a_link_points_at_is_not(root):
+    elsewhere = root / "thesis"
+    elsewhere.mkdir()
+    (elsewhere / "chapter").write_text("one")
+    path = abandoned(root)
+    (path / "ray" / "session").mkdir(parents=True)
+    (path / "link").symlink_to(elsewhere)
+    (path / "ray" / "link").symlink_to(elsewhere)
+    folder.remove(path, OWNER)
+    assert not path.exists()
+    assert (elsewhere / "chapter").read_text() == "one"
+
+
+def test_what_is_left_half_done_can_be_finished(root, monkeypatch):
+    path = abandoned(root)
+    (path / "cache").mkdir()
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda *_, **__: None)  # a file that resists
+    folder.remove(path, OWNER)
+    monkeypatch.undo()
+    assert judged(path) == OWNER
+    folder.remove(path, OWNER)
+    assert not path.exists()
+
+
+def test_the_heads_job_dir_goes_with_its_folder_and_nothing_else_does(root):
+    job_dir, other = root / "jobs" / "1-r0-0000abcd", root / "data"
+    job_dir.mkdir(parents=True)
+    job_dir.chmod(0o700)
+    other.mkdir(mode=0o700)
+    folder.remove(abandoned(root), Owner(mark="m", job_dir=str(job_dir)))
+    folder.remove(abandoned(root), Owner(mark="m", job_dir=str(other)))
+    assert not job_dir.exists()
+    assert other.exists()
+
+
+def test_the_owner_file_holds_no_secret_and_names_the_node(root):
+    path = abandoned(root)
+    assert json.loads((path / "owner").read_text()) == {
+        "node": socket.gethostname(), "mark": OWNER.mark, "job_dir": None,
+    }

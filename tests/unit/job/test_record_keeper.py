@@ -1,0 +1,56 @@
+"""The record while its replica lives: one writer, though renewals are written from a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.stubs import make_record
+
+
+class SlowStore(ServiceStore):
+    """A shared filesystem that takes its time over renewals."""
+
+    def __init__(self, home) -> None:
+        super().__init__(home)
+        self.is_slow = False
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, record):
+        if self.is_slow and record.state == "starting":
+            self.entered.set()
+            self.go_on.wait(5)
+        return super().write(record)
+
+
+def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
+    store = SlowStore(tmp_path)
+
+    async def run():
+        keeper = RecordKeeper(store, make_record(state="starting", stage="loading weights"))
+        store.is_slow = True
+        keeper.update(stage="compiling")
+        renewals = asyncio.create_task(keeper.keep())
+        await asyncio.to_thread(store.entered.wait, 5)
+        threading.Timer(0.05, store.go_on.set).start()
+        keeper.update(state="failed", reason="out of memory")
+        store.go_on.wait(5)
+        renewals.cancel()
+
+    asyncio.run(run())
+    (record,) = store.read("405b").records
+    assert (record.state, record.reason, record.counter) == ("failed", "out of memory", 3)
+
+
+def test_a_disk_that_is_full_ends_nothing(tmp_path, capsys):
+    class FullStore(ServiceStore):
+        def write(self, record):
+            raise OSError(28, "No space left on device")
+
+    async def run():
+        RecordKeeper(FullStore(tmp_path), make_record()).update(state="draining")
+
+    asyncio.run(run())
+    assert capsys.readouterr().err.count("No space left on device") == 2

@@ -1,0 +1,157 @@
+"""A launcher that was killed leaves nothing: its watcher clears up after it, and after both, the next run does.
+
+Launchers are real processes here, with real children; /tmp and /dev/shm are the machine's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.job import node_dir as folder
+from hpc_serve.job import shared_memory
+from hpc_serve.job.process import MARK, marked
+from hpc_serve.job.shared_memory import Segment
+from hpc_serve.job.sweep import sweep
+
+# A launcher whose engine shares memory, prints the segment's name, and may be deaf to SIGTERM.
+LAUNCHER = """
+import os, subprocess, sys
+from pathlib import Path
+from hpc_serve.job.node_dir import Owner
+from hpc_serve.job.sweep import private_folder
+engine = '''
+import signal, sys, time
+from multiprocessing import resource_tracker, shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN if len(sys.argv) > 1 else signal.SIG_DFL)
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+print(segment.name, flush=True)
+time.sleep(600)
+'''
+path, mark, job_dir, *deaf = Path(sys.argv[1]), *sys.argv[2:]
+with private_folder(path, Owner(mark=mark, job_dir=job_dir)):
+    environ = {**os.environ, "HPC_SERVE_RUN_MARK": mark}
+    child = subprocess.Popen([sys.executable, "-c", engine, *deaf], env=environ, start_new_session=True)
+    sys.stdin.read()
+    child.kill()
+    child.wait()
+"""
+
+
+def until(look, what):
+    deadline = time.monotonic() + 20
+    while not (seen := look()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return seen
+
+
+def watchers(path):
+    """The sweeping processes beside the launcher of `path`."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if b"hpc_serve.job.sweep" in words and str(path).encode() in words:
+                yield int(entry.name)
+
+
+class Run:
+    """A launcher in its folder, its engine, and what that shares."""
+
+    def __init__(self, root: Path, *deaf: str) -> None:
+        self.path = root / f"hs-{secrets.token_hex(4)}"
+        self.mark = f"{self.path.name}-0"
+        self.job_dir = root / "jobs" / "1-r0-0000abcd"
+        self.job_dir.mkdir(parents=True)
+        self.job_dir.chmod(0o700)
+        argv = [sys.executable, "-c", LAUNCHER, str(self.path), self.mark, str(self.job_dir), *deaf]
+        self.launcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.launcher.stdout is not None
+        self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
+
+    def wait_for_notes(self) -> None:
+        until((self.path / "shared-memory").exists, "what the engine shares to be noted")
+
+    def kill(self, *, watcher_too: bool) -> None:
+        for pid in watchers(self.path) if watcher_too else ():
+            os.kill(pid, signal.SIGKILL)
+        self.launcher.kill()
+        self.launcher.wait()
+
+    @property
+    def left(self) -> list[object]:
+        places = (self.path, self.job_dir, self.segment)
+        return [*marked(self.mark), *watchers(self.path), *(place for place in places if place.exists())]
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    tmp_path.chmod(0o1777)
+    run = Run(tmp_path, *getattr(request, "param", ()))
+    yield run
+    run.kill(watcher_too=True)
+    for pid in marked(run.mark):
+        os.kill(pid, signal.SIGKILL)
+    run.segment.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("run", [["deaf"]], indirect=True)
+def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run):
+    stranger = SharedMemory(create=True, size=4096)
+    segment = Segment(stranger.name, os.stat(f"/dev/shm/{stranger.name}").st_ino)
+    try:
+        run.kill(watcher_too=False)
+        until(lambda: not run.left, "the watcher to clear up")
+        assert segment in shared_memory.listed()
+    finally:
+        stranger.close()
+        stranger.unlink()
+
+
+def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run):
+    run.wait_for_notes()
+    run.kill(watcher_too=True)
+    assert list(marked(run.mark))
+    assert run.segment.exists()
+    assert sweep(run.path.parent) == [run.path]
+    assert not run.left
+
+
+def test_a_living_run_is_not_touched(run):
+    before = sorted(map(str, run.left))
+    assert sweep(run.path.parent) == []
+    assert sorted(map(str, run.left)) == before
+
+
+def test_a_watcher_does_not_end_by_the_signals_of_a_step_but_with_its_launcher(run):
+    run.wait_for_notes()
+    (watcher,) = watchers(run.path)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(watcher, number)
+    run.launcher.communicate("")
+    assert not run.left
+
+
+def test_a_folder_of_the_dead_stays_while_the_kernel_holds_a_process_of_theirs(tmp_path, monkeypatch):
+    tmp_path.chmod(0o1777)
+    path, mark = tmp_path / "hs-0000000a", f"held-{os.getpid()}"
+    os.close(folder.make(path, folder.Owner(mark=mark)))
+    monkeypatch.setattr("hpc_serve.job.process._kill", lambda *_: None)
+    monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 0.1)
+    held = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
+    until(lambda: list(marked(mark)), "the process")
+    assert sweep(tmp_path) == []
+    assert path.exists()
+    held.kill()
+    held.wait()
+    assert sweep(tmp_path) == [path]

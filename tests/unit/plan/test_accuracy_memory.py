@@ -1,0 +1,50 @@
+"""The planner against figures of real vLLM runs; `python -m benchmarks.accuracy.memory_cases` prints the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accuracy.memory_cases import Score, load_cases, load_later_cases, median_error, score, table
+
+
+@pytest.fixture(scope="module")
+def scores() -> list[Score]:
+    return [score(case, about) for case, about in load_cases()]
+
+
+def test_accuracy(scores: list[Score], capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print("\n" + table(scores))
+    scored = [one for one in scores if not one.left_out]
+    v1 = [one for one in scored if not one.is_v0]
+    assert len(scored) >= 30
+    for group in (scored, v1):
+        assert median_error(group, "weights") <= 1
+        assert median_error(group, "kv") <= 5
+
+
+def test_nothing_that_ran_is_called_impossible(scores: list[Score]) -> None:
+    assert [one.id for one in scores if one.ran and one.fits is False] == []
+    assert sum(one.ran for one in scores) >= 20
+
+
+def test_nothing_that_vllm_refused_is_called_fine(scores: list[Score]) -> None:
+    assert [one.id for one in scores if one.refused and one.fits] == []
+    assert sum(one.refused and one.fits is False for one in scores) >= 7
+
+
+def test_every_case_left_out_says_why(scores: list[Score]) -> None:
+    assert all(one.left_out != "" for one in scores)
+    assert {one.id for one in scores} == {case["id"] for case, _ in load_cases()}
+
+
+def test_versions_since_0_19() -> None:
+    scores = [score(case, about) for case, about in load_later_cases()]
+    assert len(scores) == 22
+    assert [one.id for one in scores if one.fits == one.refused] == []
+    assert median_error(scores, "weights") <= 0.1
+    assert median_error(scores, "kv") <= 1
+    for name, most in (("activation", 0.05), ("non-torch", 0.05)):
+        pairs = [one.figures[name] for one in scores if name in one.figures]
+        assert len(pairs) >= 10
+        assert all(abs(predicted - measured) <= most for predicted, measured in pairs), name

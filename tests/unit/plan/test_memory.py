@@ -1,0 +1,322 @@
+"""Memory per GPU: laws that hold for every model and layout, and vLLM's own arithmetic where it is exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.accuracy import DATA
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import (
+    ClusterSpec,
+    EngineConfig,
+    MemoryEstimate,
+    ModelSpec,
+    Workload,
+    accelerator,
+    estimate_memory,
+    model_from_config,
+    plan,
+    resolve,
+)
+from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
+from hpc_serve.plan.memory.overhead import capture_sizes
+from hpc_serve.plan.memory.stages import stages
+
+GIB = 2**30
+ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
+H100 = accelerator("h100-80gb")
+MODELS = ("8b", "70b", "405b", "qwen3-235b", "r1", "gemma-3-27b", "gpt-oss-120b", "Qwen/Qwen3-Next-80B-A3B-Instruct")
+quick = settings(max_examples=60, deadline=None)
+
+
+@lru_cache
+def spec(name: str) -> ModelSpec:
+    entry = resolve(name)
+    return model_from_config(entry.config, name=entry.name)
+
+
+def estimate(name: str, *, tp: int = 1, pp: int = 1, length: int = 8192, **options: Any) -> MemoryEstimate:
+    return estimate_memory(
+        spec(name),
+        options.pop("gpu", H100),
+        EngineConfig(**options),
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        max_model_len=length,
+    )
+
+
+models = st.sampled_from(MODELS)
+widths = st.sampled_from([1, 2, 4])
+lengths = st.integers(min_value=64, max_value=32768)
+
+
+@quick
+@given(models, widths, st.integers(1, 4), lengths)
+def test_weights_fall_with_tensor_and_pipeline_parallelism(name: str, tp: int, pp: int, length: int) -> None:
+    here = estimate(name, tp=tp, pp=pp, length=length)
+    wider = estimate(name, tp=2 * tp, pp=pp, length=length)
+    deeper = estimate(name, tp=tp, pp=2 * pp, length=length)
+    assert wider.weight_bytes < here.weight_bytes
+    assert deeper.weight_bytes < here.weight_bytes
+    assert wider.kv_bytes_per_token <= here.kv_bytes_per_token
+    assert deeper.kv_bytes_per_token <= here.kv_bytes_per_token
+
+
+@quick
+@given(models, widths, lengths, lengths)
+def test_a_request_grows_with_its_context(name: str, tp: int, first: int, second: int) -> None:
+    short, long = sorted((first, second))
+    here, there = estimate(name, tp=tp, pp=4, length=short), estimate(name, tp=tp, pp=4, length=long)
+    assert here.blocks_per_request <= there.blocks_per_request
+    assert full_context_bytes(spec(name), EngineConfig(), short) <= full_context_bytes(spec(name), EngineConfig(), long)
+
+
+@quick
+@given(models, widths, st.integers(256, 16384), st.integers(256, 16384))
+def test_activations_grow_with_the_batch(name: str, tp: int, first: int, second: int) -> None:
+    small, large = sorted((first, second))
+    here = estimate(name, tp=tp, pp=4, max_num_batched_tokens=small)
+    there = estimate(name, tp=tp, pp=4, max_num_batched_tokens=large)
+    assert here.activation_bytes <= there.activation_bytes
+    assert here.kv_cache_bytes >= there.kv_cache_bytes
+
+
+@quick
+@given(models, widths, st.integers(1, 4), lengths, st.floats(0.3, 1.0))
+def test_the_cache_never_exceeds_what_is_left(name: str, tp: int, pp: int, length: int, share: float) -> None:
+    found = estimate(name, tp=tp, pp=pp, length=length, gpu_memory_utilization=share)
+    assert found.num_blocks * found.bytes_per_block <= max(0, found.kv_cache_bytes)
+    assert found.num_blocks == max(0, found.kv_cache_bytes) // found.bytes_per_block
+    if name in ("8b", "70b", "405b", "qwen3-235b", "r1"):  # each block holds keys and values of every layer
+        assert found.kv_cache_tokens * found.kv_bytes_per_token <= max(0, found.kv_cache_bytes) + found.bytes_per_block
+    parts = found.model_loading_bytes + found.activation_bytes + found.cuda_graph_bytes + found.non_torch_bytes
+    assert parts + found.kv_cache_bytes == found.requested_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    models,
+    st.sampled_from(["h100-80gb", "a100-80gb", "mi300x", "l40s", "b200"]),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([2, 4, 8]),
+    lengths,
+    st.integers(1, 8),
+)
+def test_a_plan_passes_its_own_check(
+    name: str, gpu: str, nodes: int | None, size: int, length: int, concurrency: int
+) -> None:
+    cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
+    workload = Workload(max_model_len=length, concurrency=concurrency)
+    try:
+        found = plan(spec(name), cluster, EngineConfig(), workload)
+    except NoLayoutError:
+        return
+    ranks = found.tensor_parallel_size * found.pipeline_parallel_size
+    assert ranks == found.num_nodes * found.gpus_per_node
+    assert found.gpus_per_node <= size
+    assert nodes in (None, found.num_nodes)
+    again = estimate_memory(
+        spec(name),
+        cluster.accelerator,
+        EngineConfig(max_num_seqs=found.memory.max_num_seqs),
+        tensor_parallel_size=found.tensor_parallel_size,
+        pipeline_parallel_size=found.pipeline_parallel_size,
+        max_model_len=length,
+    )
+    assert again == found.memory
+    assert again.holds(concurrency)
+    asked = EngineConfig(
+        tensor_parallel_size=found.tensor_parallel_size, pipeline_parallel_size=found.pipeline_parallel_size
+    )
+    assert plan(spec(name), cluster, asked, workload).memory == found.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gib"),
+    [
+        ("70b", 128_000, 39.06),
+        ("70b", 131_072, 40.0),
+        ("405b", 128_000, 61.52),
+        ("405b-first-release", 128_000, 123.05),
+    ],
+)
+def test_cache_of_one_request(name: str, tokens: int, gib: float) -> None:
+    """The first and the last as huggingface.co/blog/llama31 has them."""
+    assert round(full_context_bytes(spec(name), EngineConfig(), tokens) / GIB, 2) == gib
+
+
+def test_int8_cache_of_70b() -> None:
+    """160 KiB a token, 5.37 GB at 32,768 (jax-ml.github.io/scaling-book/applied-inference prints 5.3)."""
+    engine = EngineConfig(kv_cache_dtype="int8")
+    assert full_context_bytes(spec("70b"), engine, 1) == 160 * 1024
+    assert full_context_bytes(spec("70b"), engine, 32_768) == 5_368_709_120
+
+
+@pytest.mark.parametrize(("tp", "decimal_gb"), [(8, 17.6), (4, 35.3), (2, 70.6)])
+def test_70b_on_eight_a100(tp: int, decimal_gb: float) -> None:
+    """The on-prem guide of llama-recipes prints 17.5, 35 and 70."""
+    assert round(estimate("70b", tp=tp, gpu=accelerator("a100-80gb")).weight_bytes / 1e9, 1) == decimal_gb
+
+
+def test_latent_cache_is_on_every_rank() -> None:
+    """61 layers of 576 elements; vLLM printed for Kimi K2 on eight H200 46.80 GiB / 715,072 tokens = 70,275 bytes."""
+    for tp in (1, 8):
+        assert estimate("r1", tp=tp).kv_bytes_per_token == 61 * 576 * 2
+
+
+def test_kv_heads_are_held_twice_where_ranks_outnumber_them() -> None:
+    assert estimate("70b", tp=8).kv_bytes_per_token == estimate("70b", tp=16).kv_bytes_per_token
+
+
+def test_groups_of_a_hybrid_as_vllm_printed_them() -> None:
+    """Qwen3-Next on two H200, vLLM 0.10.2: block size 544; 44.59 GiB are 973,760 tokens, 14.77 x 262,144."""
+    found = estimate(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        tp=2,
+        length=262144,
+        vllm_version="0.10.2",
+        gpu=accelerator("h200"),
+        kv_cache_memory_bytes=int(44.59 * GIB),
+    )
+    assert found.block_size == 544
+    assert found.kv_cache_tokens == 973_760
+    assert round(found.max_concurrency, 2) == 14.77
+
+
+def test_windows_are_groups_of_their_own() -> None:
+    model = spec("gemma-3-27b")
+    layout = cache_layout(model, EngineConfig(), 1)
+    kinds = [(group.kind, len(group.layers)) for group in layout.groups]
+    assert kinds == [("sliding", 9)] * 4 + [("sliding", 8)] * 2 + [("full", 10)]
+    whole = cache_layout(model, EngineConfig(vllm_version="0.8.5"), 1)
+    assert [(group.kind, len(group.layers)) for group in whole.groups] == [("full", 62)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "version", "printed"),
+    [(410_128, "0.9.1", 410_128), (774_864, "0.11.0", 774_864), (184_832, "0.11.0", 184_832)],
+)
+def test_tokens_of_a_given_cache(tokens: int, version: str, printed: int) -> None:
+    """A cache of so many tokens is printed as that many, in whole blocks."""
+    found = estimate("8b", vllm_version=version, kv_cache_memory_bytes=tokens * 131_072 + 4096)
+    assert found.kv_cache_tokens == printed
+
+
+def run_name(run: dict[str, Any]) -> str:
+    return f"{run['model']}-tp{run['tp']}-pp{run['pp']}"
+
+
+@pytest.mark.parametrize("run", ENGINES["runs"], ids=run_name)
+def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
+    """Windows, states, latent caches, experts; tests/e2e/test_plan_measured.py starts such engines."""
+    model = model_from_config(ENGINES["configs"][run["model"]], name=run["model"])
+    found = estimate_memory(
+        model,
+        accelerator("cpu-spr", total_bytes=24 * GIB),
+        EngineConfig(kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"]),
+        tensor_parallel_size=run["tp"],
+        pipeline_parallel_size=run["pp"],
+        max_model_len=ENGINES["max_model_len"],
+    )
+    ranks = [stage.weight_bytes for stage in stages(model, run["tp"], run["pp"]) for _ in range(run["tp"])]
+    assert ranks == run["weight_bytes"]
+    assert found.kv_cache_tokens == run["kv_cache_tokens"]
+    assert round(found.max_concurrency, 2) == run["max_concurrency"]
+
+
+def test_one_block_is_vllms_own() -> None:
+    exactly = estimate("8b", length=1024, kv_cache_memory_bytes=64 * 16 * 131_072)
+    assert exactly.num_blocks == exactly.blocks_per_request == 64
+    assert not exactly.holds(1)
+    assert estimate("8b", length=1024, kv_cache_memory_bytes=65 * 16 * 131_072).holds(1)
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="131072 positions"):
+        estimate("8b", length=131_073)
+
+
+def test_eager_has_no_graphs_and_older_versions_do_not_count_them() -> None:
+    assert estimate("8b", enforce_eager=True).cuda_graph_bytes == 0
+    older = estimate("8b", vllm_version="0.11.0")
+    assert older.graphs_outside
+    assert older.cuda_graph_bytes > 0
+    assert older.kv_cache_bytes + older.model_loading_bytes + older.activation_bytes + older.non_torch_bytes == (
+        older.requested_bytes
+    )
+
+
+def test_utilisation_is_vllms_own_by_version() -> None:
+    for version, share in (("0.32.0", 0.92), ("0.11.0", 0.9)):
+        found = estimate("8b", vllm_version=version)
+        assert found.requested_bytes / found.total_bytes == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(512, 51), (256, 35), (1, 1), (64, 11), (1024, 83)])
+def test_capture_sizes(limit: int, count: int) -> None:
+    sizes = capture_sizes(limit)
+    assert len(sizes) == count
+    assert sizes == sorted(set(sizes))
+    assert max(sizes) <= limit
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
+        ({"vllm_version": "newest"}, "vllm_version"),
+        ({"vllm_version": "99.0.0"}, "what came after 0.32.0 is not known here"),
+    ],
+)
+def test_impossible_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        EngineConfig(**options)
+
+
+def test_unknown_cache_types_are_named() -> None:
+    with pytest.raises(InvalidRequestError, match="'fp3'"):
+        estimate("8b", kv_cache_dtype="fp3")
+
+
+def test_cache_type_of_the_checkpoint_is_taken() -> None:
+    scheme = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    model = model_from_config({**resolve("8b").config, "quantization_config": scheme}, name="x")
+    assert full_context_bytes(model, EngineConfig(), 1) == 65_536
+    assert full_context_bytes(replace(model), EngineConfig(kv_cache_dtype="bfloat16"), 1) == 131_072
+
+
+def test_images_count_in_the_activation_peak() -> None:
+    """On one GPU the tower's pass over the largest images is the peak; on later stages nothing of it is left."""
+    text, images = estimate("Qwen/Qwen3.5-27B", max_num_seqs=16), spec("Qwen/Qwen3.5-27B").images
+    assert images is not None
+    outputs = 16384 * 5120 * 2
+    tower = 16384 * 4 * 15 * 1152 * 2
+    assert text.activation_bytes == outputs + tower
+    assert estimate("Qwen/Qwen3-Next-80B-A3B-Instruct", max_num_seqs=16).activation_bytes < 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "version", "gib"),
+    [
+        ("h100-80gb", 1, "0.32.0", 0.25),
+        ("h100-80gb", 4, "0.32.0", 2.10),
+        ("rtx-5090", 2, "0.32.0", 0.52),
+        ("h100-80gb", 4, "0.11.0", 0.94),
+        ("v5e", 4, "0.32.0", 0),
+    ],
+)
+def test_memory_torch_does_not_see(gpu: str, tp: int, version: str, gib: float) -> None:
+    found = estimate("8b", tp=tp, gpu=accelerator(gpu), vllm_version=version)
+    assert found.non_torch_bytes / GIB == pytest.approx(gib, abs=0.01)

@@ -1,0 +1,217 @@
+"""What models are made of: published counts, vLLM's own allocation, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy import DATA
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan import model_from_config, resolve
+from hpc_serve.plan.catalog import models
+from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, stages
+from hpc_serve.plan.model.quantization import FP8_BLOCK, FP8_CHANNEL
+from hpc_serve.plan.model.weights import Linear
+
+VLLM_BYTES = json.loads((DATA / "vllm_weight_bytes.json").read_text())
+
+# Published total minus ours, and why: what the files hold and vLLM does not load, or what the total leaves out.
+KNOWN_DIFFERENCES = {
+    "Qwen/Qwen3-0.6B": 155_582_464,  # the tied head is stored too
+    "Qwen/Qwen3-1.7B": 311_164_928,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 1_650_471_424,  # the MTP layer
+    "Qwen/Qwen3-Next-80B-A3B-Thinking": 1_650_471_424,
+    "deepseek-ai/DeepSeek-R1": 13_504_966_800,  # the MTP layer and block scales
+    "deepseek-ai/DeepSeek-V3": 13_504_966_800,
+    "meta-llama/Llama-2-7b-hf": 2_048,  # rotary frequencies
+    "meta-llama/Llama-2-13b-hf": 2_560,
+    "meta-llama/Llama-2-70b-hf": 5_120,
+    "moonshotai/Kimi-K2-Base": 62_498_608,  # block scales
+    "moonshotai/Kimi-K2-Instruct": 3_416,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": -2_944,  # 23 correction biases of 128, not in the total
+    "zai-org/GLM-4.5": 5_539_962_272,  # the MTP layer with its own embedding and head
+    "zai-org/GLM-4.6": 3_988_069_792,
+}
+
+
+def spec(name: str, **changes: Any):
+    entry = resolve(name)
+    return model_from_config({**entry.config, **changes}, name=entry.name)
+
+
+def test_parameters_are_the_published_ones() -> None:
+    checked = 0
+    for name, entry in models().items():
+        if entry.published_parameters:
+            difference = entry.published_parameters - spec(name).parameters
+            assert difference == KNOWN_DIFFERENCES.get(name, 0), name
+            checked += 1
+    assert checked >= 80
+
+
+def case_name(case: dict[str, Any]) -> str:
+    return f"{case['model']}-tp{case['tp']}-pp{case['pp']}-stage{case['rank']}"
+
+
+@pytest.mark.parametrize("case", VLLM_BYTES["cases"], ids=case_name)
+def test_bytes_of_a_rank_are_those_vllm_allocates(case: dict[str, Any]) -> None:
+    found = VLLM_BYTES["configs"].get(case["model"]) or resolve(case["model"]).config
+    config = {key: value for key, value in found.items() if key != "quantization_config"}
+    model = model_from_config(config, name=case["model"], dtype="bfloat16")
+    assert stages(model, case["tp"], case["pp"])[case["rank"]].weight_bytes == case["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "weight_bytes"),
+    [
+        ("70b", 70_553_706_496, 141_107_412_992),  # "140 GB" in the scripts people start from
+        ("405b", 405_853_388_800, 811_706_777_600),  # "810"
+        ("405b-first-release", 410_081_247_232, 820_162_494_464),
+    ],
+)
+def test_figures_people_quote(name: str, parameters: int, weight_bytes: int) -> None:
+    model = spec(name)
+    assert model.parameters == parameters
+    assert model.weight_bytes == weight_bytes
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    """Mixtral 8x7B: 12.9 B active of 46.7 B (arxiv.org/abs/2401.04088)."""
+    model = spec("mixtral-8x7b")
+    assert round(model.active_parameters / 1e9, 1) == 12.9
+    assert spec("70b").active_parameters == spec("70b").parameters
+
+
+def test_fp8_of_405b_is_in_the_middle_layers_alone() -> None:
+    model = spec("405b-fp8")
+    schemes = [
+        {weight.name: weight.scheme for weight in layer.block.weights if isinstance(weight, Linear)}
+        for layer in model.layers
+    ]
+    assert schemes[60]["mlp.up_proj"] is FP8_CHANNEL
+    assert schemes[60]["self_attn.q_proj"] is model.quantization.plain
+    assert schemes[0]["mlp.up_proj"] is schemes[125]["mlp.up_proj"] is model.quantization.plain
+    # vLLM on MI300X, TP=8: "Loading model weights took 56.7677 GB"
+    assert stages(model, 8, 1)[0].weight_bytes / 2**30 == pytest.approx(56.77, abs=0.05)
+
+
+def test_block_scales_of_deepseek() -> None:
+    model = spec("v3")
+    assert model.quantization.linear is FP8_BLOCK
+    # the checkpoint: 680,571,043,840 elements in fp8 with the MTP layer, 41,555,600 in float32 (block scales)
+    assert 660e9 < model.weight_bytes < 690e9
+
+
+def test_unknown_architecture_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r"RwkvForCausalLM, which this planner does not know.*LlamaFor"):
+        model_from_config({"architectures": ["RwkvForCausalLM"], "hidden_size": 8}, name="x")
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_config_without_a_size_is_refused(missing: str) -> None:
+    config = {key: value for key, value in resolve("8b").config.items() if key != missing}
+    with pytest.raises(InvalidRequestError, match=missing):
+        model_from_config(config, name="x")
+
+
+def test_unknown_quantisation_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="'magic'"):
+        spec("8b", quantization_config={"quant_method": "magic"})
+    with pytest.raises(InvalidRequestError, match="quark has weights in fp6"):
+        spec("8b", quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6"}}})
+    with pytest.raises(InvalidRequestError, match="'magic'"):
+        model_from_config(resolve("8b").config, name="x", quantization="magic")
+
+
+@pytest.mark.parametrize(
+    ("config", "gib"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 5.33),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.61),
+        ({"quant_method": "fp8"}, 8.46),
+        ({"quant_method": "mxfp4"}, 14.96),  # mxfp4 is for experts
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8.46),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*down_proj": {}}}, 7.91),
+    ],
+)
+def test_sizes_of_quantised_8b(config: dict[str, Any], gib: float) -> None:
+    assert spec("8b", quantization_config=config).weight_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+
+
+def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
+    """As vLLM's `_get_and_verify_dtype` does."""
+    assert spec("allenai/OLMo-2-1124-7B").dtype == "bfloat16"
+    assert model_from_config(resolve("8b").config, name="x", dtype="float32").weight_bytes == 4 * 8_030_261_248
+
+
+def test_what_cannot_be_divided_is_named() -> None:
+    with pytest.raises(DoesNotFitError, match=r"attention heads \(28\).*tensor parallel size \(8\)"):
+        stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 8, 1)
+    with pytest.raises(DoesNotFitError, match="4 units of 128, which 7 ranks do not divide"):
+        stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 7, 1)
+    with pytest.raises(DoesNotFitError, match="200 stages"):
+        stages(spec("8b"), 1, 200)
+    with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
+        stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
+
+
+def test_expert_parallelism_keeps_experts_whole() -> None:
+    model = spec("Qwen/Qwen3-235B-A22B-FP8")
+    whole = stages(model, 8, 1, expert_parallel=True)[0].weight_bytes
+    assert whole == pytest.approx(model.weight_bytes / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages_count", "dealt"),
+    [
+        (126, 2, [63, 63]),
+        (61, 4, [15, 15, 16, 15]),
+        (7, 2, [4, 3]),
+        (31, 8, [4, 4, 4, 4, 4, 4, 4, 3]),
+        (5, 4, [1, 1, 2, 1]),
+    ],
+)
+def test_layers_are_dealt_as_vllm_deals_them(layers: int, stages_count: int, dealt: list[int]) -> None:
+    assert pipeline_layers(layers, stages_count) == dealt
+
+
+@pytest.mark.parametrize(("mib", "rest"), [(9.5, 0), (30, 0), (95, 1), (47.5, 0.5), (24.5, 0), (131.5, 0.5)])
+def test_allocator_rounding(mib: float, rest: float) -> None:
+    assert allocator_rounding(int(mib * 2**20)) == int(rest * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "says"),
+    [
+        ("8b", ["num_attention_heads"], 0, "num_attention_heads is 0: it must be a whole number of at least 1"),
+        ("8b", ["num_key_value_heads"], 0, "num_key_value_heads is 0"),
+        ("8b", ["hidden_size"], "4096", "hidden_size is '4096'"),
+        ("8b", ["num_hidden_layers"], 10**12, "from 1 to 10,000"),
+        ("8b", ["vocab_size"], True, "vocab_size is True"),
+        ("8b", ["intermediate_size"], -1, "not negative"),
+        ("8b", ["rope_scaling"], [], r"rope_scaling is \[\]: it must be an object"),
+        ("8b", ["architectures"], "LlamaForCausalLM", "must be a list"),
+        ("8b", ["quantization_config"], "fp8", "must be an object"),
+        ("deepseek-ai/DeepSeek-V3", ["moe_layer_freq"], 0, "moe_layer_freq is 0"),
+        ("deepseek-ai/DeepSeek-V3", ["rope_scaling", "factor"], float("nan"), "rope_scaling.factor is nan"),
+        ("google/gemma-3-4b-it", ["vision_config", "patch_size"], 0, "vision_config.patch_size is 0"),
+        ("google/gemma-3-4b-it", ["vision_config", "patch_size"], None, "no 'vision_config.patch_size'"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", ["block_configs"], [], "block_configs names 0 of its 80 layers"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_told_by_its_field(name: str, path: list[str], value: Any, says: str) -> None:
+    config: dict[str, Any] = copy.deepcopy(dict(resolve(name).config))
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(InvalidRequestError, match=says):
+        model_from_config(config, name="x")
+
+
+def test_null_is_as_good_as_missing() -> None:
+    config = dict(resolve("8b").config)
+    assert model_from_config({**config, "head_dim": None, "rope_scaling": None}, name="x").parameters == 8_030_261_248

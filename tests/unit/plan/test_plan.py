@@ -1,0 +1,347 @@
+"""The layouts that come out of the planner: the committed scripts', those people ask about, and why not others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan import (
+    ClusterSpec,
+    EngineConfig,
+    ModelSpec,
+    ServePlan,
+    Workload,
+    accelerator,
+    model_from_config,
+    plan,
+    resolve,
+)
+from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.choice.replicas import ways_to_share, which_wins
+from hpc_serve.plan.report.explain import explain
+
+WORKLOAD = ("max_model_len", "concurrency", "replicas")
+
+
+def spec(name: str, quantization: str | None = None, dtype: str = "auto") -> ModelSpec:
+    entry = resolve(name)
+    return model_from_config(entry.config, name=entry.name, quantization=quantization, dtype=dtype)
+
+
+def planned(
+    name: str,
+    gpu: str = "h100-80gb",
+    *,
+    nodes: int | None = None,
+    size: int | None = None,
+    quantization: str | None = None,
+    **options: Any,
+) -> ServePlan:
+    cluster = ClusterSpec(accelerator=accelerator(gpu), num_nodes=nodes, gpus_per_node=size)
+    workload = Workload(**{key: options.pop(key) for key in WORKLOAD if key in options})
+    engine = EngineConfig(quantization=quantization, **options)
+    return plan(spec(name, quantization), cluster, engine, workload)
+
+
+def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
+    return found.tensor_parallel_size, found.pipeline_parallel_size, found.num_nodes, found.gpus_per_node
+
+
+@pytest.mark.parametrize(
+    ("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))]
+)
+def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, int, int]) -> None:
+    found = planned(alias)
+    assert found.model == resolve(alias).name
+    assert layout_of(found) == layout
+    assert found.replicas == 1
+    assert found.max_model_len == 131072
+    assert found.vllm_args == (
+        *("--tensor-parallel-size", str(layout[0])),
+        *("--pipeline-parallel-size", str(layout[1])),
+        *("--max-model-len", "131072"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("alias", "weights", "full_context"), [("70b", 2, 3), ("405b", 11, 11), ("405b-first-release", 11, 12)]
+)
+def test_fewest_h100s_as_people_quote_them(alias: str, weights: int, full_context: int) -> None:
+    """"11 and 12" for 405B is of its first release, with 16 KV heads."""
+    minimum = planned(alias).minimum_gpus
+    assert (minimum.weights, minimum.full_context) == (weights, full_context)
+    assert minimum.usable is not None
+    assert minimum.usable >= full_context
+
+
+@pytest.mark.parametrize("alias", ["405b", "405b-first-release"])
+def test_405b_is_a_matter_of_two_nodes(alias: str) -> None:
+    assert layout_of(planned(alias)) == (8, 2, 2, 8)
+    with pytest.raises(NoLayoutError) as caught:
+        planned(alias, nodes=1)
+    text = str(caught.value)
+    assert "TP=8 PP=1 (1 node x 8): 10" in text  # GiB per GPU before any cache
+    assert "72.9 usable" in text
+    assert "--nodes 2 --gpus-per-node 8 (TP=8 PP=2)" in text
+    assert caught.value.exit_code == 3
+
+
+def test_405b_on_four_nodes_of_four_says_what_it_chose_between() -> None:
+    found = planned("405b", nodes=4, size=4)
+    assert layout_of(found) == (4, 4, 4, 4)
+    across = next(c for c in found.candidates if c.layout.tensor_parallel_size == 16)
+    assert across.verdict == "fits"
+    assert across.memory is not None
+    assert across.memory.kv_cache_tokens < found.memory.kv_cache_tokens / 2  # KV heads held twice
+    assert any("TP=16 PP=1" in reason and "cross the network" in reason for reason in found.reasons)
+    assert any("8 KV heads would be held 2 times" in reason for reason in found.reasons)
+
+
+def test_70b_is_a_matter_of_four() -> None:
+    """On two there is room for the weights, and for some ten thousand tokens, not for one request of 131 thousand."""
+    two = next(c for c in planned("70b").candidates if c.layout.tensor_parallel_size == 2)
+    assert two.verdict == "too small"
+    assert two.memory is not None
+    assert 5_000 < two.memory.kv_cache_tokens < 20_000
+    assert layout_of(planned("70b", max_model_len=8192)) == (2, 1, 1, 2)
+
+
+def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
+    """vLLM refuses the default of 1,024 on an H100 (vllm-project/recipes, pull request 551, sets 512)."""
+    found = planned("Qwen/Qwen3.5-27B", quantization="fp8")
+    assert layout_of(found) == (1, 1, 1, 1)
+    assert found.vllm_args[found.vllm_args.index("--max-num-seqs") + 1] == "512"
+    assert any("more sequences than blocks" in reason for reason in found.reasons)
+    assert "--max-num-seqs" not in planned("Qwen/Qwen3.5-27B", quantization="fp8", enforce_eager=True).vllm_args
+    assert "--max-num-seqs" not in planned("8b").vllm_args
+
+
+def test_more_sequences_than_blocks_are_refused() -> None:
+    with pytest.raises(NoLayoutError, match=r"max_num_seqs \(1024\) exceeds available Mamba cache blocks") as caught:
+        planned("Qwen/Qwen3.5-27B", nodes=1, size=1, quantization="fp8", max_num_seqs=1024)
+    assert "--max-num-seqs 512" in caught.value.remedies
+
+
+def test_more_requests_take_more_gpus() -> None:
+    assert layout_of(planned("70b", concurrency=8)) == (8, 1, 1, 8)
+    assert layout_of(planned("8b", concurrency=4)) == (2, 1, 1, 2)
+    assert layout_of(planned("70b", concurrency=20))[2] == 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "cache", "chips"), [(None, "auto", 16), ("int8", "int8", 8), ("int4", "int8", 4)]
+)
+def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> None:
+    """Slices of the scaling book's chapter on serving Llama 3-70B: 4x4, 4x2, 2x2."""
+    found = planned("70b", "v5e", quantization=quantization, kv_cache_dtype=cache, max_model_len=8192)
+    assert found.tensor_parallel_size == chips
+    assert found.pipeline_parallel_size == 1
+
+
+def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
+    """The on-prem guide of llama-recipes prefers four, which leaves almost no cache."""
+    question = Question(
+        model=spec("70b"),
+        cluster=ClusterSpec(accelerator=accelerator("a100-80gb")),
+        engine=EngineConfig(),
+        workload=Workload(),
+        max_model_len=8192,
+    )
+    ways = ways_to_share(question)
+    assert [(way.replicas, way.layout.tensor_parallel_size) for way in ways] == [(1, 8), (2, 4), (4, 2)]
+    totals = [way.total_tokens for way in ways]
+    assert totals[0] > totals[1] > 5 * totals[2]
+    sentence = which_wins(ways, 131072)
+    assert sentence is not None
+    assert f"{totals[2]:,}" in sentence
+    assert f"{totals[0]:,}" in sentence
+    assert "may have at most" in sentence
+
+
+def test_replicas_share_the_machines() -> None:
+    found = planned("70b", nodes=1, replicas=2)
+    assert (layout_of(found), found.replicas) == ((4, 1, 1, 4), 2)
+    found = planned("405b", nodes=4, replicas=2)
+    assert (layout_of(found), found.replicas) == ((8, 2, 2, 8), 2)
+    with pytest.raises(InvalidRequestError, match="3 replicas cannot share 1 x 8"):
+        planned("8b", nodes=1, replicas=3)
+    with pytest.raises(NoLayoutError):
+        planned("70b", nodes=1, replicas=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layout"),
+    [
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 1, 4)),
+        ({"tensor_parallel_size": 8}, (8, 1, 1, 8)),
+        ({"pipeline_parallel_size": 4}, (1, 4, 1, 4)),
+        ({"nodes": 2}, (8, 2, 2, 8)),
+        ({"nodes": 2, "tensor_parallel_size": 4}, (4, 4, 2, 8)),
+        ({"nodes": 2, "tensor_parallel_size": 16}, (16, 1, 2, 8)),
+        ({"nodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (2, 2, 2, 2)),
+        ({"nodes": 3, "size": 4}, (4, 3, 3, 4)),
+    ],
+)
+def test_what_is_asked_for_is_kept(asked: dict[str, Any], layout: tuple[int, int, int, int]) -> None:
+    assert layout_of(planned("70b", max_model_len=8192, **asked)) == layout
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"tensor_parallel_size": 3}, r"attention heads \(64\) must be divisible by tensor parallel size \(3\)"),
+        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 3, "nodes": 2}, "24 ranks, but 2 x 8 GPUs are 16"),
+        ({"tensor_parallel_size": 3, "pipeline_parallel_size": 3, "nodes": 2}, "2 nodes cannot share evenly"),
+        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 96, "nodes": 12}, "96 stages cannot share 80 layers"),
+    ],
+)
+def test_what_vllm_or_arithmetic_refuses(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(DoesNotFitError, match=says):
+        planned("70b", max_model_len=8192, **asked)
+
+
+def test_heads_that_do_not_divide_are_planned_around() -> None:
+    """28 heads: TP 8 is refused, so eight GPUs are TP=4 x PP=2."""
+    found = planned("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "t4", size=8, concurrency=30, max_model_len=32768)
+    assert layout_of(found) == (4, 2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "options", "remedy"),
+    [
+        ("70b", "h100-80gb", {"nodes": 1, "size": 2}, r"--max-model-len \d+"),
+        ("405b", "h100-80gb", {"nodes": 1}, "fp8 weights"),
+        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, "--kv-cache-dtype fp8"),
+        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, "10 requests of that length at once"),
+        ("70b", "l4", {"nodes": 1}, "--nodes 2 --gpus-per-node 8"),
+    ],
+)
+def test_what_would_make_it_fit_does(name: str, gpu: str, options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(NoLayoutError, match=remedy):
+        planned(name, gpu, **options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "headline", "sizes"),
+    [
+        ({"tensor_parallel_size": 3}, "Llama-3.3-70B-Instruct cannot be served so:", (4, 1, 1)),
+        ({"pipeline_parallel_size": 88}, "cannot be served so:", (1, 8, 1)),
+        ({"tensor_parallel_size": 128}, "cannot be served so:", (8, 1, 1)),
+    ],
+)
+def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
+    asked: dict[str, Any], headline: str, sizes: tuple[int, int, int]
+) -> None:
+    with pytest.raises(NoLayoutError, match=headline) as caught:
+        planned("70b", **asked)
+    tensor, pipeline, nodes = sizes
+    remedy = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --nodes {nodes}"
+    assert caught.value.remedies == (remedy,)
+    found = planned("70b", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, nodes=nodes)
+    assert layout_of(found)[:3] == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"tensor_parallel_size": 1000}, r"TP=1000 takes more than the 512 GPUs there are \(64 nodes x 8, the most"),
+        ({"tensor_parallel_size": 16, "nodes": 1}, r"TP=16 takes more than the 8 GPUs there are \(1 node x 8\)"),
+        ({"tensor_parallel_size": 12, "nodes": 2}, "TP=12 does not divide the 16 GPUs"),
+        ({"pipeline_parallel_size": 3, "nodes": 1}, "PP=3 does not divide the 8 GPUs.*out --pipeline-parallel-size"),
+    ],
+)
+def test_a_size_that_no_number_of_nodes_has_room_for_is_said_to_be_so(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(NoLayoutError, match=says):
+        planned("70b", **asked)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("405b", "v5e"), ("405b", "h100-80gb"), ("70b", "l4"), ("8b", "t4")])
+def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
+    found = planned(name, gpu)
+    layouts = [candidate.layout for candidate in found.candidates]
+    assert len(layouts) == len(set(layouts))
+    assert len(found.reasons) == len(set(found.reasons))
+
+
+def test_the_context_proposed_fits_and_the_next_does_not() -> None:
+    with pytest.raises(NoLayoutError) as caught:
+        planned("70b", nodes=1, size=2)
+    length = next(int(text.split()[1]) for text in caught.value.remedies if text.startswith("--max-model-len"))
+    assert planned("70b", nodes=1, size=2, max_model_len=length).max_model_len == length
+    with pytest.raises(NoLayoutError):
+        planned("70b", nodes=1, size=2, max_model_len=length + 1024)
+
+
+def test_flags_say_what_was_asked_for() -> None:
+    found = planned(
+        "70b",
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+        gpu_memory_utilization=0.8,
+        max_num_seqs=64,
+        enforce_eager=True,
+        max_model_len=8192,
+    )
+    words = " ".join(found.vllm_args)
+    for expected in (
+        "--gpu-memory-utilization 0.8",
+        "--max-num-seqs 64",
+        "--kv-cache-dtype fp8",
+        "--quantization fp8_per_tensor",  # vLLM 0.32's name for fp8 made while loading
+        "--enforce-eager",
+    ):
+        assert expected in words
+    assert any("quantises the 16-bit checkpoint to fp8" in reason for reason in found.reasons)
+
+
+def test_a_method_that_needs_another_checkpoint_is_said_and_not_passed_on() -> None:
+    found = planned("70b", quantization="awq", max_model_len=8192)
+    assert "--quantization" not in found.vllm_args
+    assert any("as if" in reason and "serve a checkpoint that is" in reason for reason in found.reasons)
+    assert any("no longer has bitsandbytes" in r for r in planned("70b", quantization="bitsandbytes").reasons)
+
+
+def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
+    t4 = ClusterSpec(accelerator=accelerator("t4"))
+    workload = Workload(max_model_len=2048)
+    assert plan(spec("meta-llama/Llama-3.2-3B"), t4, workload=workload).num_nodes == 1
+    with pytest.raises(DoesNotFitError, match="--dtype float16"):
+        plan(spec("meta-llama/Llama-3.2-3B", dtype="bfloat16"), t4, workload=workload)
+
+
+def test_explanation_adds_up() -> None:
+    found = planned("405b")
+    question = Question(
+        model=spec("405b"),
+        cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
+        engine=EngineConfig(),
+        workload=Workload(),
+        max_model_len=131072,
+    )
+    layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=2, num_nodes=2, gpus_per_node=8)
+    lines = explain(question, layout, found.memory, found.minimum_gpus, note=resolve("405b").note)
+    text = "\n".join(lines)
+    for expected in ("405,853,388,800", "811.7 / 80 = 10.15 -> 11", "61.52 GiB", "63.00 GiB", "16 KV heads", "123.05"):
+        assert expected in text
+    budget = [re.match(r"  ([ =-]) +([\d.]+) GiB  ", line) for line in lines]
+    signed = [(match[1], float(match[2])) for match in budget if match]
+    assert [sign for sign, _ in signed] == [" ", "-", "-", "-", "-", "-", "="]
+    assert signed[0][1] - sum(size for sign, size in signed if sign == "-") == pytest.approx(signed[-1][1], abs=0.04)
+
+
+def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
+    question = Question(
+        model=spec("Qwen/Qwen2.5-0.5B"),
+        cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
+        engine=EngineConfig(),
+        workload=Workload(),
+        max_model_len=2048,
+    )
+    ways = ways_to_share(question)
+    assert ways[-1].typical_requests >= ways[0].typical_requests
+    assert "hold no less" in (which_wins(ways, 2048) or "")

@@ -1,0 +1,135 @@
+"""Claims: whose a service's name is, and until when."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hpc_serve.errors import ServiceConflictError, StoreError
+from hpc_serve.rendezvous import claims
+from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.stubs import make_record
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+def job(**fields):
+    usual = {"service": "405b", "model": "m", "cluster": "slurm", "job_id": "7", "submitted_at": time.time()}
+    return SubmittedJob(**{**usual, **fields})
+
+
+def test_a_name_is_shared_by_replicas_of_one_model(store):
+    claim(store, "405b", "m")
+    store.write(make_record(model="m"))
+    claim(store, "405b", "m")
+
+
+@pytest.mark.parametrize("state", ["starting", "ready", "draining"])
+def test_a_name_in_use_is_refused_to_another_model(store, state):
+    store.write(make_record(model="m", state=state, stage="loading weights", job_id="12"))
+    with pytest.raises(ServiceConflictError, match=rf"taken by m \(job 12, {state}: loading weights\).*--service"):
+        claim(store, "405b", "other")
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_name_is_free_when_its_service_is_over(store, state):
+    claim(store, "405b", "m")
+    store.write(make_record(model="m", state=state))
+    claim(store, "405b", "other")
+
+
+def test_a_name_is_free_when_the_scheduler_says_so(store):
+    store.write(make_record(model="m", job_id="1"))
+    store.write_submitted(job(model="m", job_id="2"))
+    asked = []
+    claim(store, "405b", "other", is_over=lambda holder: asked.append(holder.job_id) or True)
+    assert sorted(asked) == ["1", "2"]
+
+
+def test_a_name_whose_record_fell_silent_is_free(store):
+    store.write(make_record(model="m", updated_at=time.time() - 2 * 3600))
+    claim(store, "405b", "other")
+
+
+def test_a_job_in_the_queue_holds_its_name(store):
+    store.write_submitted(job(model="m", job_id="2", submitted_at=time.time() - 24 * 3600))
+    with pytest.raises(ServiceConflictError, match=r"job 2, submitted"):
+        claim(store, "405b", "other")
+    store.write(make_record(model="m", job_id="2", state="failed"))
+    claim(store, "405b", "other")
+
+
+def test_a_job_that_was_cancelled_in_the_queue_holds_no_name(store):
+    store.write_submitted(job(model="m", end=JobEnd(state="stopped", reason="it was cancelled", at=1.0)))
+    claim(store, "405b", "other")
+
+
+def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store):
+    claim(store, "405b", "m")
+    with pytest.raises(ServiceConflictError, match="claimed for m 0 s ago"):
+        claim(store, "405b", "other")
+    release(store, "405b", "other")
+    with pytest.raises(ServiceConflictError):
+        claim(store, "405b", "other")
+    release(store, "405b", "m")
+    claim(store, "405b", "other")
+
+
+def test_an_old_claim_without_a_job_holds_nothing(store, monkeypatch):
+    monkeypatch.setattr(claims, "_UNUSED_CLAIM_S", 0.0)
+    claim(store, "405b", "m")
+    claim(store, "405b", "other")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
+def test_a_damaged_claim_claims_nothing(store, content):
+    store.ensure_service("405b")
+    (store.service_dir("405b") / "service.json").write_text(content)
+    claim(store, "405b", "m")
+
+
+def test_of_two_claims_at_once_one_wins(store):
+    outcomes = []
+    start = threading.Barrier(2)
+
+    def take(model):
+        start.wait()
+        try:
+            claim(store, "405b", model)
+            outcomes.append("taken")
+        except ServiceConflictError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=take, args=(model,)) for model in ("m", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["refused", "taken"]
+
+
+def test_the_lock_of_a_process_that_died_is_broken(store):
+    store.ensure_service("405b")
+    code = (
+        "import os, sys, pathlib; from hpc_serve.rendezvous.store import ServiceStore\n"
+        "from hpc_serve.rendezvous.claims import locked\n"
+        "with locked(ServiceStore(pathlib.Path(sys.argv[1])), '405b'): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(store.home)], check=False).returncode == 9
+    assert (store.service_dir("405b") / ".lock").exists()
+    claim(store, "405b", "m")
+    assert not (store.service_dir("405b") / ".lock").exists()
+
+
+def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
+    store.ensure_service("405b")
+    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 0.1)
+    with claims.locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
+        claim(ServiceStore(store.home), "405b", "m")

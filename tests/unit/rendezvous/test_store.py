@@ -1,0 +1,368 @@
+"""The store: private files, records that cannot be trusted, keys, and what is swept."""
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
+from hpc_serve.rendezvous import files
+from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
+from tests.support.stubs import make_record
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+def job(**fields):
+    usual = {"service": "405b", "model": "m", "cluster": "slurm", "job_id": "7", "submitted_at": time.time()}
+    return SubmittedJob(**{**usual, **fields})
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.lstat().st_mode) for path in [folder, *folder.rglob("*")]}
+
+
+# Where
+
+
+def test_the_home_is_named_by_the_environment_or_below_the_home_directory(tmp_path, monkeypatch):
+    assert default_home({"HPC_SERVE_HOME": "/shared/x", "HOME": "/home/a"}) == Path("/shared/x")
+    assert default_home({"HOME": "/home/a"}) == Path("/home/a/.hpc-serve")
+    assert default_home({"HPC_SERVE_HOME": "", "HOME": "/home/a"}) == Path("/home/a/.hpc-serve")
+    monkeypatch.chdir(tmp_path)
+    assert default_home({"HPC_SERVE_HOME": "rel"}) == tmp_path / "rel"
+
+
+# Private
+
+
+def test_everything_is_private_whatever_the_umask(store):
+    before = os.umask(0)
+    try:
+        claim(store, "405b", "m")
+        store.ensure_api_key("405b")
+        store.write(make_record(job_id="1"))
+        store.write_submitted(job())
+    finally:
+        os.umask(before)
+    for name, mode in tree(store.home).items():
+        is_folder = (store.home / name).is_dir()
+        assert mode == (0o700 if is_folder else 0o600), name
+
+
+def test_a_file_is_private_from_its_first_byte(store, monkeypatch):
+    modes = []
+    fsync = os.fsync
+    monkeypatch.setattr(files.os, "fsync", lambda fd: (modes.append(stat.S_IMODE(os.fstat(fd).st_mode)), fsync(fd))[1])
+    store.write(make_record())
+    assert modes[0] == 0o600
+
+
+def test_folders_that_were_left_open_are_closed(store):
+    store.ensure_service("405b")
+    for folder in (store.home / "services", store.service_dir("405b")):
+        folder.chmod(0o755)
+    store.write(make_record())
+    assert {tree(store.home)[name] for name in ("services", "services/405b")} == {0o700}
+
+
+def test_a_home_that_was_there_keeps_its_mode(tmp_path):
+    tmp_path.chmod(0o755)
+    ServiceStore(tmp_path).ensure_service("405b")
+    assert tree(tmp_path)["."] == 0o755
+    assert tree(tmp_path)["services"] == 0o700
+
+
+@as_root
+@pytest.mark.parametrize("which", ["", "services", "services/405b"])
+def test_a_folder_of_somebody_else_is_refused(store, which):
+    store.ensure_service("405b")
+    os.chown(store.home / which, NOBODY, NOBODY)
+    with pytest.raises(StoreError, match=r"belongs to user 65534.*HPC_SERVE_HOME"):
+        store.write(make_record())
+
+
+def test_a_file_in_the_way_is_named(store):
+    store.home.mkdir()
+    (store.home / "services").write_text("")
+    with pytest.raises(StoreError, match=r"services is in the way"):
+        store.write(make_record())
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.EROFS, "HPC_SERVE_HOME"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot write")]
+)
+def test_what_the_filesystem_refuses_is_explained(store, monkeypatch, number, advice):
+    def refuse(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(StoreError, match=advice) as refusal:
+        store.write(make_record())
+    assert os.strerror(number) in str(refusal.value)
+    assert isinstance(refusal.value, OSError)
+    assert not [name for name in tree(store.home) if name.endswith(".tmp")], "a failed write leaves nothing behind"
+
+
+def test_a_home_that_cannot_be_made_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        ServiceStore(tmp_path / "file" / "home").ensure_service("405b")
+
+
+# Records
+
+
+def test_records_are_read_oldest_first(store):
+    late, early = make_record(job_id="1", started_at=2.0), make_record(job_id="2", started_at=1.0)
+    store.write(late)
+    store.write(early)
+    assert store.read("405b").records == (early, late)
+
+
+def test_a_record_is_replaced_whole(store):
+    record = make_record()
+    path = store.write(record)
+    with path.open() as before:
+        store.write(replace(record, counter=9))
+        assert json.load(before)["counter"] == record.counter, "who had it open reads the old one to its end"
+    assert store.read("405b").records == (replace(record, counter=9),)
+
+
+def test_reading_makes_nothing(store):
+    assert store.read("405b").records == ()
+    assert store.services() == ()
+    assert not store.home.exists()
+
+
+def test_names_are_checked_before_they_are_paths(store):
+    for name in ("../x", "a/b", ""):
+        with pytest.raises(InvalidRequestError):
+            store.read(name)
+    with pytest.raises(InvalidRequestError):
+        store.write(make_record(job_id="../../x"))
+
+
+def test_services_are_those_with_a_folder(store):
+    for name in ("b", "a"):
+        store.ensure_service(name)
+    (store.home / "services" / "a file").write_text("")
+    (store.home / "services" / "file").write_text("")
+    (store.home / "services" / ".hidden").mkdir()
+    assert store.services() == ("a", "b")
+
+
+def test_files_that_cannot_be_trusted_are_problems(store):
+    good = make_record(job_id="1")
+    store.write(good)
+    folder = store.service_dir("405b")
+    (folder / "2-r0-0.json").write_text(good.to_json()[:40])
+    (folder / "3-r0-0.json").write_bytes(b"\xff\xfe")
+    (folder / "4-r0-0.json").write_text(good.to_json())
+    (folder / "5-r0-0.json").symlink_to("1-r0-0.json")
+    os.mkfifo(folder / "6-r0-0.json")
+    (folder / "7-r0-0.json").mkdir()
+    (folder / "8-r0-0.json").write_text(make_record(job_id="8", service="other").to_json())
+    (folder / "9-r0-0.json").write_text("x" * (files._MAX_FILE_BYTES + 1))
+    found = store.read("405b")
+    assert found.records == (good,)
+    for number, why in [
+        *[(2, "half-written"), (3, "not text"), (4, "it was copied"), (5, "symbolic link")],
+        *[(6, "not a regular file"), (7, "directory"), (8, "it was copied"), (9, "longer than")],
+    ]:
+        (problem,) = [problem for problem in found.problems if f"{number}-r0-0.json" in problem]
+        assert why in problem.lower()
+
+
+@as_root
+def test_a_record_of_somebody_else_is_not_trusted(store):
+    path = store.write(make_record())
+    os.chown(path, NOBODY, NOBODY)
+    found = store.read("405b")
+    assert found.records == ()
+    assert "belongs to user 65534" in found.problems[0]
+
+
+def test_a_file_that_is_listed_and_gone_is_no_problem(store, monkeypatch):
+    store.write(make_record())
+    stale = "hpc_serve.rendezvous.store.list_folder"
+    monkeypatch.setattr(stale, lambda path: ["9-r0-0.json", *files.list_folder(path)])
+    found = store.read("405b")
+    assert len(found.records) == 1
+    assert found.problems == ()
+
+
+def test_a_stale_handle_is_opened_again(store, monkeypatch):
+    store.write(make_record())
+    failures = iter([True, True])
+    opening = os.open
+
+    def stale(path, flags, *rest):
+        if str(path).endswith("-r0-0.json") and next(failures, False):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opening(path, flags, *rest)
+
+    monkeypatch.setattr(files.os, "open", stale)
+    assert len(store.read("405b").records) == 1
+
+
+def test_a_handle_that_stays_stale_is_a_problem(store, monkeypatch):
+    store.write(make_record())
+
+    def stale(path, *rest):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(files.os, "open", stale)
+    assert "Stale file handle" in store.read("405b").problems[0]
+
+
+def test_jobs_without_a_record_are_known(store):
+    for job_id in ("7", "8", "9"):
+        store.write_submitted(job(job_id=job_id))
+    store.write(make_record(job_id="8"))
+    store.write(make_record(job_id="9_2"))
+    found = store.read("405b")
+    assert [entry.job_id for entry in found.submitted] == ["7", "8", "9"]
+    assert [entry.job_id for entry in found.without_record()] == ["7"]
+    assert store.read_submitted("405b") == found.submitted
+
+
+# Keys
+
+
+def test_a_key_is_made_once(store):
+    path = store.ensure_api_key("405b")
+    key = store.read_api_key("405b")
+    assert len(key) >= 32
+    assert store.ensure_api_key("405b") == path
+    assert store.read_api_key("405b") == key
+    store.ensure_api_key("8b")
+    assert store.read_api_key("8b") != key
+
+
+MAKER = """
+import sys, pathlib
+from hpc_serve.rendezvous.store import ServiceStore
+store = ServiceStore(pathlib.Path(sys.argv[1]))
+sys.stdin.readline()
+store.ensure_api_key("405b")
+print(store.read_api_key("405b"))
+"""
+
+
+def test_makers_at_once_end_with_one_key(store):
+    store.ensure_service("405b")
+    makers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAKER, str(store.home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    for maker in makers:
+        maker.stdin.write("go\n")
+        maker.stdin.flush()
+    keys = {maker.communicate()[0] for maker in makers}
+    assert [maker.returncode for maker in makers] == [0] * 4
+    assert keys == {store.read_api_key("405b") + "\n"}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_filesystem_without_links_has_keys_too(store, monkeypatch, number):
+    def no_links(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "link", no_links)
+    store.ensure_api_key("405b")
+    key = store.read_api_key("405b")
+    store.ensure_api_key("405b")
+    assert store.read_api_key("405b") == key
+
+
+def test_a_key_that_others_can_read_is_refused(store):
+    path = store.ensure_api_key("405b")
+    path.chmod(0o640)
+    for use in (store.ensure_api_key, store.read_api_key):
+        with pytest.raises(RecordError, match=r"read by others \(mode 0640\)"):
+            use("405b")
+
+
+@as_root
+def test_a_key_of_somebody_else_is_refused(store):
+    os.chown(store.ensure_api_key("405b"), NOBODY, NOBODY)
+    with pytest.raises(RecordError, match="belongs to user 65534"):
+        store.ensure_api_key("405b")
+
+
+@pytest.mark.parametrize("content", ["", "short", "with a blank in it", "x" * 20 + "\n" + "y" * 20])
+def test_a_key_that_cannot_be_one_is_refused_without_showing_it(store, content):
+    path = store.ensure_api_key("405b")
+    path.write_text(content)
+    with pytest.raises(RecordError, match="no usable key") as refusal:
+        store.read_api_key("405b")
+    assert not content or content not in str(refusal.value)
+
+
+def test_a_missing_key_is_explained(store):
+    with pytest.raises(StoreError, match="no API key yet"):
+        store.read_api_key("405b")
+
+
+# Sweeping
+
+
+def test_what_is_over_for_a_week_is_swept(store):
+    old = time.time() - WEEK_S - 60
+    store.write(make_record(job_id="1", state="stopped", updated_at=old))
+    store.write(make_record(job_id="2", state="starting", updated_at=old))
+    store.write(make_record(job_id="3", state="stopped"))
+    store.write(make_record(job_id="4"))
+    for number in ("1", "3", "5"):
+        store.write_submitted(job(job_id=number, submitted_at=old))
+    leftover = store.service_dir("405b") / ".1-r0-0.json.abc.tmp"
+    leftover.write_text("")
+    os.utime(leftover, (old, old))
+    fresh = store.service_dir("405b") / ".3-r0-0.json.abc.tmp"
+    fresh.write_text("")
+    assert store.sweep("405b") == 5
+    found = store.read("405b")
+    assert [record.job_id for record in found.records] == ["3", "4"]
+    assert [entry.job_id for entry in found.submitted] == ["5"], "it may still wait in the queue"
+    assert fresh.exists()
+    assert not leftover.exists()
+    assert store.sweep("405b", is_over=lambda holder: True) == 1
+    assert store.read_submitted("405b") == ()
+
+
+def test_a_job_whose_end_was_noted_comes_no_more(store):
+    store.write_submitted(job(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0))
+    found = store.read("405b")
+    assert (found.without_record(), found.coming()) == (found.submitted, ())
+    assert store.sweep("405b") == 1
+
+
+def test_sweeping_a_service_that_is_not_there_is_nothing(store):
+    assert store.sweep("405b") == 0
+    assert not store.home.exists()
+
+
+def test_the_last_end_is_the_news_whichever_job_began_first(store):
+    older_job_that_ended_last = make_record(job_id="1", state="failed", started_at=100.0, updated_at=900.0)
+    newer_job_that_ended_first = make_record(job_id="2", state="failed", started_at=200.0, updated_at=300.0)
+    for one in (older_job_that_ended_last, newer_job_that_ended_first):
+        store.write(one)
+    assert [one.job_id for one in store.read("405b").records] == ["2", "1"]

@@ -1,0 +1,254 @@
+"""Scripts: complete, readable, and safe whatever the values are."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.submit.planning import plan_request
+from hpc_serve.submit.render import render_argv, render_script
+from hpc_serve.submit.request import Environment, JobSettings, ServeRequest, SlurmOptions
+
+NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
+
+
+def request_of(alias: str, num_nodes: int | None = None, **fields: Any) -> ServeRequest:
+    return ServeRequest(**{"model": alias, "service": alias, "num_nodes": num_nodes, **fields})
+
+
+def script(alias: str = "405b", num_nodes: int | None = 2, **fields: Any) -> str:
+    request = request_of(alias, num_nodes, **fields)
+    return render_script(request, plan_request(request))
+
+
+def bash_accepts(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-"], input=text, text=True, check=True)
+
+
+BF16 = ("--dtype", "bfloat16")
+COMMITTED = {
+    "8b": request_of("8b"),
+    "70b": request_of("70b"),
+    "405b": request_of("405b", 2),
+    "70b-mi300x": request_of("70b", gpu="mi300x"),
+    "70b-v6e": request_of("70b", gpu="v6e:2x4"),
+    "70b-v5e": request_of("70b", gpu="v5e:4x4"),
+    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * 2**30, engine_args=BF16),
+}
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_scripts_are_what_render_prints(name):
+    committed = Path(__file__).parents[3] / "sbatch" / f"{name}.sh"
+    request = COMMITTED[name]
+    assert committed.read_text() == render_script(request, plan_request(request))
+    bash_accepts(committed.read_text())
+
+
+def test_no_committed_script_is_left_out():
+    assert {path.stem for path in (Path(__file__).parents[3] / "sbatch").iterdir()} == set(COMMITTED)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "directive", "launcher", "not_run"),
+    [
+        ("h100-80gb", "--gpus-per-node=4", "--gpus-per-node 4", None),
+        ("mi300x", "--gpus-per-node=2", "--gpus-per-node 2", "no AMD GPU"),
+        ("v5e:4x4", None, "--tpus-per-node 4", "no Google chip"),
+        ("v6e:2x4", None, "--tpus-per-node 8", "no Google chip"),
+        ("cpu-genoa-2s", None, "--gpus-per-node 0", None),
+    ],
+)
+def test_one_setting_changes_the_hardware(gpu, directive, launcher, not_run):
+    memory = 384 * 2**30 if gpu.startswith("cpu") else None
+    text = script("70b", None, gpu=gpu, gpu_memory_bytes=memory)
+    bash_accepts(text)
+    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH") and "gpu" in line]
+    assert asked == ([directive] if directive else [])
+    assert f"--backend auto {launcher} -- \\\n" in text
+    assert ("Rendered, not run here" in text) == bool(not_run)
+    assert not_run is None or not_run in text
+    assert ("#SBATCH --exclusive\n" in text) == (directive is None)
+
+
+def test_a_cpu_engine_is_told_the_cache_that_was_planned():
+    request = request_of("8b", gpu="cpu", gpu_memory_bytes=64 * 2**30)
+    plan = plan_request(request)
+    assert f"--kv-cache-memory-bytes {plan.memory.kv_cache_bytes} \\\n" in render_script(request, plan)
+
+
+def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
+    share = SlurmOptions(exclusive=False, cpus_per_task=16)
+    lines = script("8b", None, gpu="cpu-genoa", gpu_memory_bytes=64 * 2**30, slurm=share).splitlines()
+    assert {"#SBATCH --cpus-per-task=16", "#SBATCH --mem=64G"} <= set(lines)
+    assert "#SBATCH --exclusive" not in lines
+    with pytest.raises(InvalidRequestError, match="--cpus-per-task"):
+        script("8b", None, gpu="cpu", gpu_memory_bytes=64 * 2**30, slurm=SlurmOptions(exclusive=False))
+
+
+@pytest.mark.parametrize("method", ["int8", "nvfp4"])
+def test_a_method_that_vllm_does_not_have_is_no_word_for_it(method):
+    with pytest.raises(InvalidRequestError, match="name a checkpoint that is quantised so"):
+        script("8b", None, engine_args=("--quantization", method))
+
+
+@pytest.mark.parametrize("gpu", ["gaudi3", "v7x"])
+def test_what_is_planned_for_alone_has_no_script(gpu):
+    with pytest.raises(InvalidRequestError, match="has no script for it"):
+        script("8b", None, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("alias", "num_nodes", "directives", "options"),
+    [
+        ("8b", None, ["--nodes=1", "--gpus-per-node=1"], ["--tensor-parallel-size 1"]),
+        ("70b", None, ["--nodes=1", "--gpus-per-node=4"], ["--tensor-parallel-size 4"]),
+        ("405b", 2, ["--nodes=2", "--gpus-per-node=8"], ["--tensor-parallel-size 8", "--pipeline-parallel-size 2"]),
+    ],
+)
+def test_a_script_asks_slurm_for_what_the_engine_is_told_to_use(alias, num_nodes, directives, options):
+    text = script(alias, num_nodes)
+    assert all(f"#SBATCH {line}\n" in text for line in directives)
+    assert all(f"{option} \\\n" in text for option in options)
+
+
+@pytest.mark.parametrize("kind", ["auto", "venv", "conda", "none", "apptainer"])
+@pytest.mark.parametrize("cluster", ["slurm", "local"])
+def test_every_environment_gives_a_script_that_bash_accepts(kind, cluster):
+    environment = Environment(
+        kind=kind, path="/opt/a folder/x", modules=("cuda/12.8", "gcc"), binds=("/scratch:/scratch",)
+    )
+    nodes = 2 if cluster == "slurm" else None
+    text = script(
+        cluster=cluster,
+        num_nodes=nodes,
+        environment=environment,
+        settings=JobSettings(interface="ib0"),
+        log_dir="/logs",
+    )
+    bash_accepts(text)
+    assert ("apptainer exec --nv --bind /scratch:/scratch '/opt/a folder/x' python -m hpc_serve.job " in text) == (
+        kind == "apptainer"
+    )
+    assert "module load cuda/12.8\n" in text
+
+
+@pytest.mark.parametrize(("gpu", "flag"), [("h100-80gb", "--nv"), ("mi300x", "--rocm"), ("v5e", None)])
+def test_a_container_gets_the_driver_of_the_accelerator(gpu, flag):
+    line = next(
+        line
+        for line in script("8b", None, gpu=gpu, environment=Environment(kind="apptainer", path="x.sif")).splitlines()
+        if "hpc_serve.job.prepare" in line
+    )
+    assert {word for word in line.split() if word in ("--nv", "--rocm")} == ({flag} if flag else set())
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_whatever_a_value_holds_it_stays_one_word(nasty):
+    text = script(
+        environment=Environment(kind="conda", path=nasty, modules=(nasty,)),
+        settings=JobSettings(tmpdir=nasty),
+        engine_args=("--chat-template", nasty),
+    )
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    quoted = shlex.quote(nasty)
+    assert f"\nconda activate {quoted}\n" in text
+    assert f"\nmodule load {quoted}\n" in text
+    assert f"\nexport HPC_SERVE_TMPDIR={quoted}\n" in text
+    assert f"--chat-template {quoted} \\\n" in text
+
+
+@pytest.mark.parametrize("name", ["job_name", "partition", "account", "qos", "constraint", "mem"])
+@pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a b", "a'b", 'a"b', "", "$HOME"])
+def test_what_cannot_stand_in_a_directive_is_refused(name, value):
+    with pytest.raises(InvalidRequestError, match=name.replace("_", "-")):
+        SlurmOptions(**{name: value})
+
+
+@pytest.mark.parametrize("word", ["no-dashes", "--x=a\nb", "--x=a b", "-", "--"])
+def test_an_extra_directive_is_checked_too(word):
+    with pytest.raises(InvalidRequestError, match="extra sbatch option"):
+        SlurmOptions(extra=(word,))
+
+
+def test_site_options_become_directives():
+    options = SlurmOptions(
+        partition="gpu",
+        account="proj",
+        qos="high",
+        time="2-00:00:00",
+        gpu_directive="gres",
+        gres_type="h100",
+        exclusive=False,
+        mem="100G",
+        cpus_per_task=7,
+        extra=("--switches=1",),
+    )
+    lines = [line for line in script(slurm=options).splitlines() if line.startswith("#SBATCH")]
+    assert lines == [
+        "#SBATCH --job-name=hpc-serve-405b",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=proj",
+        "#SBATCH --qos=high",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gres=gpu:h100:8",
+        "#SBATCH --cpus-per-task=7",
+        "#SBATCH --mem=100G",
+        "#SBATCH --time=2-00:00:00",
+        "#SBATCH --output=%x-%j.log",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --switches=1",
+    ]
+
+
+def test_a_site_overrides_one_block_and_keeps_the_rest(tmp_path: Path):
+    (tmp_path / "slurm.sh.j2").write_text(
+        '{% extends "base.sh.j2" %}{% block modules %}\nmodule --force purge\n{{ super() -}}\n{% endblock %}\n'
+    )
+    text = script(templates_dir=str(tmp_path), environment=Environment(modules=("cuda",)))
+    assert "module --force purge\nmodule load cuda\n" in text
+
+
+def test_a_site_template_that_asks_for_an_unknown_value_is_refused(tmp_path: Path):
+    (tmp_path / "slurm.sh.j2").write_text("{{ no_such_value }}")
+    with pytest.raises(InvalidRequestError, match="no_such_value"):
+        script(templates_dir=str(tmp_path))
+
+
+def test_the_header_says_how_to_get_the_script_again():
+    request = ServeRequest(
+        model="405b", service="big", num_nodes=2, tensor_parallel_size=8, backend="mp", engine_args=("--seed", "1")
+    )
+    assert shlex.join(render_argv(request)) == (
+        "hpc-serve render --model 405b --name big --nodes 2 --tensor-parallel-size 8 --backend mp -- --seed 1"
+    )
+
+
+def test_the_header_cannot_be_left_by_a_newline():
+    text = script(engine_args=("--x", "a\nrm -rf ~"))
+    assert "\nrm -rf ~ \\" not in text.split("set -euo pipefail")[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_nodes": 0}, "nodes is 0"),
+        ({"tensor_parallel_size": -1}, "tensor-parallel-size is -1"),
+        ({"backend": "mpi"}, "auto, ray or mp"),
+        ({"cluster": "local", "num_nodes": 2}, "this machine alone"),
+        ({"log_dir": "logs"}, "absolute path"),
+        ({"log_dir": "/a b"}, "log-dir"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(fields, why):
+    with pytest.raises(InvalidRequestError, match=why):
+        ServeRequest(model="8b", service="8b", **fields)

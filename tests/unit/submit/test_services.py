@@ -1,0 +1,649 @@
+"""Submitting, judging, waiting for and stopping services, against stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.client.views import Answer
+from hpc_serve.errors import (
+    DoesNotFitError,
+    InvalidRequestError,
+    SchedulerUnavailableError,
+    ServiceConflictError,
+    ServiceFailedError,
+    ServiceNotFoundError,
+    StoreError,
+    SubmissionRefusedError,
+    UnknownModelError,
+    WaitTimeoutError,
+)
+from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import job_logs, scheduler, services
+from hpc_serve.submit.look import look
+from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.scheduler import SchedulerView
+from hpc_serve.submit.status import ServiceStatus
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import StubService, make_record
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    for name in ("_RECORDS_S", "_SCHEDULER_S", "_LAST_WORD_S"):
+        monkeypatch.setattr(services, name, 0.02)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    return fake
+
+
+@pytest.fixture
+def environ(store, tmp_path, monkeypatch):
+    """What `submit` is told: a home, and an environment for the job."""
+    activate = tmp_path / "env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    return {"HPC_SERVE_HOME": str(store.home), "HPC_SERVE_ENV": str(tmp_path / "env")}
+
+
+def request(**fields) -> ServeRequest:
+    return ServeRequest(**{"model": "8b", "service": "8b", **fields})
+
+
+def note(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
+    usual = {"service": "8b", "model": MODEL, "cluster": "slurm", "submitted_at": time.time(), "job_id": job_id}
+    job = SubmittedJob(**{**usual, **fields})
+    store.write_submitted(job)
+    return job
+
+
+def record(store: ServiceStore, job_id: str = "7", **fields):
+    usual = {"service": "8b", "model": MODEL, "job_id": job_id, "state": "starting", "stage": "loading weights"}
+    made = make_record(**{**usual, **fields})
+    store.write(made)
+    return made
+
+
+def the_one(store: ServiceStore) -> ServiceStatus:
+    (status,) = look(store).services
+    return status
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+class TestSubmit:
+    def test_a_job_is_submitted_and_written_down(self, store, slurm, environ):
+        done = services.submit(request(slurm=SlurmOptions(partition="gpu")), environ=environ)
+        assert (done.job.job_id, done.job.model, done.job.gpus_per_node) == ("101", MODEL, 1)
+        assert store.read_submitted("8b") == (done.job,)
+        (script,) = slurm.scripts
+        assert script == Path(done.job.script or "").read_text()
+        assert "#SBATCH --partition=gpu\n" in script
+        assert f"#SBATCH --output={store.log_dir('8b')}/%j.log\n" in script
+        assert done.job.log_path == str(store.log_dir("8b") / "101.log")
+        assert store.read_api_key("8b") not in script
+        assert done.job.predicted["weight_bytes"] > 16e9
+
+    def test_the_log_folder_asked_for_is_made(self, store, slurm, environ, tmp_path):
+        done = services.submit(request(log_dir=str(tmp_path / "a" / "logs")), environ=environ)
+        assert done.job.log_path == str(tmp_path / "a" / "logs" / "101.log")
+        assert (tmp_path / "a" / "logs").is_dir()
+
+    def test_what_the_service_has_already_is_told(self, store, slurm, environ):
+        first = services.submit(request(), environ=environ)
+        slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
+        second = services.submit(request(), environ=environ)
+        assert first.others == ()
+        assert sorted((one.job_id, one.state) for one in second.others) == [("101", "pending"), ("55", "pending")]
+        slurm.queue()
+        slurm.job("101", "CANCELLED")
+        slurm.job("102", "FAILED", exit_code="1:0")
+        assert services.submit(request(), environ=environ).others == ()
+
+    def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
+        slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
+        with pytest.raises(SubmissionRefusedError, match="Invalid qos specification"):
+            services.submit(request(), environ=environ)
+        assert files(store.service_dir("8b")) == {"api_key"}
+        (slurm.bin.parent / "refusal").unlink()
+        services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+
+    def test_what_cannot_be_written_down_is_not_left_running(self, store, slurm, environ, monkeypatch):
+        def full(*_):
+            raise StoreError("the filesystem is full")
+
+        monkeypatch.setattr(ServiceStore, "write_submitted", full)
+        with pytest.raises(StoreError, match="full"):
+            services.submit(request(), environ=environ)
+        assert slurm.cancelled == ["101"]
+        assert "service.json" not in files(store.service_dir("8b"))
+
+    @pytest.mark.parametrize(
+        ("fields", "error", "words"),
+        [
+            ({"model": "8bb"}, UnknownModelError, "8bb"),
+            ({"model": "70b", "tensor_parallel_size": 7, "num_nodes": 1}, DoesNotFitError, "7"),
+            ({"model": "405b", "num_nodes": 1}, DoesNotFitError, "does not fit"),
+            ({"log_dir": "/dev/null/x"}, StoreError, "--log-dir"),
+            ({"environment": Environment(kind="venv", path="/nonexistent")}, InvalidRequestError, "/nonexistent"),
+            ({"environment": Environment(kind="apptainer", path="/no.sif")}, InvalidRequestError, "/no.sif"),
+            ({"engine_args": ("--max-num-seqs", "many")}, InvalidRequestError, "--max-num-seqs is 'many'"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_happens(self, store, slurm, environ, fields, error, words):
+        with pytest.raises(error, match=words):
+            services.submit(request(**fields), environ=environ)
+        assert slurm.scripts == []
+        assert not files(store.home)
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [(None, "not a folder"), ([], "no config.json"), (["config.json"], "holds no weights")],
+    )
+    def test_weights_that_are_not_there_are_found_before_the_queue(
+        self, store, slurm, environ, tmp_path, content, words
+    ):
+        if content is not None:
+            (tmp_path / "model").mkdir()
+            for name in content:
+                (tmp_path / "model" / name).write_text("{}")
+        with pytest.raises(InvalidRequestError, match=words):
+            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
+        assert slurm.scripts == []
+
+    def test_random_weights_need_no_files(self, store, slurm, environ, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        stand_in = environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")}
+        services.submit(request(engine_args=("--load-format", "dummy")), environ=stand_in)
+        (tmp_path / "model" / "hpc-serve-args.txt").write_text("--load-format dummy\n")
+        services.submit(request(), environ=stand_in)
+        assert len(slurm.scripts) == 2
+
+    def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(InvalidRequestError, match="set HPC_SERVE_ENV"):
+            services.submit(request(), environ={"HPC_SERVE_HOME": str(store.home)})
+        assert slurm.scripts == []
+
+    def test_a_name_is_one_model_s_as_long_as_its_job_may_live(self, store, slurm, environ):
+        services.submit(request(), environ=environ)
+        with pytest.raises(ServiceConflictError, match="job 101"):
+            services.submit(request(model="70b"), environ=environ)
+        assert len(slurm.scripts) == 1
+        services.submit(request(), environ=environ)  # the same model: another replica
+        slurm.queue()
+        for job_id in ("101", "102"):
+            slurm.job(job_id, "CANCELLED")
+        services.submit(request(model="70b"), environ=environ)
+        assert len(slurm.scripts) == 3
+
+    def test_a_silent_controller_frees_no_name(self, store, slurm, environ):
+        services.submit(request(), environ=environ)
+        slurm.be_silent()
+        with pytest.raises(ServiceConflictError):
+            services.submit(request(model="70b"), environ=environ)
+        with pytest.raises(SchedulerUnavailableError):
+            services.submit(request(), environ=environ)
+
+
+class TestStatus:
+    def test_a_job_in_the_queue_says_why_it_waits(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Resources"))
+        status = the_one(store)
+        assert (status.state, status.reason) == ("pending", "waiting for free nodes (Resources)")
+
+    def test_a_script_that_has_begun(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+
+    def test_a_record_says_how_far_a_start_is(self, store, slurm):
+        note(store)
+        record(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        status = the_one(store)
+        assert (status.state, status.stage, status.time_left) == ("starting", "loading weights", "1:00:00")
+
+    @pytest.mark.parametrize("published", [False, True], ids=["before its record", "after its record"])
+    @pytest.mark.parametrize(
+        ("state", "exit_code", "expected", "reason"),
+        [
+            ("TIMEOUT", "0:15", "failed", "time limit (TIMEOUT)"),
+            ("NODE_FAIL", "0:15", "failed", "a node of it failed"),
+            ("OUT_OF_MEMORY", "0:125", "failed", "more memory"),
+            ("FAILED", "78:0", "failed", "exited with code 78"),
+            ("CANCELLED", "0:15", "stopped", "it was cancelled"),
+        ],
+    )
+    def test_an_end_that_nobody_wrote_down_is_slurm_s_to_tell(
+        self, store, slurm, state, exit_code, expected, reason, published
+    ):
+        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        Path(job.log_path or "").write_text("one\nno Python environment in /x\n")
+        if published:
+            record(store)
+        slurm.job("7", state, exit_code=exit_code)
+        status = the_one(store)
+        assert status.state == expected
+        assert reason in status.reason
+        assert status.last_words[-1] == "no Python environment in /x"
+        assert (status.is_over, status.has_last_word) == (True, False)
+        assert status.exit_code == int(exit_code.partition(":")[0])
+
+    def test_a_job_that_slurm_has_forgotten_is_over_but_how_is_not_known(self, store, slurm):
+        note(store)
+        status = the_one(store)
+        assert status.state == "failed"
+        assert "not known" in status.reason
+
+    @pytest.mark.parametrize("with_record", [False, True])
+    def test_silence_is_unknown_and_never_an_end(self, store, slurm, with_record):
+        note(store)
+        if with_record:
+            record(store, updated_at=time.time() - 500)
+        slurm.be_silent()
+        report = look(store)
+        assert report.services[0].state == "unknown"
+        assert not report.services[0].is_over
+        assert "does not answer" in report.problems[-1]
+
+    def test_a_fresh_record_is_believed_while_the_controller_is_silent(self, store, slurm):
+        note(store)
+        record(store)
+        slurm.be_silent()
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
+
+    def test_the_last_word_of_a_launcher_is_kept_whatever_slurm_says(self, store, slurm):
+        note(store)
+        record(store, state="failed", failed_part="engine", reason="engine exited with 3", exit_code=3)
+        slurm.be_silent()
+        status = the_one(store)
+        assert (status.state, status.failed_part, status.exit_code) == ("failed", "engine", 3)
+        assert look(store).problems == ()
+
+    @pytest.mark.parametrize(
+        ("state", "reason"),
+        [
+            ("TIMEOUT", "Slurm ended it at its time limit (TIMEOUT)"),
+            ("PREEMPTED", "it was preempted by a job of higher priority (PREEMPTED)"),
+            ("CANCELLED", "it was cancelled (CANCELLED)"),
+            ("COMPLETED", "SIGTERM (cancelled, preempted, or out of time)"),
+        ],
+    )
+    def test_what_was_behind_a_signal_is_slurm_s_to_tell(self, store, slurm, state, reason):
+        record(store, state="stopped", reason="SIGTERM (cancelled, preempted, or out of time)")
+        slurm.job("7", state)
+        status = the_one(store)
+        assert (status.state, status.reason, status.has_last_word) == ("stopped", reason, True)
+
+    @pytest.mark.parametrize(
+        ("state", "nodes", "told"),
+        [
+            ("CANCELLED", "", "stopped: it was cancelled before it began again (CANCELLED)"),
+            ("FAILED", "n1", "failed: its script exited with code 1 (FAILED)"),
+        ],
+    )
+    def test_a_job_that_was_requeued_and_said_nothing_more_ended_as_slurm_says(self, store, slurm, state, nodes, told):
+        record(store, state="stopped", reason="SIGTERM")
+        slurm.job("7", state, nodes=nodes, restart=1, exit_code="1:0")
+        assert (the_one(store).sentence, the_one(store).restart) == (told, 1)
+        record(store, restart=1, state="failed", reason="engine exited with 1", started_at=time.time() + 1)
+        assert the_one(store).reason == "engine exited with 1"
+
+    def test_accounting_knows_what_the_controller_has_forgotten(self, store, slurm):
+        record(store, "7", state="stopped", reason="SIGTERM")
+        record(store, "8", state="stopped", reason="SIGTERM", updated_at=time.time() - 2 * 86400)
+        slurm.account("7|CANCELLED by 1003|0:15|n1|alice|hpc-serve-8b")
+        reasons = {status.job_id: status.reason for status in look(store).services}
+        assert reasons == {"7": "it was cancelled by user 1003 (CANCELLED)", "8": "SIGTERM"}
+
+    def test_where_there_is_no_accounting_it_is_asked_once(self, store, slurm):
+        for job_id in ("7", "8", "9"):
+            record(store, job_id, state="stopped", reason="SIGTERM")
+        assert {status.reason for status in look(store).services} == {"SIGTERM"}
+        assert slurm.asked_accounting == 1
+
+    def test_a_node_that_failed_is_told_beside_what_the_launcher_saw(self, store, slurm):
+        record(store, state="failed", failed_part="node n2", reason="its launcher fell silent", exit_code=1)
+        slurm.job("7", "NODE_FAIL")
+        assert the_one(store).reason == "its launcher fell silent; a node of it failed (NODE_FAIL)"
+
+    def test_a_requeued_job_waits_again(self, store, slurm):
+        note(store)
+        record(store, state="stopped", reason="SIGTERM")
+        slurm.queue(("7", "PENDING", "BeginTime"))
+        assert the_one(store).state == "pending"
+
+    def test_a_requeued_job_that_runs_again_is_starting_before_it_says_so_itself(self, store, slurm):
+        note(store)
+        record(store, state="failed", failed_part="engine", reason="x", exit_code=1)
+        slurm.queue(("7", "RUNNING", "None"))
+        slurm.job("7", "RUNNING", restart=1)
+        status = the_one(store)
+        assert (status.state, status.stage, status.restart) == ("starting", "its script has begun", 1)
+        assert (status.failed_part, status.exit_code, status.reason) == (None, None, "")
+        slurm.job("7", "RUNNING", restart=0)  # the same run, whose script has not ended yet
+        assert the_one(store).state == "failed"
+
+    def test_of_several_runs_of_a_job_the_last_counts(self, store, slurm):
+        record(store, state="failed", reason="first")
+        record(store, restart=1, started_at=time.time() + 1)
+        slurm.queue(("7", "RUNNING", "None"))
+        assert (the_one(store).restart, the_one(store).state) == (1, "starting")
+
+    def test_a_job_submitted_by_hand_is_known_by_its_name(self, store, slurm):
+        slurm.name_in_queue("9", "hpc-serve-70b")
+        slurm.name_in_queue("10", "something-else")
+        slurm.name_in_queue("11", "hpc-serve-not a name")
+        status = the_one(store)
+        assert (status.service, status.job_id, status.state) == ("70b", "9", "pending")
+        assert look(store, "8b").services == ()
+
+    def test_a_job_submitted_by_hand_that_failed_before_it_could_say_so_is_known(self, store, slurm, tmp_path):
+        log = tmp_path / "hpc-serve-70b-9.log"
+        log.write_text("no Python environment\n")
+        slurm.job("9", "FAILED", exit_code="78:0", name="hpc-serve-70b", log=str(log))
+        slurm.job("10", "FAILED", exit_code="1:0", name="something-else")
+        status = the_one(store)
+        assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
+        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert (status.log_files(), status.last_words) == ([log], ("no Python environment",))
+        assert status.updated_at is not None
+
+    def test_a_running_job_without_a_record_may_have_another_home(self, store, slurm):
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b")
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b", run_time="1:05:00")
+        status = the_one(store)
+        assert status.state == "unknown"
+        assert status.reason == (
+            f"Slurm runs it, but there is no record of it in {store.home} after 65 min: "
+            "its script has not come so far, or it has another HPC_SERVE_HOME"
+        )
+        note(store, "9", service="70b")
+        assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
+        assert "after 65 min" in the_one(store).reason
+
+    def test_a_job_of_another_home_is_told_by_where_its_output_goes(self, store, slurm):
+        slurm.queue(("9", "RUNNING", "None"), name="hpc-serve-70b", run_time="1:05:00")
+        slurm.job("9", "RUNNING", log="/elsewhere/services/70b/logs/9.log")
+        assert the_one(store).reason == (
+            f"Slurm runs it, but its records are not in {store.home}: set HPC_SERVE_HOME=/elsewhere"
+        )
+        slurm.queue()
+        slurm.job("9", "FAILED", name="hpc-serve-70b", log="/elsewhere/services/70b/logs/9.log")
+        assert look(store).services == ()
+        slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
+        assert the_one(store).state == "failed"
+
+    def test_a_record_that_cannot_be_read_is_told_and_hides_nothing_else(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        (store.service_dir("8b") / "8-r0-0.json").write_text('{"version": 1, "ser')
+        report = look(store)
+        assert [status.job_id for status in report.services] == ["7"]
+        assert "8-r0-0.json" in report.problems[0]
+
+    def test_without_slurm_there_is_nothing_to_complain_about(self, store, monkeypatch):
+        monkeypatch.setenv("PATH", "/nonexistent")
+        assert look(store).services == ()
+        assert look(store).problems == ()
+
+    def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm):
+        slurm.queue(("7", "RUNNING", "None"))
+        service = StubService(store.home, "8b")
+        try:
+            engine = service.start(service="8b", model=MODEL, job_id="7")
+            assert the_one(store).state == "ready"
+            assert the_one(store).address == f"127.0.0.1:{engine.port}"
+            engine.kill()
+            status = the_one(store)
+            assert status.state == "unresponsive"
+            assert f"127.0.0.1:{engine.port}" in status.reason
+        finally:
+            service.close()
+
+    @pytest.mark.parametrize("verdict", ["silent", "unhealthy"])
+    @pytest.mark.parametrize("told_by", ["its record", "Slurm"])
+    def test_a_job_that_is_being_ended_is_not_called_unresponsive(self, store, slurm, monkeypatch, told_by, verdict):
+        """The engine goes first: neither its record nor Slurm's list said anything a moment ago."""
+        note(store)
+        ready = record(store, state="ready", port=1)
+        slurm.queue(("7", "RUNNING", "None"))
+
+        def gone(records, key):
+            if told_by == "Slurm":
+                slurm.queue(("7", "COMPLETING", "None"))
+            else:
+                store.write(dataclasses.replace(ready, state="draining", stage="stopping", reason="SIGTERM"))
+            return {one.name: Answer(verdict=verdict) for one in records}
+
+        store.ensure_api_key("8b")
+        monkeypatch.setattr("hpc_serve.submit.look.probe_records", gone)
+        status = the_one(store)
+        assert (status.state, status.stage) == ("draining", "stopping")
+        assert not status.is_over
+
+    def test_a_silent_engine_is_worth_one_more_question_to_slurm(self, store, slurm, monkeypatch):
+        store.ensure_api_key("8b")
+        record(store, state="ready", port=1)
+        slurm.queue(("7", "RUNNING", "None"))
+        asked = []
+        real = scheduler.jobs
+        monkeypatch.setattr(scheduler, "jobs", lambda: asked.append(1) or real())
+        view = SchedulerView()
+        for _ in range(3):
+            assert look(store, slurm=view).services[0].state == "unresponsive"
+        assert len(asked) == 2
+
+    def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm):
+        slurm.be_silent()
+        service = StubService(store.home, "8b")
+        try:
+            service.start(service="8b", model=MODEL, job_id="7")
+            assert the_one(store).state == "ready"
+        finally:
+            service.close()
+
+
+class TestWait:
+    def test_the_stages_are_told_and_a_failure_ends_it_with_the_last_words(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        told = []
+
+        def go_on(status: ServiceStatus) -> None:
+            told.append((status.state, status.stage))
+            if status.state == "pending":
+                slurm.queue(("7", "RUNNING", "None"))
+            elif status.stage == "its script has begun":
+                record(store)
+            elif status.stage == "loading weights":
+                words = ("Traceback", "ValueError: no memory")
+                record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_words=words)
+
+        with pytest.raises(ServiceFailedError) as caught:
+            services.wait(store, "8b", timeout_s=20, on_change=go_on)
+        assert told[:3] == [("pending", ""), ("starting", "its script has begun"), ("starting", "loading weights")]
+        assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
+        assert "ValueError: no memory" in str(caught.value)
+
+    def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
+        monkeypatch.setattr(services, "_LAST_WORD_S", 20.0)
+        note(store)
+        slurm.job("7", "FAILED", exit_code="3:0")
+
+        def write_it(status: ServiceStatus) -> None:
+            record(store, state="failed", failed_part="engine", reason="the real reason")
+
+        with pytest.raises(ServiceFailedError, match="the real reason"):
+            services.wait(store, "8b", on_change=write_it)
+
+    def test_not_ready_in_time_is_no_failure(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
+            services.wait(store, "8b", timeout_s=0)
+
+    def test_a_silent_controller_is_waited_out(self, store, slurm):
+        note(store)
+        slurm.be_silent()
+        seen = []
+
+        def answer(status: ServiceStatus) -> None:
+            seen.append(status.state)
+            if status.state == "unknown":
+                slurm.be_silent(False)
+                slurm.queue(("7", "PENDING", "Priority"))
+
+        with pytest.raises(WaitTimeoutError):
+            services.wait(store, "8b", timeout_s=0.5, on_change=answer)
+        assert seen == ["unknown", "pending"]
+
+    def test_an_older_failure_does_not_end_the_wait_for_a_new_job(self, store, slurm):
+        note(store, "7", submitted_at=time.time() - 100)
+        note(store, "8")
+        slurm.job("7", "FAILED", exit_code="1:0")
+        slurm.queue(("8", "PENDING", "Priority"))
+        with pytest.raises(WaitTimeoutError, match="pending"):
+            services.wait(store, "8b", timeout_s=0)
+
+    def test_an_unknown_service_is_not_waited_for(self, store, slurm):
+        note(store)
+        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
+            services.wait(store, "70b")
+
+
+def stop(store: ServiceStore, target: str, **options) -> tuple[ServiceStatus, ...]:
+    return services.stop(store, services.find(store, target), **options)
+
+
+class TestStop:
+    def test_a_job_is_cancelled_and_its_end_waited_for(self, store, slurm):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        (status,) = stop(store, "8b")
+        assert slurm.cancelled == ["7"]
+        assert status.state == "stopped"
+
+    @pytest.mark.parametrize("by", ["stop", "scancel"])
+    def test_a_job_that_never_began_stays_known_as_cancelled(self, store, slurm, by):
+        note(store)
+        slurm.queue(("7", "PENDING", "Priority"))
+        slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
+        if by == "scancel":
+            scheduler.cancel("7")
+        stop(store, "8b")
+        slurm.forget("7")
+        status = the_one(store)
+        assert (status.state, status.reason) == ("stopped", "it was cancelled before it began (CANCELLED)")
+        assert store.read("8b").coming() == ()
+        claim(store, "8b", "another-model")  # its name is free
+
+    def test_what_a_job_without_a_record_left_is_known_after_slurm_has_forgotten_it(self, store, slurm):
+        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        Path(job.log_path or "").write_text("no Python environment in /x\n")
+        slurm.job("7", "FAILED", exit_code="78:0")
+        stop(store, "8b")
+        slurm.forget("7")
+        status = the_one(store)
+        assert (status.state, status.exit_code) == ("failed", 78)
+        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert status.last_words == ("no Python environment in /x",)
+
+    def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
+        note(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
+        slurm.queue(("7", "PENDING", "Priority"))
+        assert the_one(store).state == "pending"
+
+    def test_one_job_of_a_service_is_stopped_by_its_id(self, store, slurm):
+        note(store, "7")
+        note(store, "8")
+        slurm.queue(("7", "PENDING", "Priority"), ("8", "PENDING", "Priority"))
+        slurm.job("8", "CANCELLED", after_cancel=True)
+        stop(store, "8")
+        assert slurm.cancelled == ["8"]
+
+    def test_a_job_submitted_by_hand_is_stopped_too(self, store, slurm):
+        slurm.name_in_queue("9", "hpc-serve-70b")
+        slurm.job("9", "CANCELLED", after_cancel=True)
+        (status,) = stop(store, "70b")
+        assert status.state == "stopped"
+        assert slurm.cancelled == ["9"]
+
+    def test_what_is_over_is_left_alone(self, store, slurm):
+        note(store)
+        record(store, state="stopped")
+        assert stop(store, "8b") == ()
+        assert slurm.cancelled == []
+
+    def test_a_job_that_does_not_end_is_told(self, store, slurm):
+        note(store)
+        slurm.job("7", "RUNNING")
+        with pytest.raises(WaitTimeoutError, match="still RUNNING"):
+            stop(store, "7", timeout_s=0.1)
+
+    def test_a_silent_controller_cancels_nothing_and_says_so(self, store, slurm):
+        note(store)
+        slurm.be_silent()
+        with pytest.raises(SchedulerUnavailableError, match="does not answer"):
+            stop(store, "8b")
+
+    def test_an_unknown_one_is_an_error_that_lists_what_there_is(self, store, slurm):
+        note(store)
+        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
+            stop(store, "nonesuch")
+
+
+class TestLogs:
+    """Whose logs a person means who names a service with several jobs."""
+
+    def test_of_a_service_the_job_that_is_ready_before_one_that_failed_later(self, store, slurm):
+        service = StubService(store.home, "8b")
+        slurm.queue(("7", "RUNNING", "None"))
+        try:
+            service.start(service="8b", model=MODEL, job_id="7")
+            record(store, "8", state="failed", reason="x")
+            status, others = job_logs.find_job(store, "8b")
+            assert (status.job_id, [one.job_id for one in others]) == ("7", ["8"])
+            assert job_logs.find_job(store, "8")[0].job_id == "8"
+        finally:
+            service.close()
+
+    def test_one_that_waits_has_nothing_to_show_but_may_be_followed(self, store, slurm):
+        record(store, "7", state="failed", reason="x")
+        note(store, "8")
+        slurm.queue(("8", "PENDING", "Priority"))
+        assert job_logs.find_job(store, "8b")[0].job_id == "7"
+        assert job_logs.find_job(store, "8b", to_follow=True)[0].job_id == "8"
+        slurm.queue(("8", "RUNNING", "None"))
+        assert job_logs.find_job(store, "8b")[0].job_id == "8"
+
+    def test_of_several_that_ended_the_last(self, store, slurm):
+        for job_id, age_s in (("7", 100), ("8", 50)):
+            record(store, job_id, state="failed", reason="x", updated_at=time.time() - age_s)
+        status, others = job_logs.find_job(store, "8b")
+        assert (status.job_id, [one.job_id for one in others]) == ("8", ["7"])

@@ -1,0 +1,312 @@
+"""Slurm's answers, as a real Slurm gave them (slurm_outputs/), and what we make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import SchedulerError
+from hpc_serve.submit.slurm import (
+    GONE,
+    UNKNOWN,
+    JobState,
+    parse_sacct,
+    parse_sbatch,
+    parse_scontrol_job,
+    parse_sinfo,
+    parse_squeue,
+    sacct_argv,
+    says_no_such_job,
+    says_unreachable,
+    sbatch_argv,
+    scancel_argv,
+    scontrol_show_job_argv,
+    sinfo_argv,
+    squeue_argv,
+)
+from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence, refusal_hint
+
+OUTPUTS = Path(__file__).parent / "slurm_outputs"
+
+
+def recorded(command: str) -> dict[str, dict]:
+    return json.loads((OUTPUTS / f"{command}.json").read_text())
+
+
+SBATCH, SQUEUE, SCONTROL = recorded("sbatch"), recorded("squeue"), recorded("scontrol")
+SCANCEL, SACCT, SINFO = recorded("scancel"), recorded("sacct"), recorded("sinfo")
+PARTITIONS = parse_sinfo(SINFO["partitions"]["stdout"])
+
+
+def scontrol_job(situation: str) -> JobState:
+    answer = SCONTROL[situation]
+    job = parse_scontrol_job(answer["stdout"], answer["argv"][-1])
+    assert job is not None
+    return job
+
+
+# The recordings were made with the very words that we use.
+
+
+def test_the_recorded_commands_are_those_we_run():
+    assert SBATCH["accepted"]["argv"] == sbatch_argv("/home/alice/job.sh")
+    assert SQUEUE["me"]["argv"] == squeue_argv()
+    assert SCONTROL["unknown"]["argv"] == scontrol_show_job_argv("99999")
+    assert SCANCEL["unknown"]["argv"] == scancel_argv("99999")
+    assert SINFO["partitions"]["argv"] == sinfo_argv()
+    argv = SACCT["failed"]["argv"]
+    since = next(word.partition("=")[2] for word in argv if word.startswith("--starttime="))
+    assert argv == sacct_argv("45", user="nobody", since=since)
+
+
+# sbatch
+
+
+@pytest.mark.parametrize(("situation", "job_id"), [("accepted", "24"), ("parsable", "25")])
+def test_sbatch_tells_the_job_id(situation, job_id):
+    assert parse_sbatch(SBATCH[situation]["stdout"]) == job_id
+
+
+@pytest.mark.parametrize(
+    ("stdout", "job_id"),
+    [  # from the documentation
+        ("Submitted batch job 12 on cluster gpu2\n", "12"),
+        ("12;gpu2\n", "12"),
+        ("sbatch: welcome to the job submit plugin\nSubmitted batch job 7\n", "7"),
+    ],
+)
+def test_sbatch_tells_the_job_id_in_other_ways(stdout, job_id):
+    assert parse_sbatch(stdout) == job_id
+
+
+def test_an_answer_without_a_job_id_is_an_error_that_says_where_to_look():
+    with pytest.raises(SchedulerError, match="squeue --me"):
+        parse_sbatch("thank you\n")
+
+
+# squeue
+
+
+def listed(situation: str) -> dict[str, JobState]:
+    return {job.job_id: job for job in parse_squeue(SQUEUE[situation]["stdout"])}
+
+
+def test_squeue_tells_states_reasons_and_odd_names():
+    jobs = listed("me")
+    assert (jobs["11"].state, jobs["11"].reason, jobs["11"].is_pending) == ("PENDING", "Resources", True)
+    assert jobs["9"].is_running
+    assert (jobs["9"].node_list, jobs["9"].name, jobs["9"].user) == ("n[1-2]", "hpc-serve-405b", "alice")
+    assert jobs["13"].name == "has a|bar and JobState=RUNNING"
+    assert jobs["14"].start_time == "2026-11-21T06:04:02"
+    assert {"17_0", "17_1", "17_2"} < set(jobs)
+
+
+def test_squeue_tells_how_jobs_ended_and_whether_they_had_begun():
+    ended = {job.job_id: job for job in listed("me").values() if job.is_over}
+    states = {job_id: job.state for job_id, job in ended.items()}
+    assert states == {
+        **{"1": "COMPLETED", "2": "FAILED", "3": "FAILED", "4": "FAILED"},
+        **{"5": "NODE_FAIL", "6": "CANCELLED", "7": "CANCELLED", "8": "TIMEOUT"},
+    }
+    assert [job_id for job_id, job in ended.items() if not job.has_begun] == ["7"]
+    assert ended_sentence(ended["7"]) == "it was cancelled before it began (CANCELLED)"
+
+
+def test_squeue_tells_times():
+    job = listed("me")["5"]
+    assert job.run_time_s == 68
+    assert job.submitted_at is not None
+    assert job.ended_at is not None
+    assert job.ended_at - job.submitted_at == 69
+    assert listed("me")["13"].ended_at is None
+
+
+def test_a_requeued_job_waits_in_squeue():
+    assert (listed("me")["10"].is_running, listed("requeued")["10"].is_pending) == (True, True)
+
+
+def test_squeue_of_several_clusters_names_each_on_a_line():  # from the documentation
+    assert parse_squeue("CLUSTER: gpu2\n" + SQUEUE["me"]["stdout"])[0].job_id == "16"
+
+
+def test_a_line_that_is_not_understood_is_an_error():
+    with pytest.raises(SchedulerError, match="not understood"):
+        parse_squeue("26 RUNNING n1\n")
+
+
+# scontrol
+
+
+@pytest.mark.parametrize(
+    ("situation", "state", "exit_code", "signal"),
+    [
+        ("running", "RUNNING", 0, 0),
+        ("pending", "PENDING", 0, 0),
+        ("completed", "COMPLETED", 0, 0),
+        ("failed", "FAILED", 3, 0),
+        ("signalled", "FAILED", 0, 9),
+        ("cancelled", "CANCELLED", 0, 15),
+        ("timeout", "TIMEOUT", 0, 15),
+        ("node-fail", "NODE_FAIL", 0, 15),
+        ("requeued", "PENDING", 0, 0),
+    ],
+)
+def test_scontrol_tells_state_and_exit(situation, state, exit_code, signal):
+    job = scontrol_job(situation)
+    assert (job.state, job.exit_code, job.signal) == (state, exit_code, signal)
+    assert job.restart == (1 if situation == "requeued" else 0)
+
+
+def test_scontrol_tells_where_the_output_is():
+    assert scontrol_job("running").batch_log == "/home/alice/slurm-26.out"
+
+
+def test_a_job_name_cannot_pass_for_a_field():
+    job = scontrol_job("odd-name")
+    assert (job.state, job.name) == ("PENDING", "has a|bar and JobState=RUNNING")
+
+
+def test_scontrol_finds_one_task_of_an_array():
+    job = scontrol_job("array-task")
+    assert (job.job_id, job.state) == ("34_0", "PENDING")
+    assert parse_scontrol_job(SCONTROL["array"]["stdout"], "35") is None
+
+
+# sacct
+
+
+@pytest.mark.parametrize(
+    ("situation", "job_id", "state", "exit_code"),
+    [
+        ("completed", "44", "COMPLETED", 0),
+        ("failed", "45", "FAILED", 3),
+        ("cancelled", "46", "CANCELLED", 0),
+        ("timeout", "47", "TIMEOUT", 0),
+        ("running", "48", "PENDING", 0),
+        ("array-task", "49_1", "COMPLETED", 0),
+    ],
+)
+def test_sacct_tells_state_and_exit(situation, job_id, state, exit_code):
+    job = parse_sacct(SACCT[situation]["stdout"], job_id)
+    assert job is not None
+    assert (job.state, job.exit_code) == (state, exit_code)
+
+
+def test_sacct_tells_who_cancelled():
+    job = parse_sacct(SACCT["cancelled"]["stdout"], "46")
+    assert job is not None
+    assert job.cancelled_by == "0"
+
+
+@pytest.mark.parametrize("situation", ["unknown", "other-user"])
+def test_sacct_without_such_a_job(situation):
+    assert parse_sacct(SACCT[situation]["stdout"], "45") is None
+
+
+# Who answered, and who did not
+
+
+@pytest.mark.parametrize("command", ["sbatch", "squeue", "scontrol", "scancel", "sinfo"])
+def test_only_a_silent_controller_is_called_unreachable(command):
+    for situation, answer in recorded(command).items():
+        assert says_unreachable(answer["stderr"]) == situation.startswith("controller-"), situation
+
+
+def test_a_missing_munge_is_unreachable():  # seen with a stopped munged
+    said = 'error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory'
+    assert says_unreachable(said)
+
+
+def test_a_job_nobody_knows_is_told_from_a_silent_controller():
+    assert says_no_such_job(SCONTROL["unknown"]["stderr"])
+    assert not says_no_such_job(SQUEUE["controller-down"]["stderr"])
+
+
+def test_unknown_is_neither_running_nor_over_and_gone_is_over():
+    unknown = JobState(job_id="1", state=UNKNOWN)
+    assert not any([unknown.is_pending, unknown.is_running, unknown.is_over])
+    assert JobState(job_id="1", state=GONE).is_over
+
+
+# Sentences
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("Resources", "waiting for free nodes (Resources)"),
+        ("", "waiting for the scheduler to look at it"),
+        ("QOSMaxJobsPerUserLimit", "a limit of its QOS is reached (QOSMaxJobsPerUserLimit)"),
+        ("AssocGrpGRES", "a limit of its account is reached (AssocGrpGRES)"),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:n[1-3]",
+            "nodes it needs are down, drained or reserved: n[1-3] (ReqNodeNotAvail)",
+        ),
+        ("ReqNodeNotAvail", "nodes it needs are down, drained or reserved (ReqNodeNotAvail)"),
+        (
+            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "nodes it needs are down, drained, or kept for other partitions",
+        ),
+        ("BrandNewReason", "waiting; Slurm's reason is BrandNewReason"),
+    ],
+)
+def test_why_a_job_waits(reason, sentence):
+    assert pending_sentence(reason) == sentence
+
+
+def test_every_recorded_pending_reason_has_a_sentence_of_its_own():
+    reasons = [job.reason for job in parse_squeue(SQUEUE["me"]["stdout"]) if job.is_pending]
+    assert len(set(reasons)) == 7
+    assert not any("Slurm's reason is" in pending_sentence(reason) for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("situation", "sentence"),
+    [
+        ("failed", "its script exited with code 3 (FAILED)"),
+        ("signalled", "its script was ended by signal 9 (FAILED)"),
+        ("no-output-folder", "the node could not open its output file /nonexistent/39.log (FAILED)"),
+        ("timeout", "Slurm ended it at its time limit (TIMEOUT)"),
+        ("node-fail", "a node of it failed (NODE_FAIL)"),
+        ("cancelled", "it was cancelled (CANCELLED)"),
+    ],
+)
+def test_how_a_job_ended(situation, sentence):
+    assert ended_sentence(scontrol_job(situation)) == sentence
+
+
+def test_how_a_job_ended_that_could_not_be_provoked():  # from the documentation
+    assert "more memory" in ended_sentence(JobState(job_id="1", state="OUT_OF_MEMORY"))
+    assert ended_sentence(JobState(job_id="1", state="NEW_WORD")) == "it ended (NEW_WORD)"
+
+
+@pytest.mark.parametrize(
+    ("situation", "hint"),
+    [
+        ("invalid-partition", "Partitions here: gpu (default), short, down, closed."),
+        ("partition-not-allowed", "Partitions here: gpu (default), short"),
+        ("invalid-account", "sacctmgr show associations"),
+        ("invalid-qos", "set --qos"),
+        ("unknown-qos", "set --qos"),
+        ("too-many-gpus", "gpu: 3 nodes with gpu:h100:8"),
+        ("too-much-memory", "--gpus-per-node, and mem"),
+        ("unknown-gpu-type", "gpu:h100:8"),
+        ("unknown-gres", "gres_type"),
+        ("invalid-feature", "--constraint"),
+    ],
+)
+def test_a_refusal_comes_with_what_to_do(situation, hint):
+    assert SBATCH[situation]["exit_code"] != 0
+    assert hint in refusal_hint(SBATCH[situation]["stderr"], PARTITIONS)
+
+
+def test_a_refused_time_limit_lists_the_limits():  # from the documentation: the site here only warns
+    said = "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)"
+    assert "gpu 1-00:00:00, short 10:00" in refusal_hint(said, PARTITIONS)
+
+
+def test_a_hint_does_without_the_partitions():
+    assert refusal_hint(SBATCH["invalid-partition"]["stderr"], []) == "`sinfo` lists the partitions."
+    assert refusal_hint(SBATCH["unknown-option"]["stderr"], PARTITIONS) == ""

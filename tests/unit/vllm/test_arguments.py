@@ -1,0 +1,142 @@
+"""The engine's command line: read from what a person may have edited, completed with what only the job knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.submit.request import ServeRequest
+from hpc_serve.vllm.arguments import Device, check_layout, choose_backend, head_args, multi_node_args, read_command
+
+
+def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
+    command = read_command(words(line))
+    check_layout(command, num_nodes=num_nodes, device=device, per_node=per_node, backend=backend)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+def test_layout_names_and_port_are_read_from_the_visible_line():
+    command = read_command(
+        words("vllm serve org/m --served-model-name org/m m -tp 8 --pipeline_parallel_size=2 --port 9000")
+    )
+    assert command.model == "org/m"
+    assert command.served_model_names == ("org/m", "m")
+    assert (command.tensor_parallel_size, command.pipeline_parallel_size, command.world_size) == (8, 2, 16)
+    assert command.port == 9000
+
+
+def test_the_last_use_of_an_option_wins_as_it_does_for_vllm():
+    assert read_command(words("vllm serve m -tp 8 --tensor-parallel-size 2")).tensor_parallel_size == 2
+
+
+def test_a_negative_number_is_a_value():
+    assert read_command(words("vllm serve m --seed -1 --port 80")).port == 80
+
+
+@pytest.mark.parametrize("text", ["", "vllm", "vllm serve", "vllm serve --port 1", "python app.py"])
+def test_a_command_without_a_model_is_refused(text):
+    with pytest.raises(InvalidRequestError, match=r"vllm serve MODEL|no model"):
+        read_command(words(text))
+
+
+def test_a_layout_that_is_no_number_is_refused():
+    with pytest.raises(InvalidRequestError, match="whole number"):
+        read_command(words("vllm serve m --tensor-parallel-size eight"))
+
+
+def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: Path):
+    (tmp_path / "hpc-serve-args.txt").write_text("# small\n--max-model-len 64\n--tensor-parallel-size 2\n")
+    command = read_command(words("vllm serve org/m --tensor-parallel-size 8"), stand_in=str(tmp_path))
+    assert command.argv == (
+        *("vllm", "serve", str(tmp_path), "--tensor-parallel-size", "8", "--served-model-name", "org/m"),
+        *("--max-model-len", "64", "--tensor-parallel-size", "2"),
+    )
+    assert (command.model, command.served_model_names) == ("org/m", ("org/m",))
+    assert command.tensor_parallel_size == 2
+
+
+def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_MODEL="):
+        read_command(words("vllm serve m"), stand_in=str(tmp_path / "no"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "line", "num_nodes", "chosen"),
+    [
+        ("auto", "vllm serve m", 1, "mp"),
+        ("auto", "vllm serve m", 2, "ray"),
+        ("mp", "vllm serve m", 2, "mp"),
+        ("ray", "vllm serve m", 1, "ray"),
+        ("auto", "vllm serve m --distributed-executor-backend mp", 2, "mp"),
+    ],
+)
+def test_several_nodes_use_ray_unless_told_otherwise(backend, line, num_nodes, chosen):
+    assert choose_backend(backend, read_command(words(line)), num_nodes) == chosen
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_nodes", "gpus", "why"),
+    [
+        ("-tp 8 -pp 2", 1, 8, "ask for more nodes"),
+        ("-tp 8", 2, 8, "a whole node would stay idle"),
+        ("-tp 3", 2, 2, "cannot share evenly"),
+    ],
+)
+def test_a_layout_that_cannot_use_the_allocation_is_refused(layout, num_nodes, gpus, why):
+    with pytest.raises(DoesNotFitError, match=why):
+        check(f"vllm serve m {layout}", num_nodes=num_nodes, per_node=gpus)
+
+
+def test_a_layout_that_fits_passes():
+    check("vllm serve m -tp 8 -pp 2", num_nodes=2, per_node=8)
+    check("vllm serve m -tp 8 -pp 2", num_nodes=4, per_node=4)
+    check("vllm serve m -tp 16", num_nodes=4, per_node=4, device="TPU")
+    check("vllm serve m -tp 2", num_nodes=1, per_node=0, backend="mp")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_nodes": 2, "per_node": 0}, "within one node"),
+        ({"num_nodes": 4, "per_node": 4, "device": "TPU", "backend": "mp"}, "Ray alone"),
+    ],
+)
+def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
+    with pytest.raises(DoesNotFitError, match=why):
+        check("vllm serve m -tp 16", **fields)
+
+
+def test_the_head_is_told_only_what_the_line_leaves_open():
+    command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
+    assert head_args(command, host="0.0.0.0", port=1, device="GPU", backend="ray") == words(
+        "--host 0.0.0.0 --middleware hpc_serve.job.gate.Gate"
+    )
+    one_gpu = read_command(words("vllm serve m"))
+    assert "--distributed-executor-backend" not in head_args(one_gpu, host="h", port=1, device="GPU", backend="mp")
+
+
+@pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
+def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
+    command = read_command(words("vllm serve m -tp 8"))
+    args = head_args(command, host="h", port=1, device=device, backend="ray")
+    assert ("--distributed-executor-backend" in args) == is_told
+
+
+def test_only_the_first_of_several_nodes_has_a_server():
+    first, second = (multi_node_args(num_nodes=2, node_rank=rank, master=("10.0.0.1", 5)) for rank in (0, 1))
+    assert "--headless" not in first
+    assert second == [*words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 5"), "--headless"]
+
+
+@pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])
+def test_what_would_leak_or_hide_the_engine_is_refused_without_repeating_it(text):
+    with pytest.raises(InvalidRequestError, match="cannot be given to the engine") as refused:
+        read_command(words(f"vllm serve m {text}"))
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
+        ServeRequest(model="8b", service="8b", engine_args=tuple(words(text)))

@@ -1,0 +1,89 @@
+"""vLLM's log lines, as versions 0.6 to 0.32 print them, become stages and causes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.vllm.log import Motion, Stage, error_of, stage_of
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        (
+            "Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]",
+            Stage("loading weights", 2, 191),
+        ),
+        (
+            "(Worker_TP0 pid=9) Capturing CUDA graphs (PIECEWISE):  40%|████| 14/35",
+            Stage("capturing CUDA graphs", 14, 35),
+        ),
+        ("INFO 11-20 [gpu_model_runner.py:1] Model loading took 14.99 GiB and 3.2 seconds", Stage("weights loaded")),
+        ("INFO 11-20 [kv_cache_utils.py:1229] GPU KV cache size: 715,072 tokens", Stage("sizing the KV cache")),
+        ("INFO:     Application startup complete.", Stage("server is up")),
+        ("INFO:     10.0.0.1:1234 - GET /health HTTP/1.1 200 OK", None),
+    ],
+)
+def test_stage_of_a_line(line, stage):
+    assert stage_of(line) == stage
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            "(EngineCore pid=1) ERROR 11-20 [core.py:9] ValueError: No available memory for the cache blocks.",
+            "ValueError: No available memory for the cache blocks.",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", None),
+        ("RuntimeError: Engine core initialization failed. See root cause above.", None),
+        ("2026-11-21 02:36:08,7\tERR scripts.py:1300 -- raylet [exit code=-9]", "raylet ended with -9"),
+        ("INFO errors: none", None),
+        (
+            "[2026-11-21 02:30:20,1 E 9 9] core_worker_process.cc:841: RpcError: Running out of retries. rpc_code: 14",
+            None,
+        ),
+    ],
+)
+def test_cause_is_the_error_and_not_its_consequence(line, cause):
+    if line.startswith("torch."):
+        cause = line
+    assert error_of(line) == cause
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("line", "moves"),
+    [
+        ("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]", True),
+        ("(EngineCore pid=1) INFO [shm.py:1] No available shared memory broadcast block found in 60 s", False),
+        ("INFO [ray_utils.py:1] Waiting for creating a placement group of specs for 40 seconds.", False),
+        ('INFO:     10.0.0.1:1234 - "GET /health HTTP/1.1" 503 Service Unavailable', False),
+    ],
+)
+def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(line, moves):
+    clock = Clock()
+    motion = Motion(clock)
+    clock.now = 100
+    motion.hear(line)
+    assert motion.idle_s == (0 if moves else 100)
+
+
+def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
+    clock = Clock()
+    motion = Motion(clock)
+    motion.see(500 * 1024**2)  # importing
+    for second in range(1, 3_601):
+        clock.now = second
+        motion.see(500 * 1024**2 + 5_000 * second)
+    assert motion.idle_s == 3_600
+    for second in range(3_601, 10_800):
+        clock.now = second
+        motion.see(600 * 1024**2 + 5 * 1024**2 * (second - 3_600))
+    assert motion.idle_s < 2
