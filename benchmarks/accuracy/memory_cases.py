@@ -114,9 +114,7 @@ def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
     )
 
 
-def _figures(
-    case: dict[str, Any], about: dict[str, Any], estimate: MemoryEstimate
-) -> dict[str, tuple[float, float]]:
+def _figures(case: dict[str, Any], about: dict[str, Any], estimate: MemoryEstimate) -> dict[str, tuple[float, float]]:
     """Predicted and measured. With LoRA on, the printed weights hold slots of a size that is not told: not compared."""
     measured = case["measured"]
     figures: dict[str, tuple[float, float]] = {}

@@ -123,9 +123,7 @@ def summary(view: ServiceView) -> str:
 def _end(view: ServiceView) -> str | None:
     """How the last of a service's jobs ended."""
     ends = [(replica.record.updated_at, f"{replica.condition}: {replica.note}") for replica in view.replicas]
-    ends += [
-        (job.end.at, f"{job.end.state}: {job.end.reason} (job {job.job_id})") for job in view.withdrawn if job.end
-    ]
+    ends += [(job.end.at, f"{job.end.state}: {job.end.reason} (job {job.job_id})") for job in view.withdrawn if job.end]
     return max(ends)[1] if ends else None
 
 

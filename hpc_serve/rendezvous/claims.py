@@ -24,9 +24,7 @@ _LOCK_TIMEOUT_S = 45.0
 _UNUSED_CLAIM_S = 60.0
 
 
-def claim(
-    store: ServiceStore, service: str, model: str, *, is_over: Callable[[Holder], bool] | None = None
-) -> None:
+def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[Holder], bool] | None = None) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
     A record or a submitted job of another model holds the name unless it is final or `is_over` says that it ended:

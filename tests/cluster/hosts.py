@@ -50,9 +50,7 @@ def init_pid(config: ClusterConfig, host: str) -> int | None:
     return next((pid for pid in _host_processes(config, host) if processes.is_namespace_init(pid)), None)
 
 
-def enter_argv(
-    init: int, user_id: int, folder: str | Path, argv: list[str], *, foreground: bool = False
-) -> list[str]:
+def enter_argv(init: int, user_id: int, folder: str | Path, argv: list[str], *, foreground: bool = False) -> list[str]:
     """The command that runs `argv` inside a host as a user."""
     flags = ["--foreground"] if foreground else []
     where = [str(init), str(user_id), str(folder)]
@@ -102,9 +100,7 @@ def _connect(config: ClusterConfig, host: str, pid: int) -> None:
         run_as_root([*ip_here, "link", "add", INTERFACE, "type", "bridge"])
     else:
         ip_login = _ip_on_login(config)
-        run_as_root(
-            [*ip_login, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid)]
-        )
+        run_as_root([*ip_login, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid)])
         run_as_root([*ip_login, "link", "set", host, "master", INTERFACE, "up"])
     run_as_root([*ip_here, "address", "add", address, "dev", INTERFACE])
     run_as_root([*ip_here, "link", "set", INTERFACE, "up"])

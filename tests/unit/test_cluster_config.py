@@ -23,9 +23,7 @@ def test_every_host_has_its_own_address() -> None:
 def test_slurm_conf_declares_the_nodes_and_their_gpus() -> None:
     lines = slurm_conf_text(CONFIG).splitlines()
     assert "SlurmctldHost=login(10.77.0.10)" in lines
-    assert (
-        "NodeName=n2 NodeAddr=10.77.0.12 CPUs=8 RealMemory=16000 Gres=gpu:h100:8 State=UNKNOWN"
-    ) in lines
+    assert ("NodeName=n2 NodeAddr=10.77.0.12 CPUs=8 RealMemory=16000 Gres=gpu:h100:8 State=UNKNOWN") in lines
     assert "DefMemPerCPU=2000" in lines
     assert "File=/srv/clusters/two/dev/gpu[0-7]" in gres_conf_text(CONFIG)
 

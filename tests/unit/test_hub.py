@@ -235,7 +235,7 @@ def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:
     assert stored_tensors(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b"{\"a\":"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, (5).to_bytes(8, "little") + b'{"a":'])
 def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"a\.safetensors"):

@@ -62,7 +62,7 @@ def resolve(name: str) -> CatalogModel:
 
 
 def suggestion(name: str) -> str:
-    """" Did you mean …?" with up to three close names, or where all of them are listed."""
+    """The words " Did you mean …?" with up to three close names, or where all of them are listed."""
     close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
     if not close:
         tails = {key.rsplit("/", 1)[-1]: key for key in _index()}

@@ -68,9 +68,7 @@ class Reader:
 
     def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
         """Weights that are not a matrix."""
-        return Vector(
-            name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes
-        )
+        return Vector(name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes)
 
     def norms(self, *names: str) -> list[Weight]:
         """Norms over the hidden size."""

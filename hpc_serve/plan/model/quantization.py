@@ -78,9 +78,7 @@ FP8_TENSOR = Scheme(name="fp8", weight_bits=8, granularity="tensor", scale_bytes
 FP8_CHANNEL = Scheme(name="fp8 (per channel)", weight_bits=8, granularity="channel", scale_bytes=4)
 FP8_BLOCK = Scheme(name="fp8 (blocks)", weight_bits=8, granularity="block", scale_bytes=4, block=(128, 128))
 INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", scale_bytes=4)
-MXFP4 = Scheme(
-    name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128)
-)
+MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128))
 """Padded as Marlin and TensorRT-LLM kernels want it: `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's
 fused_moe/oracle/mxfp4.py."""
 NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)

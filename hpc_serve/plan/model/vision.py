@@ -34,9 +34,7 @@ def _rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int =
 
 
 def _linear(name: str, inputs: int, outputs: list[int], split: Any = "none", *, bias: bool = False) -> Linear:
-    return Linear(
-        name=name, inputs=Part(inputs), outputs=tuple(Part(size) for size in outputs), split=split, bias=bias
-    )
+    return Linear(name=name, inputs=Part(inputs), outputs=tuple(Part(size) for size in outputs), split=split, bias=bias)
 
 
 def _vector(name: str, size: int) -> Vector:

@@ -216,7 +216,6 @@ def test_a_wait_that_is_none_is_refused(wait):
         Patience(wait)
 
 
-
 # Pool
 
 

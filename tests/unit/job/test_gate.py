@@ -64,7 +64,7 @@ def test_the_scheme_may_be_written_in_any_case(key_file):
 @pytest.mark.parametrize(
     "value",
     [b"", b"Bearer", b"Bearer ", b"Bearer \xff"]
-    + [word + KEY.encode() for word in (b"", b"Basic ", b"Bearer x", b"Bearer" b"\t", b"Bearer Bearer ")],
+    + [word + KEY.encode() for word in (b"", b"Basic ", b"Bearer x", b"Bearer\t", b"Bearer Bearer ")],
 )
 def test_another_key_is_refused_in_the_shape_of_openai(key_file, value):
     start, body = ask(Gate(_engine), headers=[(b"authorization", value)])

@@ -167,5 +167,7 @@ def test_the_heads_job_dir_goes_with_its_folder_and_nothing_else_does(root):
 def test_the_owner_file_holds_no_secret_and_names_the_node(root):
     path = abandoned(root)
     assert json.loads((path / "owner").read_text()) == {
-        "node": socket.gethostname(), "mark": OWNER.mark, "job_dir": None,
+        "node": socket.gethostname(),
+        "mark": OWNER.mark,
+        "job_dir": None,
     }

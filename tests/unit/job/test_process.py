@@ -88,9 +88,7 @@ def test_a_process_that_gives_itself_a_title_is_found():
     pytest.importorskip("setproctitle", reason="comes with vLLM")
     mark = f"test-{os.getpid()}-titled"
     code = "import setproctitle, sys; setproctitle.setproctitle('VLLM::x'); print('done', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        python(code), env=environ(mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as titled:
+    with subprocess.Popen(python(code), env=environ(mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as titled:
         assert titled.stdout is not None
         titled.stdout.readline()
         with open(f"/proc/{titled.pid}/cmdline", "rb") as words:

@@ -52,9 +52,7 @@ def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
     return found.tensor_parallel_size, found.pipeline_parallel_size, found.num_nodes, found.gpus_per_node
 
 
-@pytest.mark.parametrize(
-    ("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))]
-)
+@pytest.mark.parametrize(("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))])
 def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, int, int]) -> None:
     found = planned(alias)
     assert found.model == resolve(alias).name
@@ -72,7 +70,7 @@ def test_layouts_of_the_committed_scripts(alias: str, layout: tuple[int, int, in
     ("alias", "weights", "full_context"), [("70b", 2, 3), ("405b", 11, 11), ("405b-first-release", 11, 12)]
 )
 def test_fewest_h100s_as_people_quote_them(alias: str, weights: int, full_context: int) -> None:
-    """"11 and 12" for 405B is of its first release, with 16 KV heads."""
+    """ "11 and 12" for 405B is of its first release, with 16 KV heads."""
     minimum = planned(alias).minimum_gpus
     assert (minimum.weights, minimum.full_context) == (weights, full_context)
     assert minimum.usable is not None
