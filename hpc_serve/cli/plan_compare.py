@@ -51,9 +51,9 @@ def _memory_table(answers: list[Answer]) -> Table:
         table.add_row(
             Text(given.gpu.name),
             *((str(chosen.replicas),) if replicas else ()),
-            f"{chosen.num_nodes} x {chosen.gpus_per_node}",
-            str(chosen.tensor_parallel_size),
-            str(chosen.pipeline_parallel_size),
+            f"{chosen.layout.num_nodes} x {chosen.layout.gpus_per_node}",
+            str(chosen.layout.tensor_parallel_size),
+            str(chosen.layout.pipeline_parallel_size),
             *(f"{size / GIB:.1f}" for size in sizes),
             f"{memory.kv_cache_tokens:,}",
             f"{memory.max_concurrency:.1f}",

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import ClusterSpec, EngineConfig, Workload
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.report.speed import explain_lines, knee_text, sweep
@@ -52,13 +51,7 @@ def traffic_of(options: Mapping[str, Any], max_model_len: int) -> Traffic:
 
 def roofline_of(question: Question, plan: ServePlan) -> Roofline:
     """The roofline of a plan's layout. Raises InvalidRequestError where the accelerator's speed is not known."""
-    layout = Layout(
-        tensor_parallel_size=plan.tensor_parallel_size,
-        pipeline_parallel_size=plan.pipeline_parallel_size,
-        num_nodes=plan.num_nodes,
-        gpus_per_node=plan.gpus_per_node,
-    )
-    return Roofline(question.model, question.cluster.accelerator, question.engine, layout)
+    return Roofline(question.model, plan.accelerator, question.engine, plan.layout)
 
 
 def estimates(

@@ -30,7 +30,6 @@ from hpc_serve.plan import (
     plan,
 )
 from hpc_serve.plan.choice.candidates import Question
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
 from hpc_serve.plan.hardware.cluster import machines
@@ -114,7 +113,7 @@ def as_json(given: Answer) -> dict[str, Any]:
     if given.plan is not None:
         found = estimates(given.question, given.plan, given.traffic, given.usd_per_gpu_hour)
         performance = performance_json(found) if found else None
-        return {**plan_json(given.plan, given.model, given.gpu), "performance": performance}
+        return {**plan_json(given.plan, given.model), "performance": performance}
     assert given.error is not None
     return {**no_plan_json(given.error, given.model, given.gpu), "performance": None}
 
@@ -124,7 +123,7 @@ def print_plan(given: Answer) -> None:
     chosen = _chosen(given)
     console = Console(highlight=False)
     memory = chosen.memory
-    console.print(_headline(given, chosen))
+    console.print(_headline(chosen))
     console.print()
     _print_bar(console, memory, given.gpu.unit)
     console.print()
@@ -143,13 +142,7 @@ def print_plan(given: Answer) -> None:
 def print_explanation(given: Answer) -> None:
     """The arithmetic, line by line."""
     chosen = _chosen(given)
-    layout = Layout(
-        tensor_parallel_size=chosen.tensor_parallel_size,
-        pipeline_parallel_size=chosen.pipeline_parallel_size,
-        num_nodes=chosen.num_nodes,
-        gpus_per_node=chosen.gpus_per_node,
-    )
-    for line in explain(given.question, layout, chosen.memory, chosen.minimum_gpus, note=given.note):
+    for line in explain(given.question, chosen.layout, chosen.memory, chosen.minimum_gpus, note=given.note):
         click.echo(line)
     print_speed_explanation(given.question, chosen, given.traffic)
     click.echo()
@@ -164,12 +157,13 @@ def _chosen(given: Answer) -> ServePlan:
     return given.plan
 
 
-def _headline(given: Answer, chosen: ServePlan) -> Text:
-    nodes = f"{chosen.num_nodes} node{'s' if chosen.num_nodes > 1 else ''} x {chosen.gpus_per_node} {given.gpu.name}"
-    layout = f"TP={chosen.tensor_parallel_size} x PP={chosen.pipeline_parallel_size}"
+def _headline(chosen: ServePlan) -> Text:
+    layout = chosen.layout
+    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
+    where = f"{nodes} x {layout.gpus_per_node} {chosen.accelerator.name}"
+    sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
     replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
-    text = Text(chosen.model, style="bold")
-    return text.append(f": {replicas}{nodes}, {layout}", style="not bold")
+    return Text(chosen.model, style="bold").append(f": {replicas}{where}, {sizes}", style="not bold")
 
 
 def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
@@ -224,7 +218,7 @@ def _print_sharing(console: Console, given: Answer, chosen: ServePlan) -> None:
     """How a whole node could be shared, where the plan takes part of one and nothing was said about it."""
     workload, engine = given.question.workload, given.question.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
-    if chosen.num_nodes > 1 or given.question.cluster.node_size == 1 or asked or workload.replicas:
+    if chosen.layout.num_nodes > 1 or given.question.cluster.node_size == 1 or asked or workload.replicas:
         return
     ways = ways_to_share(given.question)
     sentence = which_wins(ways, given.question.max_model_len)

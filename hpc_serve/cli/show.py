@@ -54,10 +54,10 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "job_id": job.job_id,
         "script": job.script,
         "log": job.log_path,
-        "num_nodes": plan.num_nodes,
-        "gpus_per_node": plan.gpus_per_node,
-        "tensor_parallel_size": plan.tensor_parallel_size,
-        "pipeline_parallel_size": plan.pipeline_parallel_size,
+        "num_nodes": plan.layout.num_nodes,
+        "gpus_per_node": plan.layout.gpus_per_node,
+        "tensor_parallel_size": plan.layout.tensor_parallel_size,
+        "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in submission.others],
     }
 
@@ -65,9 +65,11 @@ def submission_json(submission: Submission) -> dict[str, Any]:
 def submission_text(submission: Submission) -> str:
     """What was submitted, and what to type next."""
     job, plan = submission.job, submission.plan
-    layout = f"TP={plan.tensor_parallel_size} PP={plan.pipeline_parallel_size}"
-    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
-    machines = f"{nodes} x {plan.gpus_per_node} {submission.unit}s" if job.cluster == "slurm" else "this machine"
+    layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
+    nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
+    machines = (
+        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
+    )
     where = f"{machines}, {layout}"
     lines = [
         f"{job.service}: submitted as job {job.job_id} ({where})",

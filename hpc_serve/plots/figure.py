@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
     IDEAL,
@@ -58,14 +57,9 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
     plt = _pyplot()
     roofline = Roofline(
         question.model,
-        question.cluster.accelerator,
+        plan.accelerator,
         replace(question.engine, max_num_seqs=plan.memory.max_num_seqs),
-        Layout(
-            tensor_parallel_size=plan.tensor_parallel_size,
-            pipeline_parallel_size=plan.pipeline_parallel_size,
-            num_nodes=plan.num_nodes,
-            gpus_per_node=plan.gpus_per_node,
-        ),
+        plan.layout,
     )
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(13.5, 9.2), facecolor=PAPER)
@@ -75,9 +69,9 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         _pareto(figure.add_subplot(grid[0, :]), roofline, plan, traffic)
         _breakdown(figure.add_subplot(grid[1, 0]), roofline, plan, traffic)
         draw_memory(figure.add_subplot(grid[1, 1]), plan, roofline.accelerator)
-        nodes = f"{plan.num_nodes} x {plan.gpus_per_node} {question.cluster.accelerator.product}"
+        nodes = f"{plan.layout.num_nodes} x {plan.layout.gpus_per_node} {plan.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
-        layout = f"TP={plan.tensor_parallel_size}, PP={plan.pipeline_parallel_size} on {nodes}"
+        layout = f"TP={plan.layout.tensor_parallel_size}, PP={plan.layout.pipeline_parallel_size} on {nodes}"
         scheme = question.model.quantization.method.replace("none", question.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")

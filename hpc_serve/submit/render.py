@@ -16,7 +16,6 @@ from markupsafe import Markup
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import machines
 from hpc_serve.sizes import format_size
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
@@ -74,7 +73,11 @@ def _template_environment(site_templates: str | None) -> jinja2.Environment:
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
-    device = _device(request)
+    device = plan.accelerator
+    if device.name in _NO_SCRIPTS:
+        raise InvalidRequestError(
+            f"hpc-serve plans for {device.product}, but has no script for it: {_NO_SCRIPTS[device.name]}."
+        )
     return {
         "title": _comment(_title(request, plan)),
         "not_run": _comment(_not_run(device)),
@@ -87,25 +90,16 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "in_environment": _Checked(_container_prefix(request.environment, device.vendor)),
         "service": request.service,
         "backend": request.backend,
-        "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(request, plan)],
+        "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
         "engine_options": list(_options((*plan.vllm_args, *request.engine_args))),
     }
 
 
-def devices_per_node(request: ServeRequest, plan: ServePlan) -> int:
+def devices_per_node(plan: ServePlan) -> int:
     """GPUs, or chips, of each node that the engine's ranks take; 0 where they run on CPUs."""
-    return 0 if machines(request.gpu, total_bytes=1).accelerator.kind == "cpu" else plan.gpus_per_node
-
-
-def _device(request: ServeRequest) -> AcceleratorSpec:
-    device = machines(request.gpu, total_bytes=request.gpu_memory_bytes).accelerator
-    if device.name in _NO_SCRIPTS:
-        raise InvalidRequestError(
-            f"hpc-serve plans for {device.product}, but has no script for it: {_NO_SCRIPTS[device.name]}."
-        )
-    return device
+    return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
 
 
 def _not_run(device: AcceleratorSpec) -> str:
@@ -125,8 +119,8 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
 
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
-    slurm, device = request.slurm, _device(request)
-    whole_nodes = slurm.exclusive if slurm.exclusive is not None else plan.num_nodes > 1 or device.kind != "gpu"
+    slurm, layout, device = request.slurm, plan.layout, plan.accelerator
+    whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
     values: dict[str, str | None] = {
         "job-name": slurm.job_name or f"hpc-serve-{request.service}",
         "partition": slurm.partition,
@@ -136,15 +130,15 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         "reservation": slurm.reservation,
         "nodelist": slurm.nodelist,
         "exclude": slurm.exclude,
-        "nodes": str(plan.num_nodes),
+        "nodes": str(layout.num_nodes),
         "ntasks-per-node": "1",
     }
     if device.kind == "gpu":  # hosts of TPUs, and sockets, are whole nodes to Slurm
-        gpus = f"{slurm.gres_type}:{plan.gpus_per_node}" if slurm.gres_type else str(plan.gpus_per_node)
+        gpus = f"{slurm.gres_type}:{layout.gpus_per_node}" if slurm.gres_type else str(layout.gpus_per_node)
         values |= {"gres": f"gpu:{gpus}"} if slurm.gpu_directive == "gres" else {"gpus-per-node": gpus}
-    cpus = slurm.cpus_per_task or (None if whole_nodes else _cpus(device, plan))
+    cpus = slurm.cpus_per_task or (None if whole_nodes else _cpus(plan))
     values["cpus-per-task"] = str(cpus) if cpus else None
-    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(device, plan)}G")
+    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan)}G")
     values["time"] = slurm.time
     values["output"] = f"{request.log_dir}/%j.log" if request.log_dir else "%x-%j.log"
     lines = [f"--{name}={check_directive(name, value)}" for name, value in values.items() if value is not None]
@@ -153,18 +147,18 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     return [*lines, "--open-mode=append", *slurm.extra]
 
 
-def _cpus(device: AcceleratorSpec, plan: ServePlan) -> int:
-    if device.kind == "cpu":
+def _cpus(plan: ServePlan) -> int:
+    if plan.accelerator.kind == "cpu":
         raise InvalidRequestError(
             "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
         )
-    return _CPUS_PER_GPU * plan.gpus_per_node
+    return _CPUS_PER_GPU * plan.layout.gpus_per_node
 
 
-def _mem_gib(device: AcceleratorSpec, plan: ServePlan) -> int:
-    if device.kind == "cpu":  # the plan has divided this memory already
-        return -(-plan.gpus_per_node * device.total_bytes // GIB)
-    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * plan.gpus_per_node
+def _mem_gib(plan: ServePlan) -> int:
+    if plan.accelerator.kind == "cpu":  # the plan has divided this memory already
+        return -(-plan.layout.gpus_per_node * plan.accelerator.total_bytes // GIB)
+    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * plan.layout.gpus_per_node
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:
@@ -194,11 +188,12 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
 
 
 def _title(request: ServeRequest, plan: ServePlan) -> str:
-    nodes = f"{plan.num_nodes} node" + ("s" if plan.num_nodes > 1 else "")
-    units = _device(request).unit + ("s" if plan.gpus_per_node > 1 else "")
-    where = f"{nodes} x {plan.gpus_per_node} {units} ({request.gpu})"
-    layout = f"TP={plan.tensor_parallel_size} x PP={plan.pipeline_parallel_size}"
-    return f'{plan.model} as "{request.service}": {where}, {layout}'
+    layout = plan.layout
+    nodes = f"{layout.num_nodes} node" + ("s" if layout.num_nodes > 1 else "")
+    units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
+    where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
+    sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
+    return f'{plan.model} as "{request.service}": {where}, {sizes}'
 
 
 def _comment(text: str) -> Markup:

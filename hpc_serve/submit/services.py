@@ -15,7 +15,6 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.plan import ServePlan
-from hpc_serve.plan.hardware.cluster import machines
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
@@ -39,13 +38,10 @@ _LOCAL_GRACE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that was handed over. `unit` is what its ranks take one each of: a GPU, chip or socket; `others` are
-    replicas of the same service that were not over then.
-    """
+    """A job that was handed over, and its plan. `others` are replicas of the same service that were not over then."""
 
     job: SubmittedJob
     plan: ServePlan
-    unit: str
     others: tuple[ServiceStatus, ...] = ()
 
 
@@ -78,8 +74,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     except BaseException:
         release(store, request.service, plan.model)
         raise
-    unit = machines(request.gpu, total_bytes=request.gpu_memory_bytes).accelerator.unit
-    return Submission(job=job, plan=plan, unit=unit, others=others)
+    return Submission(job=job, plan=plan, others=others)
 
 
 def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Path, folder: Path) -> SubmittedJob:
@@ -98,8 +93,8 @@ def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Pat
         script=str(done.script),
         log_path=str(log_dir / f"{done.job_id}.log"),
         user=scheduler.user_name(),
-        num_nodes=plan.num_nodes,
-        gpus_per_node=devices_per_node(request, plan),
+        num_nodes=plan.layout.num_nodes,
+        gpus_per_node=devices_per_node(plan),
         pid=done.pid,
         pid_start_time=process_start_time(done.pid) if done.pid else None,
         host=socket.gethostname() if done.pid else None,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import Candidate, Question, alternatives, just_below, nearest, room, widest
-from hpc_serve.plan.choice.layout import layouts
+from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
 from hpc_serve.plan.choice.suggestions import remedies
 from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import GIB, ClusterSpec
+from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec, ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
 
@@ -26,16 +26,14 @@ _SHOWN_WHEN_NOTHING_FITS = 4
 class ServePlan:
     """A layout that fits, and how to ask vLLM for it.
 
-    `num_nodes` and `gpus_per_node` are those of one replica; `vllm_args` are the flags after the model, without served
-    names, host, port and backend. `memory` is of the tightest rank.
+    `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the flags after the model, without
+    served names, host, port and backend. `memory` is of the tightest rank.
     """
 
     model: str
     served_model_names: tuple[str, ...]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    num_nodes: int
-    gpus_per_node: int
+    accelerator: AcceleratorSpec
+    layout: Layout
     replicas: int
     max_model_len: int
     vllm_args: tuple[str, ...]
@@ -107,10 +105,8 @@ def _plan(
     return ServePlan(
         model=model.name,
         served_model_names=served_model_names or (model.name,),
-        tensor_parallel_size=layout.tensor_parallel_size,
-        pipeline_parallel_size=layout.pipeline_parallel_size,
-        num_nodes=layout.num_nodes,
-        gpus_per_node=layout.gpus_per_node,
+        accelerator=question.cluster.accelerator,
+        layout=layout,
         replicas=question.workload.replicas or 1,
         max_model_len=question.max_model_len,
         vllm_args=vllm_args(layout, question.max_model_len, engine, model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_serve.plan.choice.candidates import Candidate
+from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
@@ -22,16 +23,13 @@ _MEMORY_KEYS = (
 )
 
 
-def plan_json(plan: ServePlan, model: ModelSpec, gpu: AcceleratorSpec) -> dict[str, Any]:
+def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
     """A plan under stable keys. Sizes are bytes per GPU of the tightest rank."""
     return {
-        **_about(model, gpu),
+        **_about(model, plan.accelerator),
         "fits": True,
-        "tensor_parallel_size": plan.tensor_parallel_size,
-        "pipeline_parallel_size": plan.pipeline_parallel_size,
+        **_sizes(plan.layout),
         "replicas": plan.replicas,
-        "num_nodes": plan.num_nodes,
-        "gpus_per_node": plan.gpus_per_node,
         "max_model_len": plan.max_model_len,
         "minimum_gpus": _minimum(plan.minimum_gpus),
         "memory": {key: getattr(plan.memory, key) for key in _MEMORY_KEYS},
@@ -83,13 +81,18 @@ def _minimum(minimum: MinimumGpus) -> dict[str, Any]:
     return {"weights": minimum.weights, "full_context": minimum.full_context, "usable": minimum.usable}
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    layout = candidate.layout
+def _sizes(layout: Layout) -> dict[str, Any]:
     return {
         "tensor_parallel_size": layout.tensor_parallel_size,
         "pipeline_parallel_size": layout.pipeline_parallel_size,
         "num_nodes": layout.num_nodes,
         "gpus_per_node": layout.gpus_per_node,
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        **_sizes(candidate.layout),
         "verdict": candidate.verdict,
         "reason": candidate.reason,
     }

@@ -120,22 +120,23 @@ def test_a_plan_passes_its_own_check(
         found = plan(spec(name), cluster, EngineConfig(), workload)
     except NoLayoutError:
         return
-    ranks = found.tensor_parallel_size * found.pipeline_parallel_size
-    assert ranks == found.num_nodes * found.gpus_per_node
-    assert found.gpus_per_node <= size
-    assert nodes in (None, found.num_nodes)
+    ranks = found.layout.tensor_parallel_size * found.layout.pipeline_parallel_size
+    assert ranks == found.layout.num_nodes * found.layout.gpus_per_node
+    assert found.layout.gpus_per_node <= size
+    assert nodes in (None, found.layout.num_nodes)
     again = estimate_memory(
         spec(name),
         cluster.accelerator,
         EngineConfig(max_num_seqs=found.memory.max_num_seqs),
-        tensor_parallel_size=found.tensor_parallel_size,
-        pipeline_parallel_size=found.pipeline_parallel_size,
+        tensor_parallel_size=found.layout.tensor_parallel_size,
+        pipeline_parallel_size=found.layout.pipeline_parallel_size,
         max_model_len=length,
     )
     assert again == found.memory
     assert again.holds(concurrency)
     asked = EngineConfig(
-        tensor_parallel_size=found.tensor_parallel_size, pipeline_parallel_size=found.pipeline_parallel_size
+        tensor_parallel_size=found.layout.tensor_parallel_size,
+        pipeline_parallel_size=found.layout.pipeline_parallel_size,
     )
     assert plan(spec(name), cluster, asked, workload).memory == found.memory
 

@@ -49,7 +49,12 @@ def planned(
 
 
 def layout_of(found: ServePlan) -> tuple[int, int, int, int]:
-    return found.tensor_parallel_size, found.pipeline_parallel_size, found.num_nodes, found.gpus_per_node
+    return (
+        found.layout.tensor_parallel_size,
+        found.layout.pipeline_parallel_size,
+        found.layout.num_nodes,
+        found.layout.gpus_per_node,
+    )
 
 
 @pytest.mark.parametrize(("alias", "layout"), [("405b", (8, 2, 2, 8)), ("70b", (4, 1, 1, 4)), ("8b", (1, 1, 1, 1))])
@@ -137,8 +142,8 @@ def test_more_requests_take_more_gpus() -> None:
 def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> None:
     """Slices of the scaling book's chapter on serving Llama 3-70B: 4x4, 4x2, 2x2."""
     found = planned("70b", "v5e", quantization=quantization, kv_cache_dtype=cache, max_model_len=8192)
-    assert found.tensor_parallel_size == chips
-    assert found.pipeline_parallel_size == 1
+    assert found.layout.tensor_parallel_size == chips
+    assert found.layout.pipeline_parallel_size == 1
 
 
 def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
@@ -307,7 +312,7 @@ def test_a_method_that_needs_another_checkpoint_is_said_and_not_passed_on() -> N
 def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
     t4 = ClusterSpec(accelerator=accelerator("t4"))
     workload = Workload(max_model_len=2048)
-    assert plan(spec("meta-llama/Llama-3.2-3B"), t4, workload=workload).num_nodes == 1
+    assert plan(spec("meta-llama/Llama-3.2-3B"), t4, workload=workload).layout.num_nodes == 1
     with pytest.raises(DoesNotFitError, match="--dtype float16"):
         plan(spec("meta-llama/Llama-3.2-3B", dtype="bfloat16"), t4, workload=workload)
 
