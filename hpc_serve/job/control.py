@@ -1,7 +1,8 @@
-"""The line between the head's launcher and the other nodes' launchers: who is there, what failed, when to go and stop.
+"""The control connection between the head's launcher and the launcher of each other node.
 
-One TCP connection a node, one JSON object a line, opened with a mutual proof that both hold the run's token (which
-itself never travels). Its end is news: a launcher that dies closes it at once, a frozen one misses its beats.
+There is one TCP connection for each node, with one JSON object on each line. Both ends first prove that they hold the
+run's token, without sending it. Both ends send heartbeats. A launcher that ends closes its connection; one that hangs
+stops sending heartbeats. What the messages cause is decided by `parts` (head) and `worker` (other nodes).
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from typing import Any
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.network import PortsInUseError
 
-_LONGEST_BEAT_S = 3.0
-_BEATS_TO_MISS = 20
-_HANDSHAKE_S = 10.0
-_LONGEST_MESSAGE = 256 * 1024
+_MAX_HEARTBEAT_INTERVAL_S = 3.0
+_HEARTBEATS_PER_SILENCE = 20
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_MESSAGE_BYTES = 256 * 1024
 
 Message = dict[str, Any]
 
 
 class LinkLostError(HpcServeError):
-    """The launcher at the other end ended, or its node no longer answers."""
+    """The launcher at the other end has ended, or its node has stopped answering."""
 
 
 class Link:
-    """One end of an open connection. `rank`, `name` and `address` are those of the node at the other end.
+    """One end of an open connection.
 
-    That node is lost once it has been silent for `silence_s` seconds.
+    `rank`, `name` and `address` describe the node at the other end. `read_bytes` is what that node's processes had
+    read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
     """
 
     def __init__(
@@ -53,52 +55,57 @@ class Link:
         self._reader, self._writer = reader, writer
 
     async def send(self, kind: str, **fields: Any) -> None:
-        """Send a message; a connection that is already gone is not an error here, `receive` tells it."""
+        """Send a message. A closed connection raises nothing here; `receive` reports it."""
         with contextlib.suppress(OSError):
             self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
             await self._writer.drain()
 
     async def receive(self) -> Message:
-        """The next message other than a beat. Raises LinkLostError at the end, or when neither comes."""
+        """The next message that is not a heartbeat.
+
+        Raises LinkLostError if the connection ends, or if nothing arrives for `silence_s` seconds.
+        """
         while True:
             try:
-                message = await self._hear()
+                message = await self._next_message()
             except asyncio.TimeoutError as error:
-                raise LinkLostError(f"node {self.name} has not been heard of for {self._silence_s:g} s") from error
+                raise LinkLostError(f"node {self.name} has sent nothing for {self._silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
-            if message["kind"] != "beat":
+            if message["kind"] != "heartbeat":
                 return message
             self.read_bytes = int(message.get("read_bytes", 0))
 
-    async def _hear(self) -> Message:
-        """The next message. Raises asyncio.TimeoutError after `silence_s` without any.
+    async def _next_message(self) -> Message:
+        """The next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
 
-        That is waited for in short turns: to a job that was suspended as a whole, this end too, it was one of them.
+        The wait is a sequence of short ones. Slurm may suspend the whole job for longer than `silence_s`: then both
+        ends stand still, only one of the short waits runs out, and the other node still has time to send.
         """
         reading = asyncio.ensure_future(_read(self._reader))
         try:
-            for _ in range(_BEATS_TO_MISS):
-                await asyncio.wait({reading}, timeout=self._silence_s / _BEATS_TO_MISS)
+            for _ in range(_HEARTBEATS_PER_SILENCE):
+                await asyncio.wait({reading}, timeout=self._silence_s / _HEARTBEATS_PER_SILENCE)
                 if reading.done():
                     return reading.result()
         finally:
             reading.cancel()
         raise asyncio.TimeoutError
 
-    async def beat(self, read_bytes: Callable[[], int]) -> None:
-        """Send beats until cancelled; each tells how much this node's processes had read when last asked.
+    async def send_heartbeats(self, read_bytes: Callable[[], int]) -> None:
+        """Send heartbeats until cancelled. Each carries the latest result of `read_bytes`.
 
-        Asking may take long (the kernel answers for a process that maps much memory when that is done); beats do not.
+        `read_bytes` runs in a thread and may take long: /proc is slow for a process that is mapping much memory.
+        Heartbeats do not wait for it.
         """
-        beat_s = min(_LONGEST_BEAT_S, self._silence_s / _BEATS_TO_MISS)
-        answer, asking = 0, asyncio.create_task(asyncio.to_thread(read_bytes))
+        interval_s = min(_MAX_HEARTBEAT_INTERVAL_S, self._silence_s / _HEARTBEATS_PER_SILENCE)
+        latest, reading = 0, asyncio.create_task(asyncio.to_thread(read_bytes))
         while True:
-            await asyncio.wait({asking}, timeout=beat_s)
-            if asking.done():
-                answer, asking = asking.result(), asyncio.create_task(asyncio.to_thread(read_bytes))
-            await self.send("beat", read_bytes=answer)
-            await asyncio.sleep(beat_s)
+            await asyncio.wait({reading}, timeout=interval_s)
+            if reading.done():
+                latest, reading = reading.result(), asyncio.create_task(asyncio.to_thread(read_bytes))
+            await self.send("heartbeat", read_bytes=latest)
+            await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
         self._writer.close()
@@ -107,7 +114,7 @@ class Link:
 
 
 class ControlServer:
-    """The head's end: accepts the launchers that hold the token and calls `on_link` with each."""
+    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each."""
 
     def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
         self._token, self._name, self._on_link = token.encode(), name, on_link
@@ -115,7 +122,7 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=_LONGEST_MESSAGE)
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=_MAX_MESSAGE_BYTES)
 
     def close(self) -> None:
         if self._server is not None:
@@ -123,13 +130,13 @@ class ControlServer:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            link = await asyncio.wait_for(self._greet(reader, writer), _HANDSHAKE_S)
+            link = await asyncio.wait_for(self._handshake(reader, writer), _HANDSHAKE_TIMEOUT_S)
         except (OSError, ValueError, KeyError, TypeError, EOFError, asyncio.TimeoutError):
-            writer.close()  # a stranger: nothing was told
+            writer.close()  # without the token; it was sent a nonce and nothing else
             return
         self._on_link(link)
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
+    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
         ours = secrets.token_hex(16)
         await _write(writer, {"hpc_serve": 1, "nonce": ours})
         hello = await _read(reader)
@@ -137,22 +144,29 @@ class ControlServer:
             raise ValueError("wrong token")
         proof = _proof(self._token, "head", str(hello["nonce"]))
         await _write(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
-        who = {"name": str(hello["name"]), "address": str(hello["address"])}
-        return Link(reader, writer, rank=int(hello["rank"]), silence_s=self._silence_s, **who)
+        return Link(
+            reader,
+            writer,
+            rank=int(hello["rank"]),
+            name=str(hello["name"]),
+            address=str(hello["address"]),
+            silence_s=self._silence_s,
+        )
 
 
 async def connect(
     head: tuple[str, int], token: str, *, rank: int, name: str, own_address: Callable[[], str], deadline_s: float
 ) -> Link:
-    """Reach the head's launcher, polling until it listens. `own_address` is asked for once the head's network is there.
+    """Connect to the head's launcher, and poll until it listens.
 
-    Raises LinkLostError after `deadline_s` seconds, PortsInUseError if another program answers on its port.
+    `own_address` is called after the head was reached, because the answer depends on the route to it. Raises
+    LinkLostError after `deadline_s` seconds, PortsInUseError if another program answers on the head's port.
     """
     deadline = time.monotonic() + deadline_s
     while True:
         try:
             reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(*head, limit=_LONGEST_MESSAGE), timeout=_HANDSHAKE_S
+                asyncio.open_connection(*head, limit=_MAX_MESSAGE_BYTES), timeout=_HANDSHAKE_TIMEOUT_S
             )
             break
         except (OSError, asyncio.TimeoutError) as error:
@@ -165,15 +179,15 @@ async def connect(
             await asyncio.sleep(0.2)
     try:
         link = await asyncio.wait_for(
-            _introduce(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_S
+            _handshake_with_head(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_TIMEOUT_S
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError, asyncio.TimeoutError) as error:
         writer.close()
-        raise PortsInUseError(f"Another program than the head's launcher answers at {head[0]}:{head[1]}.") from error
+        raise PortsInUseError(f"A program other than the head's launcher answers at {head[0]}:{head[1]}.") from error
     return link
 
 
-async def _introduce(
+async def _handshake_with_head(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     token: bytes,
@@ -189,7 +203,7 @@ async def _introduce(
     answer = await _read(reader)
     if not hmac.compare_digest(str(answer["proof"]), _proof(token, "head", ours)):
         raise ValueError("wrong token")
-    silence_s = float(answer["silence_s"])  # the head's, so that both ends wait as long
+    silence_s = float(answer["silence_s"])  # the head's value: both ends wait equally long
     return Link(reader, writer, rank=0, name=str(answer["name"]), address=head[0], silence_s=silence_s)
 
 

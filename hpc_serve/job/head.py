@@ -107,8 +107,8 @@ class Head:
     async def _start_ray(self, environ: dict[str, str]) -> None:
         node = self._node
         self._keeper.stage("starting Ray's head")
-        share = node.ray_share(address=node.head, ports=node.head_ports)
-        await self._parts.start("ray head", head_argv(share), environ)
+        options = node.ray_options(address=node.head, ports=node.head_ports)
+        await self._parts.start("ray head", head_argv(options), environ)
 
         def missing() -> str | None:
             with socket.socket() as probe:

@@ -1,6 +1,7 @@
-"""Is the engine really there? It answers /health, lists the model's name, and has completed one real request.
+"""Whether the engine is ready: it answers /health, lists the model's name, and has completed one request.
 
-Any of these alone has been seen to lie: /health is up before the workers are, an engine can die on its first request.
+One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
+When to ask, and what follows from the answer, is decided by the head.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-_ANSWER_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 class NotReadyError(Exception):
-    """Not ready yet; the text says what is missing."""
+    """The engine is not ready yet. The text says which check failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAddress:
-    """Where the engine of this node listens; `api_key` is never shown."""
+    """Where the engine listens, and the key it asks for. The key is not part of the repr."""
 
     host: str
     port: int
@@ -30,25 +31,28 @@ class EngineAddress:
 
 
 def is_healthy(engine: EngineAddress) -> bool:
-    """Whether /health answers 200 now."""
+    """Whether /health answers with 200 now."""
     try:
-        return _request(engine, "GET", "/health", timeout_s=_ANSWER_S)[0] == 200
+        return _request(engine, "GET", "/health", timeout_s=_TIMEOUT_S)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
 
 
 def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> None:
-    """Return once the engine has shown that it serves `model`. Raises NotReadyError."""
+    """Check once that the engine serves `model`. Raises NotReadyError if any of the three checks fails.
+
+    The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
+    """
     try:
-        status, _ = _request(engine, "GET", "/health", timeout_s=_ANSWER_S)
+        status, _ = _request(engine, "GET", "/health", timeout_s=_TIMEOUT_S)
         _require(status == 200, f"/health answers {status}")
-        status, models = _request(engine, "GET", "/v1/models", timeout_s=_ANSWER_S)
+        status, models = _request(engine, "GET", "/v1/models", timeout_s=_TIMEOUT_S)
         _require(status == 200, f"/v1/models answers {status}")
         names = [entry.get("id") for entry in models.get("data", [])]
         _require(model in names, f"/v1/models lists {names}, not {model}")
         body = {"model": model, "prompt": "1", "max_tokens": 1}
         status, _ = _request(engine, "POST", "/v1/completions", body=body, timeout_s=completion_timeout_s)
-        if status in (400, 404, 405, 501):  # not a generating model
+        if status in (400, 404, 405, 501):  # the model does not generate text: ask for an embedding
             body = {"model": model, "input": "1"}
             status, _ = _request(engine, "POST", "/v1/embeddings", body=body, timeout_s=completion_timeout_s)
         _require(status == 200, f"a first request was answered with {status}")

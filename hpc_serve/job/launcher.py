@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.head import Head
-from hpc_serve.job.network import PortBlock, guard, reachable_addresses
+from hpc_serve.job.network import PortBlock, reachable_addresses, reserve
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import Owner
 from hpc_serve.job.record_keeper import LEASE_S, RecordKeeper, user_name
@@ -81,7 +81,7 @@ def _silence_s(environ: Mapping[str, str]) -> float:
 
 
 async def _run_head(node: Node) -> int:
-    listener = guard(node.head_ports)
+    listener = reserve(node.head_ports)
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)

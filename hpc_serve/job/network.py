@@ -1,7 +1,7 @@
-"""This node's addresses and free ports, on a machine that is shared with strangers.
+"""The addresses of this node, and blocks of free ports on it. Other users' programs may run on the same node.
 
-Ports come in blocks. Whoever holds a block listens on its first port, so that two of our jobs on one node never take
-the same block; a block with any port in use is passed over. What is taken in spite of that shows when it is bound.
+A launcher reserves a block by listening on its first port, so two launchers on one node never use the same block. A
+block with a port in use is not chosen. A port that is taken later shows when the program it was meant for binds it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _IP_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortsInUseError(HpcServeError):
-    """A port or folder was taken between choosing and using it; the batch script starts again with others (exit 75)."""
+    """A chosen port or folder was taken before it was used. The batch script starts again with others (exit 75)."""
 
     exit_code = 75
 
 
 @dataclass(frozen=True)
 class PortBlock:
-    """A block of ports and what each is for; workers' ports fill the rest of the block."""
+    """A block of BLOCK_SIZE ports that begins at `base`, and what each port is for."""
 
     base: int
 
     @property
     def control(self) -> int:
-        """The guard: the launcher listens here for as long as it holds the block; the head's is the control channel."""
+        """The launcher listens here to reserve the block. On the head it is also the control port."""
         return self.base
 
     @property
@@ -79,12 +79,12 @@ class PortBlock:
 
     @property
     def torch_master(self) -> int:
-        """Rendezvous of vLLM's own multi-node executor (`--master-port`)."""
+        """vLLM's multi-node executor without Ray meets here (`--master-port`)."""
         return self.base + 10
 
     @property
     def engine_internal(self) -> int:
-        """First of those vLLM takes for itself (`VLLM_PORT`; it counts upwards)."""
+        """The first port that vLLM chooses for itself (`VLLM_PORT`); it counts upwards from here."""
         return self.base + 16
 
     @property
@@ -94,14 +94,17 @@ class PortBlock:
 
 
 def choose_port_block() -> PortBlock:
-    """A block in which nobody listens now. Raises PortsInUseError if there is none."""
-    block, listener = hold_port_block()
+    """A block of which no port is in use now. Raises PortsInUseError if there is none."""
+    block, listener = reserve_free_block()
     listener.close()
     return block
 
 
-def guard(block: PortBlock) -> socket.socket:
-    """Listen on the block's first port, on all interfaces. Raises PortsInUseError if somebody else does."""
+def reserve(block: PortBlock) -> socket.socket:
+    """Listen on the block's first port, on all interfaces. Raises PortsInUseError if another program does.
+
+    The block stays reserved until the returned socket is closed.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind(("", block.control))
@@ -115,12 +118,12 @@ def guard(block: PortBlock) -> socket.socket:
     return listener
 
 
-def hold_port_block() -> tuple[PortBlock, socket.socket]:
-    """Choose a block and guard it, in one step. Raises PortsInUseError."""
+def reserve_free_block() -> tuple[PortBlock, socket.socket]:
+    """Choose a block and reserve it (see `reserve`). Raises PortsInUseError if no block is free."""
     for block in _shuffled_blocks():
         if _is_free(block):
             try:
-                return block, guard(block)
+                return block, reserve(block)
             except PortsInUseError:
                 continue
     raise PortsInUseError(f"No {BLOCK_SIZE} consecutive free ports below the ephemeral range on this node.")
@@ -151,10 +154,11 @@ def _in_use(port: int) -> bool:
 
 
 def node_address(*, interface: str | None, towards: str | None) -> str:
-    """This node's IPv4 address for the other nodes.
+    """The IPv4 address of this node that the other nodes use.
 
-    `interface` decides if given; else the address from which `towards` is reached; else the host name's address;
-    else the default route's. Raises InvalidRequestError for an interface that is not there or has no address.
+    It is the address of `interface` if that is given, else the address from which this node reaches `towards`, else
+    the address of the host name, else that of the default route. Raises InvalidRequestError if the interface does not
+    exist or has no address.
     """
     if interface:
         try:
@@ -162,7 +166,7 @@ def node_address(*, interface: str | None, towards: str | None) -> str:
         except OSError as error:
             names = ", ".join(name for name, _ in _interfaces())
             raise InvalidRequestError(
-                f"interface {interface!r} has no IPv4 address on {socket.gethostname()}; those that do: {names}."
+                f"interface {interface!r} has no IPv4 address on {socket.gethostname()}; those with one: {names}."
             ) from error
     if towards:
         return _source_address(towards)
@@ -170,14 +174,17 @@ def node_address(*, interface: str | None, towards: str | None) -> str:
 
 
 def reachable_addresses() -> list[str]:
-    """This node's IPv4 addresses that others may reach, the likeliest first: host name's, default route's, the rest."""
+    """The IPv4 addresses of this node that other hosts may reach, without loopback.
+
+    The order is: the host name's, the default route's, those of the other interfaces.
+    """
     found: list[str] = []
     try:
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     except OSError:
         pass
     try:
-        found.append(_source_address("192.0.2.1"))  # TEST-NET-1: only asks the routing table, sends nothing
+        found.append(_source_address("192.0.2.1"))  # TEST-NET-1: asks the routing table, sends nothing
     except OSError:
         pass
     found += [address for _, address in _interfaces()]
@@ -185,7 +192,7 @@ def reachable_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that carries `address`, for NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """The name of the interface that has `address`, for NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     return next((name for name, own in _interfaces() if own == address), None)
 
 

@@ -11,7 +11,7 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock, interface_of
 from hpc_serve.job.process import mark_environ
-from hpc_serve.job.ray_cluster import RayNode, ray_node
+from hpc_serve.job.ray_cluster import RayStartOptions, ray_start_options
 from hpc_serve.vllm.arguments import Device, EngineCommand
 
 
@@ -59,9 +59,9 @@ class Node:
         """Ray opens its folder to everybody (0777), so it gets one inside ours."""
         return ray_dir(str(self.temp_dir))
 
-    def ray_share(self, *, address: str, ports: PortBlock) -> RayNode:
+    def ray_options(self, *, address: str, ports: PortBlock) -> RayStartOptions:
         """What Ray may use of this node."""
-        return ray_node(
+        return ray_start_options(
             self.allocation,
             address=address,
             ports=ports,

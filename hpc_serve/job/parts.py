@@ -86,7 +86,7 @@ class Parts:
         nodes = self._keeper.record.nodes
         self._keeper.update(nodes=(*nodes, type(nodes[0])(name=link.name, address=link.address)))
         self.news.set()
-        self.spawn(link.beat(lambda: 0))
+        self.spawn(link.send_heartbeats(lambda: 0))
         self.spawn(self._listen(link))
 
     async def until(self, missing: Callable[[], str | None], *, part: str, within_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Ray for one run: the command lines of its head and workers, and the wait for exactly the nodes and devices asked for.
+"""Ray for one run: the command lines of its head and workers, their environment, and the nodes that Ray reports.
 
-Each Ray runs as a `--block` child of the Slurm step, with every port, its CPUs, GPUs and memory said aloud, in a
-private folder and with a token. It is ended as a process, never by `ray stop`: that takes down all Rays of the user.
+Each Ray runs as a `--block` child of the launcher, in a private folder and with a token. Its ports, CPUs, GPUs and
+memory are all given explicitly. It is ended as a process: `ray stop` would end every Ray of the user on the options.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2  # Ray refuses less than 75 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayNode:
-    """What one `ray start` is told."""
+class RayStartOptions:
+    """What one `ray start` gets on its command line."""
 
     address: str
     ports: PortBlock
@@ -36,13 +36,13 @@ class RayNode:
     object_store_bytes: int
 
 
-def ray_node(
+def ray_start_options(
     allocation: Allocation, *, address: str, ports: PortBlock, temp_dir: str, device: Device, num_devices: int
-) -> RayNode:
-    """The share of this node that Ray may use: what the job has, not what the machine has."""
+) -> RayStartOptions:
+    """Options for this node. Ray gets the CPUs, memory and devices of the job, not those of the machine."""
     memory = allocation.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
-    return RayNode(
+    return RayStartOptions(
         address=address,
         ports=ports,
         temp_dir=temp_dir,
@@ -54,68 +54,70 @@ def ray_node(
     )
 
 
-def head_argv(node: RayNode) -> list[str]:
+def head_argv(options: RayStartOptions) -> list[str]:
     return [
-        *_start_argv(node),
+        *_start_argv(options),
         "--head",
-        f"--port={node.ports.gcs}",
-        f"--ray-client-server-port={node.ports.ray_client_server}",
+        f"--port={options.ports.gcs}",
+        f"--ray-client-server-port={options.ports.ray_client_server}",
         "--include-dashboard=false",
     ]
 
 
-def worker_argv(node: RayNode, *, head: str) -> list[str]:
+def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
     """`head` is "address:port" of the head's GCS."""
-    return [*_start_argv(node), f"--address={head}"]
+    return [*_start_argv(options), f"--address={head}"]
 
 
-def _start_argv(node: RayNode) -> list[str]:
-    first, last = node.ports.workers
+def _start_argv(options: RayStartOptions) -> list[str]:
+    first, last = options.ports.workers
     return [
         "ray",
         "start",
         "--block",
         "--disable-usage-stats",
-        f"--node-ip-address={node.address}",
-        f"--temp-dir={node.temp_dir}",
-        f"--num-cpus={node.num_cpus}",
-        *_devices(node),
-        f"--memory={node.memory_bytes}",
-        f"--object-store-memory={node.object_store_bytes}",
-        f"--node-manager-port={node.ports.node_manager}",
-        f"--object-manager-port={node.ports.object_manager}",
-        f"--dashboard-agent-listen-port={node.ports.dashboard_agent_listen}",
-        f"--dashboard-agent-grpc-port={node.ports.dashboard_agent_grpc}",
-        f"--runtime-env-agent-port={node.ports.runtime_env_agent}",
-        f"--metrics-export-port={node.ports.metrics_export}",
+        f"--node-ip-address={options.address}",
+        f"--temp-dir={options.temp_dir}",
+        f"--num-cpus={options.num_cpus}",
+        *_device_args(options),
+        f"--memory={options.memory_bytes}",
+        f"--object-store-memory={options.object_store_bytes}",
+        f"--node-manager-port={options.ports.node_manager}",
+        f"--object-manager-port={options.ports.object_manager}",
+        f"--dashboard-agent-listen-port={options.ports.dashboard_agent_listen}",
+        f"--dashboard-agent-grpc-port={options.ports.dashboard_agent_grpc}",
+        f"--runtime-env-agent-port={options.ports.runtime_env_agent}",
+        f"--metrics-export-port={options.ports.metrics_export}",
         f"--min-worker-port={first}",
         f"--max-worker-port={last}",
     ]
 
 
-def _devices(node: RayNode) -> list[str]:
-    """Ray has a word of its own for GPUs alone; chips of TPUs are a resource like any other."""
-    if node.device == "GPU":
-        return [f"--num-gpus={node.num_devices}"]
-    return ["--num-gpus=0", f"--resources={json.dumps({node.device: node.num_devices})}"]
+def _device_args(options: RayStartOptions) -> list[str]:
+    """Ray has an option for GPUs alone; TPU chips are a custom resource."""
+    if options.device == "GPU":
+        return [f"--num-gpus={options.num_devices}"]
+    return ["--num-gpus=0", f"--resources={json.dumps({options.device: options.num_devices})}"]
 
 
 def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What every Ray process of a run needs beside `environ`, which has the token's place."""
+    """`environ`, which names the token's file, with what every Ray process of a run needs beside it."""
     return {
-        **_as_ray_names_devices(environ),
+        **_with_hip_devices(environ),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
-        "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for what other users of the node take
-        "RAY_worker_niceness": "0",  # its default, 15, lets every other user of the node go first
-        "RAY_prestart_worker_first_driver": "0",  # else one idle Python per CPU of the job, with the first driver
+        "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use
+        "RAY_worker_niceness": "0",  # its default, 15, gives every other process on the node precedence
+        "RAY_prestart_worker_first_driver": "0",  # else the first driver starts one idle Python per CPU
     }
 
 
-def _as_ray_names_devices(environ: Mapping[str, str]) -> dict[str, str]:
-    """AMD GPUs by HIP's variable: Slurm sets ROCm's, and Ray refuses that one ("Please use HIP_VISIBLE_DEVICES …").
+def _with_hip_devices(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with AMD GPUs named by HIP_VISIBLE_DEVICES.
 
-    Both number the GPUs that the node has, unless both are set: then HIP's number those that ROCm's leave, and stay.
+    Slurm sets ROCR_VISIBLE_DEVICES, which Ray refuses ("Please use HIP_VISIBLE_DEVICES …"). Either variable alone
+    counts the GPUs of the node, so the value can move. If both are set, HIP's numbers count within ROCm's selection;
+    then both stay as they are.
     """
     found = dict(environ)
     if "HIP_VISIBLE_DEVICES" not in found and (visible := found.pop("ROCR_VISIBLE_DEVICES", None)) is not None:
@@ -125,29 +127,32 @@ def _as_ray_names_devices(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RayNodes:
-    """Ray's own view: devices of the kind that was asked for, by the address of each node that is alive."""
+    """What Ray reports: for each node that is alive, by address, how many devices of the wanted kind it has."""
 
     devices: Mapping[str, int]
 
     def missing(self, expected: Mapping[str, str], device: Device, per_node: int) -> list[str]:
-        """A sentence for each node that is not there as asked; `expected` maps addresses to node names."""
+        """One sentence for each node that is absent, has another number of devices, or is not of this job.
+
+        `expected` maps addresses to node names.
+        """
         sentences = []
         for address, name in expected.items():
             if address not in self.devices:
                 sentences.append(f"{name} ({address}) has not joined")
             elif self.devices[address] != per_node:
                 sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
-        strangers = sorted(set(self.devices) - set(expected))
-        return [*sentences, *(f"{address} joined but is not of this job" for address in strangers)]
+        unexpected = sorted(set(self.devices) - set(expected))
+        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
 def watch_nodes_argv(device: Device) -> Sequence[str]:
-    """The child that asks Ray for its nodes; it needs RAY_ADDRESS and prints a JSON object whenever they change."""
+    """The command of the child `ray_nodes`, which prints Ray's nodes whenever they change. It needs RAY_ADDRESS."""
     return [sys.executable, "-u", "-m", "hpc_serve.job.ray_nodes", device]
 
 
 def parse_nodes(line: str) -> RayNodes | None:
-    """One line of the child, or None if it is a log line of Ray's."""
+    """One line that `ray_nodes` printed, or None if it is a log line of Ray."""
     try:
         found = json.loads(line)
         return RayNodes({str(address): int(count) for address, count in found["hpc_serve_nodes"].items()})

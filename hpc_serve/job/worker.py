@@ -7,7 +7,7 @@ import signal
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.control import Link, LinkLostError, Message, connect
-from hpc_serve.job.network import hold_port_block, node_address
+from hpc_serve.job.network import node_address, reserve_free_block
 from hpc_serve.job.node import Node
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
 from hpc_serve.job.ray_cluster import ray_environ, worker_argv
@@ -37,7 +37,7 @@ async def run_worker(node: Node) -> int:
         own_address=own_address,
         deadline_s=node.options.join_s,
     )
-    beats = asyncio.create_task(link.beat(lambda: read_bytes(node.mark)))
+    beats = asyncio.create_task(link.send_heartbeats(lambda: read_bytes(node.mark)))
     try:
         return await _serve_part(node, link, address, stopped)
     finally:
@@ -50,19 +50,19 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
     heard = asyncio.create_task(link.receive())
     stop = asyncio.create_task(stopped.wait())
     child: Child | None = None
-    guard = None
+    reservation = None
     try:
         await asyncio.wait({heard, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done() or not _is(heard, "go"):
             return 0
         heard = asyncio.create_task(link.receive())
         node.check_gpus()
-        ports, guard = hold_port_block()
+        ports, reservation = reserve_free_block()
         environ = node.child_environ(address=address, ports=ports)
         if node.backend == "ray":
             name = "ray worker"
-            raylet = node.ray_share(address=address, ports=ports)
-            argv, environ = worker_argv(raylet, head=node.gcs), ray_environ(environ)
+            options = node.ray_options(address=address, ports=ports)
+            argv, environ = worker_argv(options, head=node.gcs), ray_environ(environ)
         else:
             name = "engine"
             allocation = node.allocation
@@ -89,8 +89,8 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
             task.cancel()
         if child is not None:
             await child.stop(_GRACE_S)
-        if guard is not None:
-            guard.close()
+        if reservation is not None:
+            reservation.close()
 
 
 async def _say_failed(

@@ -186,7 +186,7 @@ def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_
     with frozen(alice, worker):
         record = failed(alice, "frozen-worker", job_id, is_gone=False)
         assert record["failed_part"] == f"node {worker}"
-        assert record["reason"] == f"node {worker} has not been heard of for 5 s"
+        assert record["reason"] == f"node {worker} has sent nothing for 5 s"
     alice.wait_until_gone(job_id)
     assert not folders_left(alice)
 
@@ -221,7 +221,7 @@ def test_a_job_outlives_a_suspension_and_ends_on_both_sides_of_a_parted_network(
         wait_for(lambda: not on(alice, worker), 60, what="the worker's launcher to end")
     finally:
         alice.cluster.reconnect(worker)
-    assert record["reason"] == f"node {worker} has not been heard of for 5 s"
+    assert record["reason"] == f"node {worker} has sent nothing for 5 s"
     alice.wait_until_gone(job_id)
     assert not folders_left(alice)
 

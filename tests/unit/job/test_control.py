@@ -1,4 +1,4 @@
-"""The line between launchers: only holders of the token get on it, and its end is news."""
+"""The control connection between launchers: only holders of the token connect, and its end is noticed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 import pytest
 
 from hpc_serve.job.control import ControlServer, Link, LinkLostError, connect
-from hpc_serve.job.network import PortsInUseError, hold_port_block
+from hpc_serve.job.network import PortsInUseError, reserve_free_block
 
 
-def on_a_line(scenario, *, server_token="secret", client_token="secret", silence_s=60.0):
+def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0):
     """Run `scenario(head's link, node's link)` over a real connection."""
 
     async def run():
-        block, listener = hold_port_block()
+        block, listener = reserve_free_block()
         links: asyncio.Queue[Link] = asyncio.Queue()
         server = ControlServer(server_token, "n1", links.put_nowait, silence_s=silence_s)
         await server.start(listener)
@@ -44,23 +44,23 @@ def test_messages_go_both_ways_and_name_the_node():
         await node.send("failed", part="ray worker", exit_code=9)
         return await node.receive(), await head.receive()
 
-    go, failed = on_a_line(scenario)
+    go, failed = over_a_connection(scenario)
     assert go["kind"] == "go"
     assert failed == {"kind": "failed", "part": "ray worker", "exit_code": 9}
 
 
-def test_a_beat_carries_what_was_read_and_is_not_a_message():
+def test_a_heartbeat_carries_what_was_read_and_is_not_a_message():
     async def scenario(head, node):
-        beats = asyncio.create_task(node.beat(lambda: 4096))
+        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: 4096))
         heard = asyncio.create_task(head.receive())
         while head.read_bytes == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not heard.done()
-        beats.cancel()
+        heartbeats.cancel()
         heard.cancel()
         return head.read_bytes
 
-    assert on_a_line(scenario) == 4096
+    assert over_a_connection(scenario) == 4096
 
 
 def test_the_end_of_a_launcher_is_noticed():
@@ -69,7 +69,7 @@ def test_the_end_of_a_launcher_is_noticed():
         await head.receive()
 
     with pytest.raises(LinkLostError, match="launcher on node n2 ended"):
-        on_a_line(scenario)
+        over_a_connection(scenario)
 
 
 def test_a_silent_node_is_lost_and_so_is_a_silent_head():
@@ -77,9 +77,9 @@ def test_a_silent_node_is_lost_and_so_is_a_silent_head():
         heard = await asyncio.gather(head.receive(), node.receive(), return_exceptions=True)
         return [str(error) for error in heard if isinstance(error, LinkLostError)]
 
-    assert on_a_line(scenario, silence_s=0.05) == [
-        "node n2 has not been heard of for 0.05 s",
-        "node n1 has not been heard of for 0.05 s",
+    assert over_a_connection(scenario, silence_s=0.05) == [
+        "node n2 has sent nothing for 0.05 s",
+        "node n1 has sent nothing for 0.05 s",
     ]
 
 
@@ -93,10 +93,10 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on():
         await node.send("failed")
         return [message["kind"] for message in await asyncio.gather(*heard)]
 
-    assert on_a_line(scenario, silence_s=0.2) == ["failed", "go"]
+    assert over_a_connection(scenario, silence_s=0.2) == ["failed", "go"]
 
 
-def test_beats_go_on_while_the_kernel_does_not_say_what_was_read():
+def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
     async def scenario(head, node):
         answer, told, sent = threading.Event(), asyncio.Event(), []
 
@@ -108,19 +108,19 @@ def test_beats_go_on_while_the_kernel_does_not_say_what_was_read():
                 told.set()
 
         node.send = send
-        beats = asyncio.create_task(node.beat(lambda: 4096 if answer.wait(5) else 0))
+        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: 4096 if answer.wait(5) else 0))
         await asyncio.wait_for(told.wait(), 5)
-        beats.cancel()
+        heartbeats.cancel()
         return sent
 
-    sent = on_a_line(scenario, silence_s=0.2)
+    sent = over_a_connection(scenario, silence_s=0.2)
     assert sent[:3] == [0, 0, 0]
     assert sent[-1] == 4096
 
 
-def test_without_the_token_nobody_gets_on():
-    with pytest.raises(PortsInUseError, match="Another program"):
-        on_a_line(lambda head, node: None, client_token="wrong")
+def test_without_the_token_nobody_connects():
+    with pytest.raises(PortsInUseError, match="A program other than"):
+        over_a_connection(lambda head, node: None, client_token="wrong")
 
 
 def test_the_token_itself_never_travels():
@@ -143,7 +143,7 @@ def test_the_token_itself_never_travels():
 
 
 def test_a_head_that_never_listens_ends_the_wait_with_advice():
-    block, listener = hold_port_block()
+    block, listener = reserve_free_block()
     listener.close()
     with pytest.raises(LinkLostError, match="HPC_SERVE_INTERFACE"):
         asyncio.run(

@@ -23,13 +23,13 @@ def test_every_port_of_a_block_is_its_own_and_inside_it():
 
 
 def test_a_held_block_is_not_given_twice(monkeypatch):
-    first, listener = network.hold_port_block()
+    first, listener = network.reserve_free_block()
     others = [PortBlock(first.base), PortBlock(first.base + BLOCK_SIZE)]
     monkeypatch.setattr(network, "_shuffled_blocks", lambda: list(others))
     with listener:
         assert network.choose_port_block() == others[1]
         with pytest.raises(PortsInUseError, match=str(first.control)):
-            network.guard(first)
+            network.reserve(first)
     assert network.choose_port_block() == first
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_node, worker_argv
+from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
 
 ALLOCATION = Allocation(
     cluster="slurm",
@@ -22,7 +22,7 @@ ALLOCATION = Allocation(
     num_gpus=8,
     memory_bytes=64 * 1024**3,
 )
-NODE = ray_node(
+NODE = ray_start_options(
     ALLOCATION,
     address="10.0.0.1",
     ports=PortBlock(20_000),
@@ -41,7 +41,7 @@ def test_ray_gets_the_jobs_share_and_not_the_machines():
     said = options(head_argv(NODE))
     assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
     assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * 1024**3
-    unlimited = ray_node(
+    unlimited = ray_start_options(
         replace(ALLOCATION, memory_bytes=None),
         address="a",
         ports=PortBlock(1),
