@@ -17,6 +17,7 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -38,6 +39,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name", nargs="+")
+    parser.add_argument("--ssl-keyfile")
+    parser.add_argument("--ssl-certfile")
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
     parser.add_argument("--stub-load-s", type=float, default=0.0, help="seconds of loading, spread over the shards")
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
@@ -91,7 +94,21 @@ class Engine(ThreadingHTTPServer):
         self.completions = 0
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
+        self.tls: ssl.SSLContext | None = None
+        if options.ssl_certfile:
+            self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self.tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
         super().__init__((options.host, options.port), Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        if self.tls is not None:  # the handshake is the connection's own thread's: it begins with the first read
+            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     @property
     def draining(self) -> bool:
@@ -237,7 +254,8 @@ def main() -> None:
     engine = Engine(options)
     with contextlib.suppress(KeyboardInterrupt):
         threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
-        say(f"Starting vLLM server on http://{options.host}:{engine.server_address[1]}")
+        scheme = "https" if engine.tls else "http"
+        say(f"Starting vLLM server on {scheme}://{options.host}:{engine.server_address[1]}")
         say("Application startup complete.")
         threading.Event().wait(options.stub_exit_after_s)
         os._exit(options.stub_exit_code)

@@ -56,7 +56,7 @@ class StubEngine:
     def _read_port(self) -> int:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if match := re.search(r"server on http://\S+:(\d+)", line):
+            if match := re.search(r"server on https?://\S+:(\d+)", line):
                 return int(match[1])
         raise RuntimeError(f"the stub engine ended with {self.process.wait()} before it listened")
 

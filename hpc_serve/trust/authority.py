@@ -1,0 +1,217 @@
+"""The certificates of a home: its private authority, and one certificate for the endpoint of each run.
+
+The authority's file holds its key and its certificate, 0600. Making certificates needs the `cryptography` package,
+which only a job's head imports; whoever trusts them needs the standard library alone (`pinned`, `bundle`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_serve.errors import InvalidRequestError, RecordError
+from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
+from hpc_serve.trust.pem import certificates_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.x509 import Certificate, CertificateBuilder, KeyUsage, Name
+
+_AUTHORITY_LIFETIME = timedelta(days=20 * 365)
+# Longer than a job runs; some TLS libraries refuse certificates of more than 825 days.
+_RUN_LIFETIME = timedelta(days=730)
+# Clocks of nodes and clients differ.
+_BACKDATED = timedelta(days=1)
+_ANYWHERE = ("0.0.0.0/0", "::/0")
+_ALWAYS = ("127.0.0.1", "::1")
+_LOCAL_NAME = "localhost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCertificate:
+    """What an endpoint shows (`certificate`, PEM, public) and the 0600 files that its server reads."""
+
+    certificate: str
+    certificate_file: Path
+    key_file: Path
+
+
+def authority_file(home: Path) -> Path:
+    return home / "authority" / "authority.pem"
+
+
+def ensure_authority(home: Path) -> Path:
+    """The file of the home's authority, made if it is missing; two makers at once end with one authority.
+
+    Raises StoreError, RecordError (the file there is not usable), or InvalidRequestError without `cryptography`.
+    """
+    path = authority_file(home)
+    make_private_folder(home, tighten=False)
+    make_private_folder(path.parent)
+    if not path.exists():
+        create_private(path, _new_authority())
+    return path
+
+
+def authority_certificate(home: Path) -> str:
+    """The authority's certificate, as PEM. Raises FileNotFoundError, StoreError or RecordError."""
+    path = authority_file(home)
+    found = certificates_of(read_private(path, secret=True))
+    if len(found) != 1:
+        raise _unusable(path, f"it holds {len(found)} certificates instead of one")
+    return found[0]
+
+
+def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Iterable[str]) -> RunCertificate:
+    """A key and a certificate for a run's endpoint at `addresses` (IP addresses), as files in its private folder.
+
+    The certificate also holds for the loopback addresses and the name localhost, for tunnels.
+    Raises StoreError, RecordError or InvalidRequestError as `ensure_authority` does.
+    """
+    signer, signed_by = _read_authority(ensure_authority(home))
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    ends_at = min(_now() + _RUN_LIFETIME, signed_by.not_valid_after_utc)
+    builder = _builder(f"hpc-serve {run}"[:64], key, ends_at=ends_at).issuer_name(signed_by.subject)
+    known = dict.fromkeys(ipaddress.ip_address(address) for address in (*addresses, *_ALWAYS))
+    names = [x509.DNSName(_LOCAL_NAME), *(x509.IPAddress(address) for address in known)]
+    builder = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )
+    certificate = _sign(builder, signer)
+    made = RunCertificate(
+        certificate=certificate, certificate_file=folder / "endpoint.pem", key_file=folder / "endpoint.key"
+    )
+    write_private(made.key_file, _private_pem(key))
+    write_private(made.certificate_file, certificate)
+    return made
+
+
+def _new_authority() -> str:
+    """A key and a certificate that signs for it, in one text.
+
+    It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
+    its holder who a web site is.
+    """
+    _require_cryptography()
+    import secrets
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
+    name = f"hpc-serve authority {secrets.token_hex(4)}"
+    builder = _builder(name, key, ends_at=_now() + _AUTHORITY_LIFETIME)
+    networks = [x509.IPAddress(ipaddress.ip_network(network)) for network in _ANYWHERE]
+    allowed: list[x509.GeneralName] = [x509.DNSName(_LOCAL_NAME), *networks]
+    builder = (
+        builder.issuer_name(_name(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True), critical=True)
+        .add_extension(x509.NameConstraints(permitted_subtrees=allowed, excluded_subtrees=None), critical=True)
+    )
+    return _private_pem(key) + _sign(builder, key)
+
+
+def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate]:
+    _require_cryptography()
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    text = read_private(path, secret=True).encode()
+    try:
+        key = load_pem_private_key(text, password=None)
+        certificate = x509.load_pem_x509_certificate(text)
+        can_sign = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+        raise _unusable(path, "it does not hold a key and the certificate of an authority") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not can_sign:
+        raise _unusable(path, "it does not hold a key and the certificate of an authority")
+    if key.public_key() != certificate.public_key():
+        raise _unusable(path, "its key is not that of its certificate")
+    if (end := certificate.not_valid_after_utc) <= _now():
+        raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
+    return key, certificate
+
+
+def _unusable(path: Path, why: str) -> RecordError:
+    return RecordError(
+        f"{path} cannot sign certificates: {why}. Remove it to have a new one made by the next job, and run "
+        "`hpc-serve env` again where other tools than Python's client talk to a service."
+    )
+
+
+def _require_cryptography() -> None:
+    try:
+        import cryptography.x509  # noqa: F401
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"TLS on the endpoint needs the Python package `cryptography` in the job's environment ({error}): install "
+            "it there, or submit with --no-tls."
+        ) from error
+
+
+def _builder(name: str, key: EllipticCurvePrivateKey, *, ends_at: datetime) -> CertificateBuilder:
+    from cryptography import x509
+
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(name))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_now() - _BACKDATED)
+        .not_valid_after(ends_at)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _name(common_name: str) -> Name:
+    from cryptography import x509
+
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+
+
+def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _sign(builder: CertificateBuilder, signer: EllipticCurvePrivateKey) -> str:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return builder.sign(signer, SHA256()).public_bytes(Encoding.PEM).decode()
+
+
+def _private_pem(key: EllipticCurvePrivateKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)

@@ -1,0 +1,26 @@
+"""The TLS of our own clients: it trusts one certificate, that of the run whose record names it, and nobody else's.
+
+Whoever holds the certificate's key is the engine, whatever its address is: names are not compared. Standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import ssl
+
+from hpc_serve.errors import RecordError
+
+
+@functools.lru_cache(maxsize=256)
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """A client's context that accepts the one `certificate` (PEM) and no other. Raises RecordError if it is none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    # The certificate itself is what is trusted, without the authority that signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (ssl.SSLError, ValueError, TypeError) as error:
+        raise RecordError(f"the record's certificate cannot be read ({error}): restart the service.") from None
+    return context

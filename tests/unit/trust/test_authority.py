@@ -1,0 +1,209 @@
+"""The authority of a home and the certificates of its runs: what they may do, who may read them, what spoils them."""
+
+from __future__ import annotations
+
+import builtins
+import ipaddress
+import os
+import ssl
+import stat
+import threading
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+
+from hpc_serve.errors import InvalidRequestError, RecordError
+from hpc_serve.trust import authority
+from hpc_serve.trust.authority import (
+    RunCertificate,
+    authority_certificate,
+    authority_file,
+    ensure_authority,
+    make_run_certificate,
+)
+
+ADDRESSES = ("10.77.0.11", "fd00::11")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir(mode=0o700)
+    return tmp_path / "job"
+
+
+def make(home: Path, folder: Path) -> RunCertificate:
+    return make_run_certificate(home, folder, run="123-r0", addresses=ADDRESSES)
+
+
+def parsed(pem: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem.encode())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_authority_is_made_once(home: Path) -> None:
+    first = ensure_authority(home).read_bytes()
+    assert ensure_authority(home).read_bytes() == first
+    assert mode_of(authority_file(home)) == 0o600
+    assert mode_of(authority_file(home).parent) == 0o700
+
+
+def test_makers_at_the_same_time_end_with_one_authority(home: Path) -> None:
+    start = threading.Barrier(8)
+    found: list[str] = []
+
+    def make_one() -> None:
+        start.wait()
+        ensure_authority(home)
+        found.append(authority_certificate(home))
+
+    threads = [threading.Thread(target=make_one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert [path.name for path in authority_file(home).parent.iterdir()] == ["authority.pem"]
+
+
+def test_the_authority_signs_for_addresses_alone(home: Path) -> None:
+    ensure_authority(home)
+    certificate = parsed(authority_certificate(home))
+    limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert limits.critical
+    assert (limits.value.ca, limits.value.path_length) == (True, 0)
+    names = certificate.extensions.get_extension_for_class(x509.NameConstraints)
+    assert names.critical
+    assert names.value.permitted_subtrees is not None
+    dns = [name.value for name in names.value.permitted_subtrees if isinstance(name, x509.DNSName)]
+    assert dns == ["localhost"]
+    assert certificate.not_valid_after_utc > datetime.now(timezone.utc) + timedelta(days=3650)
+
+
+def test_a_run_certificate_names_every_address(home: Path, folder: Path) -> None:
+    certificate = parsed(make(home, folder).certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
+    assert addresses == {*ADDRESSES, "127.0.0.1", "::1"}
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_a_run_certificate_holds_for_clocks_that_differ_and_long_jobs(home: Path, folder: Path) -> None:
+    certificate = parsed(make(home, folder).certificate)
+    now = datetime.now(timezone.utc)
+    assert certificate.not_valid_before_utc <= now - timedelta(hours=23)
+    assert now + timedelta(days=365) < certificate.not_valid_after_utc < now + timedelta(days=825)
+
+
+def test_a_run_certificate_ends_with_its_authority(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(days=30))
+    certificate = parsed(make(home, folder).certificate)
+    assert certificate.not_valid_after_utc == parsed(authority_certificate(home)).not_valid_after_utc
+
+
+def test_the_files_of_a_run_are_private_and_hold_what_is_told(home: Path, folder: Path) -> None:
+    made = make(home, folder)
+    assert made.certificate_file.read_text() == made.certificate
+    assert mode_of(made.key_file) == mode_of(made.certificate_file) == 0o600
+    assert made.key_file.parent == folder
+    assert "PRIVATE" not in made.certificate
+    assert "PRIVATE" not in repr(made)
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(made.certificate_file, made.key_file)
+
+
+def test_two_runs_have_two_keys(home: Path, tmp_path: Path) -> None:
+    keys = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        keys.add(make(home, tmp_path / name).key_file.read_text())
+    assert len(keys) == 2
+
+
+def test_an_expired_authority_is_refused(home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authority, "_AUTHORITY_LIFETIME", timedelta(hours=-1))
+    ensure_authority(home)
+    with pytest.raises(RecordError, match=r"expired on \d{4}-\d\d-\d\d\. Remove it"):
+        make(home, folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no PEM at all", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+def test_a_damaged_authority_is_refused(home: Path, folder: Path, content: str) -> None:
+    path = ensure_authority(home)
+    path.write_text(content)
+    with pytest.raises(RecordError, match="does not hold a key and the certificate"):
+        make(home, folder)
+
+
+def test_a_cut_authority_is_refused(home: Path, folder: Path) -> None:
+    path = ensure_authority(home)
+    path.write_text(path.read_text()[:600])
+    with pytest.raises(RecordError, match="does not hold a key and the certificate"):
+        make(home, folder)
+
+
+def test_the_certificate_of_an_endpoint_is_no_authority(home: Path, folder: Path) -> None:
+    made = make(home, folder)
+    authority_file(home).write_text(made.key_file.read_text() + made.certificate)
+    with pytest.raises(RecordError, match="does not hold a key and the certificate"):
+        make(home, folder)
+
+
+def test_a_key_of_another_certificate_is_refused(home: Path, folder: Path, tmp_path: Path) -> None:
+    ensure_authority(home)
+    ensure_authority(tmp_path / "other")
+    key, _, _ = authority_file(tmp_path / "other").read_text().partition("-----BEGIN CERTIFICATE-----")
+    authority_file(home).write_text(key + authority_certificate(home))
+    with pytest.raises(RecordError, match="its key is not that of its certificate"):
+        make(home, folder)
+
+
+def test_an_authority_that_others_can_read_is_refused(home: Path, folder: Path) -> None:
+    ensure_authority(home).chmod(0o644)
+    with pytest.raises(RecordError, match="can be read by others"):
+        make(home, folder)
+    with pytest.raises(RecordError, match="can be read by others"):
+        authority_certificate(home)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another owner")
+def test_an_authority_of_another_owner_is_refused(home: Path, folder: Path) -> None:
+    os.chown(ensure_authority(home), 65_534, 65_534)
+    with pytest.raises(RecordError, match="belongs to user 65534"):
+        make(home, folder)
+
+
+def test_without_cryptography_it_says_what_to_install(
+    home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith("cryptography"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(InvalidRequestError, match="install it there, or submit with --no-tls"):
+        make(home, folder)
+
+
+def test_an_address_that_is_none_is_refused(home: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match="not-an-address"):
+        make_run_certificate(home, folder, run="1-r0", addresses=["not-an-address"])
+    assert ipaddress.ip_address("10.77.0.11")
