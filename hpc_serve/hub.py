@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, reconciled
+from hpc_serve.sizes import MIB
 
 if TYPE_CHECKING:
     import httpx
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _TIMEOUT_S = 10.0
-_HEADER_LIMIT_BYTES = 100 * 2**20
+_HEADER_LIMIT_BYTES = 100 * MIB
 """Longest header the safetensors format allows."""
-_CONFIG_LIMIT_BYTES = 10 * 2**20
+_CONFIG_LIMIT_BYTES = 10 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,11 @@ import re
 
 from hpc_serve.errors import InvalidRequestError
 
+MIB = 2**20
+GIB = 2**30
+
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_SMALLEST = 2**20
+_SMALLEST = MIB
 
 
 def parse_size(text: str) -> int:
@@ -34,7 +37,7 @@ def format_size(size: int) -> str:
     >>> format_size(256 * 2**30), format_size(80 * 10**9)
     ('256GiB', '80GB')
     """
-    for unit, scale in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
+    for unit, scale in (("GiB", GIB), ("GB", 10**9), ("MiB", MIB), ("MB", 10**6)):
         if size % scale == 0:
             return f"{size // scale}{unit}"
     return str(size)

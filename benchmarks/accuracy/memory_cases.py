@@ -16,8 +16,7 @@ from typing import Any
 from benchmarks.accuracy import DATA
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
-
-GIB = 2**30
+from hpc_serve.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ import click
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.sizes import GIB
 from hpc_serve.submit.request import Environment, ServeRequest
 
 SERVICE = "demo"
-_MEMORY_BYTES = 2 * 2**30
+_MEMORY_BYTES = 2 * GIB
 QUESTION = "Why is the sky blue?"
 # The engine's CPU backend would bind its threads to cores that containers and small machines do not give it.
 _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

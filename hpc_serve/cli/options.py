@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import ServeRequest
 
@@ -60,7 +61,6 @@ _SLURM = (
     "exclusive",
     "job_name",
 )
-DEFAULT_GPU = "h100-80gb"
 _REQUEST_OPTIONS = (
     click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, or folder."),
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.options import DEFAULT_GPU, GPU_MEMORY, Size
+from hpc_serve.cli.options import GPU_MEMORY, Size
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
-_EXAMPLES = {"model": "405b", "gpu": "h100-80gb", "target": "tpot=50ms", "plot": "plan.png"}
+_EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
 
 
 def _not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -38,7 +39,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     "--gpu",
     metavar="NAME",
     callback=_not_empty,
-    help="Accelerator to plan for (h100-80gb, mi300x, v5e:4x4, cpu-spr-2s …).",
+    help=f"Accelerator to plan for ({DEFAULT_GPU}, mi300x, v5e:4x4, cpu-spr-2s …).",
 )
 @GPU_MEMORY
 @click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
@@ -104,7 +105,7 @@ def plan_command(
     words = compare.split(",") if compare is not None else [gpu or DEFAULT_GPU]
     names = [word.strip() for word in words if word.strip()]
     if not names:
-        raise click.BadParameter("name at least one accelerator, as in --compare h100-80gb,mi300x.")
+        raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
     answers = [plan_view.answer(model, name, options) for name in names]
     if plot and answers[0].plan:
         from hpc_serve.plots.figure import draw

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.plan_speed import estimates
-from hpc_serve.plan.hardware.accelerator import GIB
+from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.cli.plan_view import Answer

@@ -38,8 +38,8 @@ from hpc_serve.plan.report.as_json import no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import performance_json
 from hpc_serve.plan.speed.estimate import Traffic
+from hpc_serve.sizes import GIB
 
-GIB = 2**30
 _BAR_WIDTH = 60
 _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
 

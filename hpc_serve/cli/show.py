@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.catalog import CatalogModel
@@ -251,7 +252,7 @@ def _clock(seconds: float) -> str:
 
 def _figure(name: str, value: float) -> str:
     if name.endswith("_bytes"):
-        return f"{value / 2**30:.2f} GiB"
+        return f"{value / GIB:.2f} GiB"
     return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
 
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_serve.errors import InvalidRequestError
-
-_MIB = 1024**2
+from hpc_serve.sizes import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
 
 def _slurm_memory_bytes(environ: Mapping[str, str]) -> int | None:
     if per_node := int(environ.get("SLURM_MEM_PER_NODE") or 0):
-        return per_node * _MIB
+        return per_node * MIB
     if per_cpu := int(environ.get("SLURM_MEM_PER_CPU") or 0):
-        return per_cpu * int(environ.get("SLURM_CPUS_ON_NODE") or 1) * _MIB
+        return per_cpu * int(environ.get("SLURM_CPUS_ON_NODE") or 1) * MIB
     return None

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.arguments import Device
 
-_GIB = 1024**3
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
-_OBJECT_STORE_BYTES = 1 * _GIB
+_OBJECT_STORE_BYTES = 1 * GIB
 _SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2  # Ray refuses less than 75 MiB
 
 
@@ -49,7 +49,7 @@ def ray_start_options(
         num_cpus=allocation.num_cpus,
         device=device,
         num_devices=num_devices,
-        memory_bytes=max(_GIB, memory - store),
+        memory_bytes=max(GIB, memory - store),
         object_store_bytes=store,
     )
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorKind, AcceleratorSpec
+from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
+from hpc_serve.sizes import GIB
 
 PINNED_VERSION = "0.32.0"
 _POSITIVE = (

@@ -8,9 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plots.labels import INK, PAPER, halo
+from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.choice.candidates import Candidate

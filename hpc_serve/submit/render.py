@@ -15,8 +15,9 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
-from hpc_serve.sizes import format_size
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--name": request.service if request.service != request.model else None,
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
-        "--gpu": request.gpu if request.gpu != "h100-80gb" else None,
+        "--gpu": request.gpu if request.gpu != DEFAULT_GPU else None,
         "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
         "--tensor-parallel-size": request.tensor_parallel_size,
         "--pipeline-parallel-size": request.pipeline_parallel_size,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import validate_service_name
 from hpc_serve.vllm.arguments import check_words
 
@@ -144,7 +145,7 @@ class ServeRequest:
 
     model: str
     service: str
-    gpu: str = "h100-80gb"
+    gpu: str = DEFAULT_GPU
     gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_GIB = 2**30
+from hpc_serve.sizes import GIB
+
 _NUMBER = r"(-?[\d.,]+)"
 
 
 def _gib(text: str) -> float:
-    return round(float(text.replace(",", "")) * _GIB)
+    return round(float(text.replace(",", "")) * GIB)
 
 
 def _number(text: str) -> float:

@@ -9,9 +9,10 @@ from typing import Literal
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.accelerator import GIB, ClusterSpec
+from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

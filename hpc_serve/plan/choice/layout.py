@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.hardware.accelerator import ClusterSpec
+from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.hardware.tpu import is_offered
 
 MAX_NODES = 64

@@ -15,9 +15,11 @@ from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
 from hpc_serve.plan.choice.suggestions import remedies
 from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec, ClusterSpec
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.sizes import GIB
 
 _SHOWN_WHEN_NOTHING_FITS = 4
 

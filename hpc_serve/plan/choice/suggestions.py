@@ -9,7 +9,7 @@ from dataclasses import replace
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.choice.candidates import Question
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on
-from hpc_serve.plan.hardware.accelerator import ClusterSpec
+from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.hardware.tpu import slice_of
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
 from hpc_serve.plan.model.quantization import FP8_TENSOR, Scheme, int_groups

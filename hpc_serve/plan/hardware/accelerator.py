@@ -1,18 +1,18 @@
-"""Accelerators and clusters as the planner sees them: memory, bandwidth, FLOP/s and links, per GPU and node.
+"""One accelerator as the planner sees it: memory, bandwidth, FLOP/s and links of a GPU, a TPU chip or a CPU socket.
 
-The facts are the catalogue's; what fits is decided in memory.py and planner.py.
+The facts are the catalogue's; the machines made of accelerators are in cluster.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry
+from hpc_serve.sizes import GIB
 
-GIB = 2**30
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
@@ -83,37 +83,3 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
         note=entry["note"],
         source=tuple(entry["source"]),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterSpec:
-    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have.
-
-    `is_whole`: an engine uses all of its nodes' accelerators, as with a TPU slice, not as few as it needs.
-    """
-
-    accelerator: AcceleratorSpec
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    is_whole: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "gpus_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
-
-    @property
-    def node_size(self) -> int:
-        """GPUs of one node."""
-        return self.gpus_per_node or self.accelerator.gpus_per_node
-
-    def node_size_of(self, num_nodes: int) -> int:
-        """GPUs that each of so many nodes has."""
-        if num_nodes == 1:
-            return self.node_size
-        return self.gpus_per_node or self.accelerator.gpus_per_host_of_many
-
-    def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
-        """The same machines, another number of them."""
-        return replace(self, num_nodes=num_nodes)

@@ -1,17 +1,56 @@
-"""Machines by the name a person gives them: a GPU, a TPU slice (`v5e:4x4`), the sockets of a CPU node (`cpu-spr-2s`).
+"""The machines to plan for, and the names people give them: a GPU (`h100`), a TPU slice (`v5e:4x4`), the sockets of a
+CPU node (`cpu-spr-2s`).
 
-A slice or a node named with its sockets is used whole, by one engine; of other nodes an engine takes what it needs.
+One engine uses a slice, or a node named with its sockets, as a whole. Of other nodes an engine takes what it needs.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, ClusterSpec, accelerator
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator
 from hpc_serve.plan.hardware.tpu import SLICES, chips
 
+DEFAULT_GPU = "h100-80gb"
+"""The GPU that is planned for where nobody names one."""
+
 _SOCKETS = re.compile(r"(cpu.*?)[-:](\d+)s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have.
+
+    `is_whole`: an engine uses all of its nodes' accelerators, as with a TPU slice, not as few as it needs.
+    """
+
+    accelerator: AcceleratorSpec
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "gpus_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+
+    @property
+    def node_size(self) -> int:
+        """GPUs of one node."""
+        return self.gpus_per_node or self.accelerator.gpus_per_node
+
+    def node_size_of(self, num_nodes: int) -> int:
+        """GPUs that each of so many nodes has."""
+        if num_nodes == 1:
+            return self.node_size
+        return self.gpus_per_node or self.accelerator.gpus_per_host_of_many
+
+    def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
+        """The same machines, another number of them."""
+        return replace(self, num_nodes=num_nodes)
 
 
 def machines(

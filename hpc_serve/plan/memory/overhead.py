@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import GIB, AcceleratorSpec
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.model.quantization import MXFP4
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Linear
-
-MIB = 2**20
+from hpc_serve.sizes import GIB, MIB
 
 HIDDEN_COPIES = 4
 """Tensors of the hidden size alive at the peak of a layer: residual, normed input, a projection's output, one more.

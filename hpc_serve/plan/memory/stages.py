@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Vocabulary, round_up
-
-MIB = 2**20
+from hpc_serve.sizes import MIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,13 @@ from hpc_serve.plan.choice.candidates import Question
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
-from hpc_serve.plan.hardware.accelerator import GIB
 from hpc_serve.plan.memory import overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, stage_runs
 from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
 from hpc_serve.plan.memory.overhead import StageRun
 from hpc_serve.plan.memory.stages import Stage
+from hpc_serve.sizes import GIB, MIB
 
-MIB = 2**20
 _ROUND_CONTEXT = 128_000
 
 

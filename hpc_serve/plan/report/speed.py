@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hpc_serve.plan.hardware.tpu import SLICES, axes, model_parallel_limit, slice_of
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
     FITTED,
-    IDEAL,
     PerformanceEstimate,
     Roofline,
     Speed,
@@ -20,6 +18,7 @@ from hpc_serve.plan.speed.estimate import (
     estimate_performance,
     requests_held,
 )
+from hpc_serve.plan.speed.limits import limit_lines
 
 _WORTH_WHILE = 0.5
 _MEANING = {
@@ -105,28 +104,6 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
         yield f"    {shown:>8} {meaning}{hidden} ({origin})"
     for line in limit_lines(roofline):
         yield f"  {line}"
-
-
-def limit_lines(roofline: Roofline) -> Iterator[str]:
-    """From which width on communication binds."""
-    gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
-    inner = model.intermediate_size or model.moe_intermediate_size
-    if gpu.name in SLICES and inner and width > 1:
-        topology = slice_of(gpu, width)
-        used = axes(topology) if topology else 1
-        limit = model_parallel_limit(gpu, inner, used)
-        verdict = "communication binds" if width > limit else "FLOP/s bind"
-        yield (
-            f"Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
-            f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
-        )
-    elif width > 1:
-        step = roofline.step(roofline.chunk, 0, 1, IDEAL)
-        verdict = "communication binds" if step.communication_s > step.flops_s else "FLOP/s bind"
-        yield (
-            f"A full step of {roofline.chunk:,} tokens at TP={width}, ideally: "
-            f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
-        )
 
 
 def performance_json(estimates: list[PerformanceEstimate]) -> dict[str, Any]:

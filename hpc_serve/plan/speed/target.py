@@ -14,8 +14,8 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import Candidate, Question
 from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.report.speed import limit_lines
 from hpc_serve.plan.speed.estimate import EXPECTED, PerformanceEstimate, Roofline, Traffic, estimate_performance
+from hpc_serve.plan.speed.limits import limit_lines
 
 _NODES = (1, 2, 4, 8, 16)
 _NO_BUBBLES = (

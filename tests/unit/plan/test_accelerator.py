@@ -7,8 +7,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import ClusterSpec, accelerator
 from hpc_serve.plan.catalog import accelerator_entries
-
-GIB = 2**30
+from hpc_serve.sizes import GIB
 
 
 def test_h100_has_less_than_its_label_times_gibibytes() -> None:

@@ -29,8 +29,8 @@ from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.overhead import capture_sizes
 from hpc_serve.plan.memory.stages import stages
+from hpc_serve.sizes import GIB
 
-GIB = 2**30
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
 H100 = accelerator("h100-80gb")
 MODELS = ("8b", "70b", "405b", "qwen3-235b", "r1", "gemma-3-27b", "gpt-oss-120b", "Qwen/Qwen3-Next-80B-A3B-Instruct")

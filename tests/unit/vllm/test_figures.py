@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.figures import parse_measured
-
-GIB = 2**30
 
 
 @pytest.mark.parametrize(
