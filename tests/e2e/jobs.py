@@ -15,12 +15,13 @@ from typing import Any
 
 from hpc_serve.hub import find_model
 from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
+from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.submit.render import render_script
 from hpc_serve.submit.request import ServeRequest, SlurmOptions
 from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-STUB = CHECKOUT / "tests" / "stub_engine.py"
+STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 ENDS_WITHIN_S = 45.0  # KillWait is 30 s; measured: 3 to 8 s on an idle machine
 
 Record = dict[str, Any]
@@ -132,10 +133,12 @@ def layout_script(
     ]
     small = replace(
         real,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        num_nodes=num_nodes,
-        gpus_per_node=-(-ranks // num_nodes),
+        layout=Layout(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_nodes=num_nodes,
+            gpus_per_node=-(-ranks // num_nodes),
+        ),
         vllm_args=tuple(sizes),
         served_model_names=found.served_model_names,
     )
