@@ -90,7 +90,7 @@ class StoreError(RendezvousError, OSError):
 
 
 class ServiceFailedError(HpcServeError):
-    """The service's job ended; the text names the part that failed and its last words."""
+    """The service's job ended; the text names the part that failed and its last log lines."""
 
     exit_code = 6
 

@@ -219,9 +219,9 @@ def print_details(status: ServiceStatus) -> None:
             for line in others:
                 console.print(Text(f"  {'':<10} {line}"))
     _print_figures(console, status)
-    if status.last_words and status.state != "ready":
-        console.print(Text("  last words"))
-        for line in status.last_words[-10:]:
+    if status.last_log_lines and status.state != "ready":
+        console.print(Text("  last log lines"))
+        for line in status.last_log_lines[-10:]:
             console.print(Text(f"    {line}", style="dim"))
 
 

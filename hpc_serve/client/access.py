@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.client.discovery import ServiceWatch, survey
+from hpc_serve.client.discovery import ServiceWatch, discover_services
 from hpc_serve.client.views import ServiceView, listing
-from hpc_serve.client.wait import Patience, Wait, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -30,8 +30,8 @@ def connect(
     """
     from hpc_serve.client.openai_client import ServiceClient
 
-    store, patience = _store(home), Patience(wait)
-    watch = ServiceWatch(store, service or pick_service(survey(store), store, waits=patience.waits))
+    store, patience = _store(home), WaitPolicy(wait)
+    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=patience.waits))
     wait_for_replica(watch, patience)
     return ServiceClient(watch=watch, wait=wait, **options)
 
@@ -44,9 +44,9 @@ async def connect_async(
 
     from hpc_serve.client.openai_client import AsyncServiceClient
 
-    store, patience = _store(home), Patience(wait)
+    store, patience = _store(home), WaitPolicy(wait)
     if service is None:
-        service = pick_service(await anyio.to_thread.run_sync(survey, store), store, waits=patience.waits)
+        service = pick_service(await anyio.to_thread.run_sync(discover_services, store), store, waits=patience.waits)
     watch = ServiceWatch(store, service)
     await wait_for_replica_async(watch, patience)
     return AsyncServiceClient(watch=watch, wait=wait, **options)
@@ -64,8 +64,8 @@ class Endpoint:
 
 def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path | None = None) -> Endpoint:
     """The address, model name and key of a live replica of a service. Waits and raises as `connect` does."""
-    store, patience = _store(home), Patience(wait)
-    watch = ServiceWatch(store, service or pick_service(survey(store), store, waits=patience.waits))
+    store, patience = _store(home), WaitPolicy(wait)
+    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=patience.waits))
     wait_for_replica(watch, patience)
     return Endpoint(
         service=watch.service, model=watch.model, base_url=watch.view.live[-1].base_url, api_key=watch.api_key
@@ -74,7 +74,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
 
 def services(*, home: str | Path | None = None) -> tuple[ServiceView, ...]:
     """Every service that has a record or a submitted job, and how it is now. Raises StoreError."""
-    return tuple(view for view in survey(_store(home)) if view.exists or view.problems)
+    return tuple(view for view in discover_services(_store(home)) if view.exists or view.problems)
 
 
 def pick_service(views: Sequence[ServiceView], store: ServiceStore, *, waits: bool) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 
 from hpc_serve.client.pool import ReplicaPool, Target
 from hpc_serve.client.probe import LeaseWatch, probe_records
-from hpc_serve.client.views import Answer, ReplicaView, ServiceView, judge
+from hpc_serve.client.views import Answer, ReplicaView, ServiceView, assess_replica
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
@@ -27,7 +27,7 @@ _log = logging.getLogger("hpc_serve.client")
 
 
 class ServiceWatch:
-    """Safe to share between threads. `look` blocks on files and probes, `is_leaving` on files; the rest is instant."""
+    """Safe to share between threads. `look` waits for files and probes, `is_being_stopped` for files."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ServiceWatch:
         self._verified.pop(target.name, None)
         self.pool.drop(target.name)
 
-    def is_leaving(self, target: Target) -> bool:
+    def is_being_stopped(self, target: Target) -> bool:
         """Whether the replica's record says that it drains or was stopped: what it answers now is its farewell."""
         try:
             records = self.store.read(self.service).records
@@ -113,7 +113,7 @@ class ServiceWatch:
             service=self.service,
             home=str(self.store.home),
             replicas=tuple(
-                judge(
+                assess_replica(
                     record,
                     lease_age_s=ages[record.name],
                     wall_age_s=wall_s - record.updated_at,
@@ -121,7 +121,7 @@ class ServiceWatch:
                 )
                 for record in found.records
             ),
-            queued=found.coming(),
+            queued=found.awaiting_record(),
             withdrawn=tuple(job for job in found.without_record() if job.end is not None),
             problems=found.problems,
         )
@@ -149,7 +149,7 @@ def _target(replica: ReplicaView) -> Target:
     return Target(name=replica.record.name, host=replica.host, port=replica.record.port)
 
 
-def survey(store: ServiceStore) -> tuple[ServiceView, ...]:
+def discover_services(store: ServiceStore) -> tuple[ServiceView, ...]:
     """Every service of the store, looked at once, all at the same time. Raises StoreError."""
     views: dict[str, ServiceView] = {}
 

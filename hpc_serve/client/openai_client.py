@@ -10,7 +10,7 @@ from typing import Any
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.sdk import openai
 from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
-from hpc_serve.client.wait import Patience, Wait, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 
 # A replica that was there a moment ago and is gone when the request comes: look again, but not for ever.
 _MOST_ROUNDS = 3
@@ -53,7 +53,7 @@ class ServiceClient(_OfService, openai.OpenAI):
 
     def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        patience = Patience(self._wait)
+        patience = WaitPolicy(self._wait)
         for rounds_left in reversed(range(_MOST_ROUNDS)):
             wait_for_replica(self._watch, patience)
             try:
@@ -82,7 +82,7 @@ class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
 
     async def request(self, *args: Any, **options: Any) -> Any:
         """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        patience = Patience(self._wait)
+        patience = WaitPolicy(self._wait)
         for rounds_left in reversed(range(_MOST_ROUNDS)):
             await wait_for_replica_async(self._watch, patience)
             try:

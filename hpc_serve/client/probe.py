@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from hpc_serve.client.views import Answer, Verdict
+from hpc_serve.client.views import Answer, ProbeStatus
 from hpc_serve.job.gate import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove
 from hpc_serve.rendezvous.record import EndpointRecord
 
@@ -26,7 +26,7 @@ PROBE_TIMEOUT_S = 3.0
 # How long a host that answered waits for one that its record prefers.
 _PREFERENCE_S = 0.1
 
-_ORDER: tuple[Verdict, ...] = get_args(Verdict)
+_ORDER: tuple[ProbeStatus, ...] = get_args(ProbeStatus)
 _SILENT = Answer(verdict="silent", detail="no answer in time")
 
 

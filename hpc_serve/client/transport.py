@@ -156,7 +156,7 @@ class _Trip:
             return False
         if response.status_code == 503:
             return response.headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
-        return response.status_code == 500 and self._watch.is_leaving(target)
+        return response.status_code == 500 and self._watch.is_being_stopped(target)
 
     def _address(self, target: Target) -> None:
         request = self._request

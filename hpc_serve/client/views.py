@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
-from hpc_serve.rendezvous.store import SILENT_S
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
-Verdict = Literal["live", "draining", "unhealthy", "other key", "stranger", "silent"]
+ProbeStatus = Literal["live", "draining", "unhealthy", "other key", "stranger", "silent"]
 Condition = Literal["live", "draining", "coming", "unreachable", "lost", "failed", "stopped"]
 
 
@@ -18,7 +18,7 @@ Condition = Literal["live", "draining", "coming", "unreachable", "lost", "failed
 class Answer:
     """What an engine said to a probe; `host` is the address that said it."""
 
-    verdict: Verdict
+    verdict: ProbeStatus
     host: str | None = None
     detail: str = ""
 
@@ -82,7 +82,9 @@ class ServiceView:
         return newest if newest is not None and newest.condition in ("failed", "lost") else None
 
 
-def judge(record: EndpointRecord, *, lease_age_s: float, wall_age_s: float, answer: Answer | None) -> ReplicaView:
+def assess_replica(
+    record: EndpointRecord, *, lease_age_s: float, wall_age_s: float, answer: Answer | None
+) -> ReplicaView:
     """What a record is worth: `lease_age_s` without renewal by our clock, `wall_age_s` by its own date.
 
     `answer` is the engine's, or None if it was not asked because its record does not say that it is ready.
@@ -96,7 +98,7 @@ def judge(record: EndpointRecord, *, lease_age_s: float, wall_age_s: float, answ
         return ReplicaView(record=record, condition="live", host=answer.host)
     if answer is not None and answer.verdict == "draining":
         return ReplicaView(record=record, condition="draining", note=job)
-    if lease_age_s > record.lease_s or wall_age_s > SILENT_S:
+    if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
         silent_s = max(lease_age_s, wall_age_s)
         what = f"{job} does not renew its record, for {_duration(silent_s)} now; it was {_stage(record)}"
         return ReplicaView(record=record, condition="lost", note=what)

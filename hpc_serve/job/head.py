@@ -134,7 +134,7 @@ class Head:
             joined = set(expected) & set(self._ray_nodes.devices)
             self._keeper.stage("waiting for Ray nodes", len(joined), len(expected))
             if watcher.exit_code is not None:
-                return "; ".join(["Ray cannot be asked for its nodes", *list(watcher.last_words)[-3:]])
+                return "; ".join(["Ray cannot be asked for its nodes", *list(watcher.last_log_lines)[-3:]])
             return "; ".join(sentences) or None
 
         try:
@@ -171,7 +171,7 @@ class Head:
                     "engine",
                     f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: "
                     "it says nothing new and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
-                    last_words=tuple(engine.last_words),
+                    last_log_lines=tuple(engine.last_log_lines),
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -199,7 +199,7 @@ class Head:
                 reason=outcome.reason,
                 failed_part=outcome.failed_part,
                 exit_code=outcome.exit_code,
-                last_words=outcome.last_words,
+                last_log_lines=outcome.last_log_lines,
             )
         else:
             self._keeper.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)

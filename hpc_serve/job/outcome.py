@@ -12,12 +12,12 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a replica: stopped on purpose (`failed_part` is None), or the part that failed and its last words."""
+    """The end of a replica: stopped on purpose (`failed_part` is None), or the part that failed and its last log lines."""
 
     reason: str
     exit_code: int
     failed_part: str | None = None
-    last_words: tuple[str, ...] = ()
+    last_log_lines: tuple[str, ...] = ()
 
     @property
     def is_failure(self) -> bool:
@@ -32,8 +32,10 @@ class PartFailedError(Exception):
         self.outcome = outcome
 
 
-def failure(part: str, reason: str, *, exit_code: int = 1, last_words: tuple[str, ...] = ()) -> PartFailedError:
-    return PartFailedError(Outcome(reason=reason, exit_code=exit_code or 1, failed_part=part, last_words=last_words))
+def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple[str, ...] = ()) -> PartFailedError:
+    return PartFailedError(
+        Outcome(reason=reason, exit_code=exit_code or 1, failed_part=part, last_log_lines=last_log_lines)
+    )
 
 
 class Ending:

@@ -128,7 +128,7 @@ class Parts:
                 failed_part=f"{message['part']} on {link.name}",
                 reason=str(message["reason"]),
                 exit_code=int(message["exit_code"]) or 1,
-                last_words=tuple(message["last_words"]),
+                last_log_lines=tuple(message["last_log_lines"]),
             )
         except LinkLostError as error:
             outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
@@ -136,11 +136,13 @@ class Parts:
 
     async def _watch(self, child: Child) -> None:
         code = await child.wait()
-        words = tuple(child.last_words)
+        words = tuple(child.last_log_lines)
         reason = child.epitaph
         if self._keeper.record.state == "starting" and any(_PORT_CLASH.search(line) for line in words):
             code, reason = 75, f"{reason}: a port was taken"
-        await self._ending.fail(Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_words=words))
+        await self._ending.fail(
+            Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=words)
+        )
 
 
 async def _dismiss(link: Link) -> None:

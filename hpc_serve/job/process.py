@@ -18,17 +18,17 @@ from pathlib import Path
 
 from hpc_serve.vllm.log import error_of, is_consequence
 
-_LAST_WORDS = 30
+_LAST_LOG_LINES = 30
 _LONGEST_LINE = 4_000
 MARK = "HPC_SERVE_RUN_MARK"
 
 
 class Child:
-    """A running child. `last_words` are its latest lines of output, `first_error` the error it reported first."""
+    """A running child. `last_log_lines` are its latest lines of output, `first_error` the error it reported first."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
-        self.last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self.last_log_lines: deque[str] = deque(maxlen=_LAST_LOG_LINES)
         self.first_error: str | None = None
         self._consequence: str | None = None
         self._process = process
@@ -92,7 +92,7 @@ class Child:
     def _take(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip()
         if line:
-            self.last_words.append(line[:_LONGEST_LINE])
+            self.last_log_lines.append(line[:_LONGEST_LINE])
             self.first_error = self.first_error or error_of(line)
             if self._consequence is None and is_consequence(line):
                 self._consequence = line.rpartition("] ")[2].strip()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.rendezvous.store import SILENT_S, WEEK_S, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
 _NAME = re.compile(r"(?P<run>.+-r\d+)-[0-9a-f]{8}")
 
@@ -41,17 +41,17 @@ def remove_job_dir(path: Path) -> None:
 
 
 def sweep_job_dirs(store: ServiceStore) -> None:
-    """Remove the folders of runs that are over: their record says so since SILENT_S, or is a week old."""
+    """Remove the folders of runs that are over: their record says so since ABANDONED_AFTER_S, or is a week old."""
     with contextlib.suppress(HpcServeError, OSError):
         now = time.time()
-        old = [path for path in (store.home / "jobs").iterdir() if now - path.stat().st_mtime > SILENT_S]
+        old = [path for path in (store.home / "jobs").iterdir() if now - path.stat().st_mtime > ABANDONED_AFTER_S]
         records = [record for name in store.services() for record in store.read(name).records] if old else []
         heard_of = {f"{record.job_id}-r{record.restart}": record for record in records}
         for path in old:
             match = _NAME.fullmatch(path.name)
             record = heard_of.get(match["run"]) if match else None
             changed_at = record.updated_at if record else path.stat().st_mtime
-            if now - changed_at > (SILENT_S if record and record.is_final else WEEK_S):
+            if now - changed_at > (ABANDONED_AFTER_S if record and record.is_final else WEEK_S):
                 remove_job_dir(path)
 
 

@@ -79,7 +79,9 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
         ended = asyncio.create_task(child.wait())
         await asyncio.wait({heard, stop, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not heard.done():
-            return await _say_failed(link, heard, stop, name, ended.result(), child.epitaph, tuple(child.last_words))
+            return await _say_failed(
+                link, heard, stop, name, ended.result(), child.epitaph, tuple(child.last_log_lines)
+            )
         return 0
     except (HpcServeError, OSError) as error:
         code = error.exit_code if isinstance(error, HpcServeError) else 1
@@ -100,11 +102,11 @@ async def _say_failed(
     part: str,
     code: int,
     reason: str,
-    last_words: tuple[str, ...],
+    last_log_lines: tuple[str, ...],
 ) -> int:
     """Tell the head, and stay until it has heard: a task that ends at once may take the head's with it."""
     print(f"hpc-serve: {part} on this node failed (exit code {code}): {reason}", flush=True)
-    await link.send("failed", part=part, exit_code=code, reason=reason, last_words=last_words)
+    await link.send("failed", part=part, exit_code=code, reason=reason, last_log_lines=last_log_lines)
     await asyncio.wait({heard, stop}, timeout=_GOODBYE_S, return_when=asyncio.FIRST_COMPLETED)
     return code or 1
 

@@ -1,1 +1,1 @@
-"""The shared files that say where a service is. Whether they are still true is the reader's to find out."""
+"""The shared files that say where a service is. Readers find out for themselves whether a file is still true."""

@@ -1,53 +1,61 @@
-"""Who may use a service's name: replicas of one model share it, another model has to wait until they are over.
+"""Who may use a service's name. Replicas of one model share it; another model waits until all of them are over.
 
-The claim is one file, guarded by the only lock there is among the shared files. Whether a job that seems to hold the
-name still lives is the scheduler's to say: whoever can ask it brings the judge.
+The claim is one file, and a lock guards it: the only lock among the shared files. Only the scheduler knows whether the
+job that holds a name still exists, so callers that can ask it pass `is_over`.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import RecordError, ServiceConflictError, StoreError
-from hpc_serve.rendezvous.fields import FieldReader
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.files import read_private, remove_file, write_private
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import SILENT_S, WEEK_S, Holder, ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, JobEntry, ServiceRecords, ServiceStore
 
-# A claim is checked and written in milliseconds; a holder that is silent for ten seconds has died.
+# A claim is checked and written in milliseconds: whoever holds the lock for ten seconds has died.
 _LOCK_LEASE_S = 10.0
 _LOCK_TIMEOUT_S = 45.0
 _UNUSED_CLAIM_S = 60.0
 
 
-def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[Holder], bool] | None = None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """The content of service.json; `claimed_at` is seconds since the epoch."""
+
+    model: str
+    claimed_at: float
+
+
+def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
-    A record or a submitted job of another model holds the name unless it is final or `is_over` says that it ended:
-    ask the scheduler there. Without it, SILENT_S without a renewal, or a week in the queue, is taken as the end.
-    Raises ServiceConflictError, StoreError.
+    A record or a submitted job of another model holds the name until its job is over. `is_over` decides that, best by
+    asking the scheduler. Without `is_over`, a record that was not renewed for ABANDONED_AFTER_S and a job that was
+    submitted a week ago count as over. Raises ServiceConflictError, StoreError.
     """
-    judge = is_over or _is_long_silent
+    is_over = is_over or _is_abandoned
     path = _claim_path(store, service)
     store.ensure_service(service)
     with locked(store, service):
         found = store.read(service)
         for holder in _holders(found):
-            if holder.model != model and not judge(holder):
+            if holder.model != model and not is_over(holder):
                 raise ServiceConflictError(_taken(service, model, holder))
         _check_claim(path, service, model, found)
-        write_private(path, json.dumps({"model": model, "claimed_at": time.time()}) + "\n")
+        write_private(path, to_json_text(_Claim(model=model, claimed_at=time.time())))
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
-    """Give up a claim that came to nothing (sbatch refused the job). Raises StoreError."""
+    """Give up a claim whose job was not submitted. Raises StoreError."""
     path = _claim_path(store, service)
     with locked(store, service):
-        if (found := _read_claim(path)) is not None and found[0] == model:
+        if (found := _read_claim(path)) is not None and found.model == model:
             remove_file(path)
 
 
@@ -77,30 +85,30 @@ def _claim_path(store: ServiceStore, service: str) -> Path:
 
 
 def _check_claim(path: Path, service: str, model: str, found: ServiceRecords) -> None:
-    """Two first submits at once: neither has a record yet, so the fresh claim of the other one counts."""
+    """Refuse a name that another submit claimed a moment ago and has no job for yet."""
     claimed = _read_claim(path)
-    everything: tuple[Holder, ...] = (*found.records, *found.submitted)
-    if claimed is None or claimed[0] == model or any(entry.model == claimed[0] for entry in everything):
+    everything: tuple[JobEntry, ...] = (*found.records, *found.submitted)
+    if claimed is None or claimed.model == model or any(entry.model == claimed.model for entry in everything):
         return
-    age_s = time.time() - claimed[1]
+    age_s = time.time() - claimed.claimed_at
     if 0 <= age_s < _UNUSED_CLAIM_S:
         raise ServiceConflictError(
-            f"{service} was claimed for {claimed[0]} {age_s:.0f} s ago by another submit, which has no job yet. "
+            f"{service} was claimed for {claimed.model} {age_s:.0f} s ago by another submit, which has no job yet. "
             f"Try again in a minute, or give {model} another name with --service."
         )
 
 
-def _holders(found: ServiceRecords) -> Iterable[Holder]:
-    return (*(record for record in found.records if not record.is_final), *found.coming())
+def _holders(found: ServiceRecords) -> Iterable[JobEntry]:
+    return (*(record for record in found.records if not record.is_final), *found.awaiting_record())
 
 
-def _is_long_silent(holder: Holder) -> bool:
+def _is_abandoned(holder: JobEntry) -> bool:
     if isinstance(holder, EndpointRecord):
-        return time.time() - holder.updated_at > SILENT_S
+        return time.time() - holder.updated_at > ABANDONED_AFTER_S
     return time.time() - holder.submitted_at > WEEK_S
 
 
-def _taken(service: str, model: str, holder: Holder) -> str:
+def _taken(service: str, model: str, holder: JobEntry) -> str:
     state = f"{holder.state}: {holder.stage}" if isinstance(holder, EndpointRecord) else "submitted"
     return (
         f"{service} is taken by {holder.model} (job {holder.job_id}, {state}). "
@@ -108,9 +116,8 @@ def _taken(service: str, model: str, holder: Holder) -> str:
     )
 
 
-def _read_claim(path: Path) -> tuple[str, float] | None:
+def _read_claim(path: Path) -> _Claim | None:
     try:
-        read = FieldReader.parse(read_private(path), str(path))
-        return read.text("model"), read.number("claimed_at")
+        return from_json_text(_Claim, read_private(path), source=str(path))
     except (FileNotFoundError, RecordError):  # a damaged claim claims nothing
         return None

@@ -1,21 +1,46 @@
-"""Typed reading of a JSON object from a file that anything may have written: each field is there and of its kind, or
-a RecordError names the file and the field.
+"""Dataclasses as JSON objects. The type hints of a dataclass say what its fields may hold; text that holds anything
+else, from a file that anybody may have written, is refused with the name of the file and of the field.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpc_serve.errors import RecordError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_MAX_INTEGER = 2**63 - 1
+    T = TypeVar("T", bound=DataclassInstance)
+
+_LARGEST = 2**63 - 1
+_LONGEST_SHOWN = 60
+
+# Metadata of a field that files of earlier versions lack: its default stands in. All other fields must be there.
+MAY_BE_MISSING: Mapping[str, Any] = {"may_be_missing": True}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of an integer field, as in `Annotated[int, Bounds(0, 65535)]`; a plain `int` is 0 or more."""
+
+    least: int = 0
+    most: int = _LARGEST
+
+    @property
+    def words(self) -> str:
+        """How an error describes such a number."""
+        is_unlimited = (self.least, self.most) == (-_LARGEST, _LARGEST)
+        return "a whole number" if is_unlimited else f"a whole number from {self.least} to {self.most}"
+
+
+SignedInt = Annotated[int, Bounds(-_LARGEST, _LARGEST)]
 
 
 def to_json_text(value: DataclassInstance) -> str:
@@ -23,107 +48,130 @@ def to_json_text(value: DataclassInstance) -> str:
     return json.dumps(asdict(value), indent=1, allow_nan=False) + "\n"
 
 
-class FieldReader:
-    """Reads the fields of one object; `source` and `path` say where it stands, for the error's text."""
+def from_json_text(kind: type[T], text: str, *, source: str) -> T:
+    """Read a dataclass from one JSON object; unknown fields are ignored. Raises RecordError: `source` and field."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{source} is not JSON ({error}): it may be half-written; remove it.") from None
+    if not isinstance(values, dict):
+        raise RecordError(f"{source} holds a {type(values).__name__}, not an object; remove it.")
+    return _read_object(kind, values, source, "")
 
-    def __init__(self, fields: Mapping[str, Any], source: str, path: str = "") -> None:
-        self._fields = fields
-        self._source = source
-        self._path = path
 
-    @classmethod
-    def parse(cls, text: str, source: str) -> FieldReader:
-        """Raises RecordError when `text` is not one JSON object."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{source} is not JSON ({error}): it may be half-written; remove it.") from None
-        if not isinstance(fields, dict):
-            raise RecordError(f"{source} holds a {type(fields).__name__}, not an object; remove it.")
-        return cls(fields, source)
+@dataclass(frozen=True, kw_only=True)
+class _FieldType:
+    """One type of field: `wanted` and `plural` name it in errors, `fits` checks a value, `read` converts one that fits.
 
-    def has(self, name: str) -> bool:
-        return name in self._fields
+    `read` is given the value, the source, and the path of the field.
+    """
 
-    def text(self, name: str) -> str:
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise self._wrong(name, "a text")
-        return value
+    wanted: str
+    plural: str
+    fits: Callable[[Any], bool]
+    read: Callable[[Any, str, str], Any] = lambda value, source, path: value
 
-    def optional_text(self, name: str) -> str | None:
-        return None if self._get(name) is None else self.text(name)
 
-    def choice(self, name: str, choices: Collection[str]) -> str:
-        value = self.text(name)
-        if value not in choices:
-            raise self._wrong(name, f"one of {', '.join(choices)}")
-        return value
+def _read_object(kind: type[T], values: Mapping[str, Any], source: str, prefix: str) -> T:
+    found = {}
+    for name, field_type, may_be_missing in _field_types(kind):
+        path = prefix + name
+        if name in values:
+            value = values[name]
+            if not field_type.fits(value):
+                raise RecordError(f"{source}: {path} is {_shown(value)}, not {field_type.wanted}.")
+            found[name] = field_type.read(value, source, path)
+        elif not may_be_missing:
+            raise RecordError(f"{source} has no field {path}: it is half-written or not ours; remove it.")
+    return kind(**found)
 
-    def integer(self, name: str, *, at_most: int = _MAX_INTEGER) -> int:
-        """A whole number from 0 to `at_most`."""
-        value = self._get(name)
-        if type(value) is not int or not 0 <= value <= at_most:
-            raise self._wrong(name, f"a whole number from 0 to {at_most}")
-        return value
 
-    def optional_integer(self, name: str) -> int | None:
-        """A whole number of either sign, or null."""
-        value = self._get(name)
-        if value is not None and (type(value) is not int or abs(value) > _MAX_INTEGER):
-            raise self._wrong(name, "a whole number or null")
-        return value
+@functools.cache
+def _field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, bool], ...]:
+    """Name, type, and whether it may be missing, of each field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(
+        (field.name, _field_type(hints[field.name]), "may_be_missing" in field.metadata) for field in fields(kind)
+    )
 
-    def number(self, name: str) -> float:
-        value = self._get(name)
-        if not _is_number(value):
-            raise self._wrong(name, "a number")
-        return float(value)
 
-    def numbers(self, name: str) -> dict[str, float]:
-        """An object whose values are numbers."""
-        value = self._get(name)
-        if not isinstance(value, dict) or not all(map(_is_number, value.values())):
-            raise self._wrong(name, "an object of numbers")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self._get(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(name, "a list of texts")
-        return tuple(value)
-
-    def objects(self, name: str) -> tuple[FieldReader, ...]:
-        value = self._get(name)
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self._wrong(name, "a list of objects")
-        return tuple(
-            FieldReader(item, self._source, f"{self._path}{name}[{place}].") for place, item in enumerate(value)
+def _field_type(hint: Any) -> _FieldType:
+    """How to read a field of that type hint. Raises TypeError for a hint that records do not use."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is str:
+        return _FieldType(wanted="a text", plural="texts", fits=lambda value: isinstance(value, str))
+    if hint is int:
+        return _integer(Bounds())
+    if hint is float:
+        return _FieldType(
+            wanted="a number", plural="numbers", fits=_is_number, read=lambda value, source, path: float(value)
         )
+    if origin is Annotated and arguments[0] is int:
+        return _integer(arguments[1])
+    if origin is Literal:
+        choices = ", ".join(arguments)
+        return _FieldType(wanted=f"one of {choices}", plural=f"any of {choices}", fits=lambda value: value in arguments)
+    if origin in (Union, UnionType) and len(arguments) == 2 and NoneType in arguments:
+        return _optional(_field_type(next(argument for argument in arguments if argument is not NoneType)))
+    if origin is tuple and arguments[1:] == (...,):
+        return _list_of(_field_type(arguments[0]))
+    if origin is Mapping and arguments[0] is str:
+        return _object_of(_field_type(arguments[1]))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _FieldType(
+            wanted="an object",
+            plural="objects",
+            fits=lambda value: isinstance(value, dict),
+            read=lambda value, source, path: _read_object(hint, value, source, f"{path}."),
+        )
+    raise TypeError(f"fields of type {hint} cannot be read from JSON")
 
-    def optional_object(self, name: str) -> FieldReader | None:
-        value = self._get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object or null")
-        return FieldReader(value, self._source, f"{self._path}{name}.")
 
-    def _get(self, name: str) -> Any:
-        try:
-            return self._fields[name]
-        except KeyError:
-            raise RecordError(
-                f"{self._source} has no field {self._path}{name}: it is half-written or not ours; remove it."
-            ) from None
+def _integer(bounds: Bounds) -> _FieldType:
+    return _FieldType(
+        wanted=bounds.words,
+        plural="whole numbers",
+        fits=lambda value: type(value) is int and bounds.least <= value <= bounds.most,
+    )
 
-    def _wrong(self, name: str, wanted: str) -> RecordError:
-        value = repr(self._fields[name])
-        shown = value if len(value) <= 60 else f"{value[:57]}..."
-        return RecordError(f"{self._source}: {self._path}{name} is {shown}, not {wanted}.")
+
+def _optional(inner: _FieldType) -> _FieldType:
+    return _FieldType(
+        wanted=f"{inner.wanted} or null",
+        plural=f"{inner.plural} or nulls",
+        fits=lambda value: value is None or inner.fits(value),
+        read=lambda value, source, path: None if value is None else inner.read(value, source, path),
+    )
+
+
+def _list_of(item: _FieldType) -> _FieldType:
+    return _FieldType(
+        wanted=f"a list of {item.plural}",
+        plural=f"lists of {item.plural}",
+        fits=lambda value: isinstance(value, list) and all(map(item.fits, value)),
+        read=lambda value, source, path: tuple(
+            item.read(each, source, f"{path}[{place}]") for place, each in enumerate(value)
+        ),
+    )
+
+
+def _object_of(item: _FieldType) -> _FieldType:
+    return _FieldType(
+        wanted=f"an object of {item.plural}",
+        plural=f"objects of {item.plural}",
+        fits=lambda value: isinstance(value, dict) and all(map(item.fits, value.values())),
+        read=lambda value, source, path: {
+            name: item.read(each, source, f"{path}.{name}") for name, each in value.items()
+        },
+    )
 
 
 def _is_number(value: Any) -> bool:
     if type(value) is int:
-        return abs(value) <= _MAX_INTEGER
+        return abs(value) <= _LARGEST
     return type(value) is float and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

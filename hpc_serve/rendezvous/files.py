@@ -1,8 +1,8 @@
-"""Private files on a shared filesystem: folders 0700, files 0600 from their first byte, written whole or not at all,
-read only if they are ours. What the files mean is decided elsewhere.
+"""Private files on a shared filesystem. Folders are 0700 and files 0600 from their first byte; a file is written whole
+or not at all, and read only if it belongs to us. Other modules decide what the files mean.
 
-Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), a handle may point at one
-that was replaced (ESTALE). So files are opened rather than asked about, and opened again when the handle is stale.
+Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), and a handle may belong to a
+file that was replaced (ESTALE). So files are opened without asking first, and opened again when the handle is stale.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
-    """Make `path` and its missing parents, 0700, and return it; one that is there is closed to others if `tighten`.
+    """Make the folder `path` and its missing parents, 0700. With `tighten`, one that exists becomes 0700 too.
 
-    Raises StoreError if it cannot be made, or is somebody else's.
+    Returns `path`. Raises StoreError if it cannot be made, or belongs to another user.
     """
     with _explained("make the folder", path):
         if not path.parent.exists():
@@ -52,16 +52,16 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path` by a file of `text`, 0600; a reader sees the old one or the new one. Raises StoreError."""
+    """Replace `path` by a file of `text`, 0600. Readers see the old file or the new one. Raises StoreError."""
     with _explained("write", path), _private_temporary(path, text) as temporary:
         os.replace(temporary, path)
         _sync_folder(path.parent)
 
 
 def create_private(path: Path, text: str) -> bool:
-    """Make `path` unless it is there; of several makers at once one wins, whatever locks are worth here.
+    """Make the file `path` unless it exists. If several processes try at once, exactly one of them makes it.
 
-    Returns whether it was ours. Raises StoreError.
+    No lock is used: locks do not work on every shared filesystem. Returns whether this call made it. Raises StoreError.
     """
     with _explained("write", path), _private_temporary(path, text) as temporary:
         try:
@@ -77,11 +77,11 @@ def create_private(path: Path, text: str) -> bool:
 
 
 def read_private(path: Path, *, secret: bool = False) -> str:
-    """The text of a file of ours; a `secret` one must be closed to everybody else.
+    """The text of a file that belongs to us; nobody else may be able to read a `secret` one.
 
-    Raises FileNotFoundError, RecordError (not ours, open to others, no text, too long) or StoreError.
+    Raises FileNotFoundError, RecordError (not ours, readable by others, not text, too long) or StoreError.
     """
-    content = _reopening(lambda: _read_own(path, secret=secret), "read", path)
+    content = _retry_stale_handle(lambda: _read_own(path, secret=secret), "read", path)
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -91,7 +91,7 @@ def read_private(path: Path, *, secret: bool = False) -> str:
 def list_folder(path: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist. Raises StoreError."""
     try:
-        return sorted(_reopening(lambda: os.listdir(path), "list", path))
+        return sorted(_retry_stale_handle(lambda: os.listdir(path), "list", path))
     except FileNotFoundError:
         return []
 
@@ -102,7 +102,7 @@ def remove_file(path: Path) -> None:
         os.unlink(path)
 
 
-def _reopening(read: Callable[[], T], what: str, path: Path) -> T:
+def _retry_stale_handle(read: Callable[[], T], what: str, path: Path) -> T:
     for _ in range(_STALE_HANDLE_TRIES - 1):
         try:
             return read()
@@ -133,7 +133,7 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
             raise RecordError(f"{path} is not a regular file: it is not trusted.")
         if secret and stat.S_IMODE(found.st_mode) & 0o077:
             raise RecordError(
-                f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}), so it is no secret any more: "
+                f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}), so it is not secret any more: "
                 "remove it to have a new one made, and restart what uses it."
             )
         content = file.read(_MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Names that become files: of services, jobs and records. Pure; it decides what a name may look like, no more."""
+"""Names of services, jobs and records, which become names of files. Pure: this decides what a name may look like."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""What a replica says about itself, and what `submit` says about a job, as values and as JSON.
+"""What a replica says about itself, and what `submit` writes down about a job: the values, and their JSON.
 
-A record is a hint with a lease: this module decides its fields and refuses text that does not have them;
-whether an engine really answers there is for the reader to probe.
+A record is a hint that expires when it is not renewed. This module decides its fields. It does not find out whether an
+engine answers at the address: readers do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
-from hpc_serve.rendezvous.fields import FieldReader, to_json_text
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, from_json_text, to_json_text
 from hpc_serve.rendezvous.names import record_file_name, validate_job_id
 
 VERSION = 1
 
-State = Literal["starting", "ready", "draining", "stopped", "failed"]
-STATES: tuple[State, ...] = get_args(State)
-FinalState = Literal["stopped", "failed"]
+RecordState = Literal["starting", "ready", "draining", "stopped", "failed"]
+RECORD_STATES: tuple[RecordState, ...] = get_args(RecordState)
+FinalState = Literal["failed", "stopped"]
 FINAL_STATES: frozenset[FinalState] = frozenset(get_args(FinalState))
 
 
@@ -39,11 +39,12 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointRecord:
-    """One replica: one engine that serves `service`, written by its head node alone.
+    """One replica: one engine that serves `service`. Only the launcher on its head node writes the record.
 
-    `hosts` are addresses of the head in order of preference, `port` is the engine's. `counter` grows with every
-    renewal, which come every `lease_s / 3` seconds at the latest; `started_at` and `updated_at` are seconds since the
-    epoch by the writer's clock. `measured` and `predicted` hold figures by name, in bytes, seconds and tokens.
+    `hosts` are addresses of the head in order of preference, `port` is the engine's. The record is renewed every
+    `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at` and `updated_at` are
+    seconds since the epoch by the writer's clock. `measured` and `predicted` hold figures by name, in bytes, seconds
+    and tokens. `last_log_lines` are the last lines of the part that failed.
     """
 
     service: str
@@ -52,20 +53,20 @@ class EndpointRecord:
     job_id: str
     user: str
     hosts: tuple[str, ...]
-    port: int
+    port: Annotated[int, Bounds(0, 65535)]
     started_at: float
     updated_at: float
     stand_in: str | None = None
     served_model_names: tuple[str, ...] = ()
     restart: int = 0
     replica: int = 0
-    state: State = "starting"
+    state: RecordState = "starting"
     stage: str = ""
     progress: Progress | None = None
     reason: str | None = None
     failed_part: str | None = None
-    exit_code: int | None = None
-    last_words: tuple[str, ...] = ()
+    exit_code: SignedInt | None = None
+    last_log_lines: tuple[str, ...] = ()
     nodes: tuple[NodeRecord, ...] = ()
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -85,7 +86,7 @@ class EndpointRecord:
 
     @property
     def is_final(self) -> bool:
-        """Whether the replica has said its last word."""
+        """Whether the replica has ended, so that the record will not change any more."""
         return self.state in FINAL_STATES
 
     def to_json(self) -> str:
@@ -95,52 +96,17 @@ class EndpointRecord:
     @classmethod
     def from_json(cls, text: str, *, source: str = "record") -> EndpointRecord:
         """Read a record; fields that a newer version added are ignored. Raises RecordError: `source` and field."""
-        read = FieldReader.parse(text, source)
-        return cls(
-            version=read.integer("version"),
-            service=read.text("service"),
-            model=read.text("model"),
-            stand_in=read.optional_text("stand_in"),
-            served_model_names=read.texts("served_model_names"),
-            cluster=read.text("cluster"),
-            job_id=read.text("job_id"),
-            restart=read.integer("restart"),
-            replica=read.integer("replica"),
-            user=read.text("user"),
-            state=cast(State, read.choice("state", STATES)),
-            stage=read.text("stage"),
-            progress=_progress(read),
-            reason=read.optional_text("reason"),
-            failed_part=read.optional_text("failed_part"),
-            exit_code=read.optional_integer("exit_code"),
-            last_words=read.texts("last_words"),
-            hosts=read.texts("hosts"),
-            port=read.integer("port", at_most=65535),
-            nodes=tuple(
-                NodeRecord(name=node.text("name"), address=node.text("address")) for node in read.objects("nodes")
-            ),
-            tensor_parallel_size=read.integer("tensor_parallel_size"),
-            pipeline_parallel_size=read.integer("pipeline_parallel_size"),
-            num_nodes=read.integer("num_nodes"),
-            gpus_per_node=read.integer("gpus_per_node"),
-            counter=read.integer("counter"),
-            lease_s=read.number("lease_s"),
-            started_at=read.number("started_at"),
-            updated_at=read.number("updated_at"),
-            log_dir=read.optional_text("log_dir"),
-            measured=read.numbers("measured"),
-            predicted=read.numbers("predicted"),
-        )
+        return from_json_text(cls, text, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended that never published a record, told by who ended it; `at` is seconds since the epoch."""
+    """How a job ended that never published a record. `at` is seconds since the epoch by the clock of who ended it."""
 
     state: FinalState
     reason: str
     at: float
-    exit_code: int | None = None
+    exit_code: SignedInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +131,7 @@ class SubmittedJob:
     pid_start_time: int | None = None
     host: str | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    end: JobEnd | None = None
+    end: JobEnd | None = field(default=None, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
@@ -179,39 +145,5 @@ class SubmittedJob:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "submitted job") -> SubmittedJob:
-        """Read a submitted job; unknown fields are ignored. Raises RecordError, naming `source` and field."""
-        read = FieldReader.parse(text, source)
-        return cls(
-            version=read.integer("version"),
-            service=read.text("service"),
-            model=read.text("model"),
-            cluster=read.text("cluster"),
-            job_id=read.text("job_id"),
-            submitted_at=read.number("submitted_at"),
-            script=read.optional_text("script"),
-            log_path=read.optional_text("log_path"),
-            user=read.text("user"),
-            num_nodes=read.integer("num_nodes"),
-            gpus_per_node=read.integer("gpus_per_node"),
-            pid=read.optional_integer("pid"),
-            pid_start_time=read.optional_integer("pid_start_time"),
-            host=read.optional_text("host"),
-            predicted=read.numbers("predicted"),
-            end=_end(read),
-        )
-
-
-def _end(read: FieldReader) -> JobEnd | None:
-    if not read.has("end"):  # notes of earlier versions
-        return None
-    if (inner := read.optional_object("end")) is None:
-        return None
-    state = cast(FinalState, inner.choice("state", sorted(FINAL_STATES)))
-    return JobEnd(
-        state=state, reason=inner.text("reason"), at=inner.number("at"), exit_code=inner.optional_integer("exit_code")
-    )
-
-
-def _progress(read: FieldReader) -> Progress | None:
-    inner = read.optional_object("progress")
-    return None if inner is None else Progress(done=inner.integer("done"), total=inner.integer("total"))
+        """Read a submitted job; unknown fields are ignored. Raises RecordError: `source` and field."""
+        return from_json_text(cls, text, source=source)

@@ -1,7 +1,7 @@
-"""The shared folder of services: who writes which file, and what is left when a service is over.
+"""The shared folder of services: which files there are, who writes them, and when they are removed.
 
-One writer per record, so readers need no lock. What a file says is a hint: whether an engine answers is for the client
-to probe, whether a job exists is for the scheduler to say. Who may use a name is decided in claims.py.
+Each record has one writer, so readers need no lock. What a file says is a hint: the client probes whether an engine
+answers, and only the scheduler knows whether a job exists. claims.py decides who may use a name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
 
-# A record that nobody renewed for so long is over, however far apart the clocks of its writer and its reader.
-SILENT_S = 900.0
+# A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
+ABANDONED_AFTER_S = 900.0
 
 _API_KEY = re.compile(r"[\x21-\x7e]{16,}")
 
-Holder = EndpointRecord | SubmittedJob
+# What is written about a job: by its head node, or by `submit`.
+JobEntry = EndpointRecord | SubmittedJob
 _Entry = TypeVar("_Entry", EndpointRecord, SubmittedJob)
 
 
@@ -49,7 +50,7 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRecords:
-    """What is written about a service, oldest first. `problems` says which files were not trusted and why."""
+    """What is written about a service, oldest first. `problems` names the files that are not trusted, and why."""
 
     service: str
     records: tuple[EndpointRecord, ...] = ()
@@ -65,8 +66,8 @@ class ServiceRecords:
         started = {record.job_id.partition("_")[0] for record in self.records} | {r.job_id for r in self.records}
         return tuple(job for job in self.submitted if job.job_id not in started)
 
-    def coming(self) -> tuple[SubmittedJob, ...]:
-        """Submitted jobs that may still publish one, as far as is written: the scheduler may know of their end."""
+    def awaiting_record(self) -> tuple[SubmittedJob, ...]:
+        """Submitted jobs without a record whose end is not written down; the scheduler may know that they ended."""
         return tuple(job for job in self.without_record() if job.end is None)
 
 
@@ -104,7 +105,7 @@ class ServiceStore:
         return tuple(name for name in list_folder(parent) if _is_service_name(name) and (parent / name).is_dir())
 
     def read(self, service: str) -> ServiceRecords:
-        """Everything written about a service; a file that cannot be trusted is a problem, not an error.
+        """Everything written about a service. A file that is not trusted becomes one of the `problems`.
 
         Raises StoreError when the folder itself cannot be read.
         """
@@ -125,13 +126,13 @@ class ServiceStore:
         ]
         return ServiceRecords(
             service=service,
-            records=tuple(sorted(records, key=_moment)),
+            records=tuple(sorted(records, key=_began_or_ended_at)),
             submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
             problems=tuple(problems),
         )
 
     def write(self, record: EndpointRecord) -> Path:
-        """Write a replica's record whole; its head is the only writer. Raises StoreError."""
+        """Replace a replica's record; its head is the only writer. Raises StoreError."""
         path = self.ensure_service(record.service) / record.name
         write_private(path, record.to_json())
         return path
@@ -149,7 +150,7 @@ class ServiceStore:
     def ensure_api_key(self, service: str) -> Path:
         """The file of the service's API key, made if it is missing; two makers at once end with one key.
 
-        Raises StoreError, or RecordError if the key that is there is not ours alone.
+        Raises StoreError, or RecordError if others can read the key that is there.
         """
         self.ensure_service(service)
         path = self.api_key_path(service)
@@ -158,7 +159,7 @@ class ServiceStore:
         return path
 
     def read_api_key(self, service: str) -> str:
-        """The key itself: never put it in a log, an argv or an error. Raises StoreError or RecordError."""
+        """The key itself. Never put it in a log, a command line or an error. Raises StoreError or RecordError."""
         path = self.api_key_path(service)
         try:
             key = read_private(path, secret=True).strip()
@@ -172,18 +173,18 @@ class ServiceStore:
         return key
 
     def sweep(
-        self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[Holder], bool] | None = None
+        self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:
-        """Remove what is over and not renewed for `older_than_s`, and leftovers of writers that died.
+        """Remove records that were not renewed for `older_than_s`, and temporary files of writers that died.
 
-        A submitted job without a record may still wait in the queue: it goes only if `is_over` says so. Returns the
+        A submitted job of that age is removed only if `is_over` says so: it may still wait in the queue. Returns the
         number of files removed. Raises StoreError.
         """
         oldest = time.time() - older_than_s
         folder = self.service_dir(service)
         found = self.read(service)
         removed = [folder / record.name for record in found.records if record.updated_at < oldest]
-        waiting = found.coming()
+        waiting = found.awaiting_record()
         removed += [
             folder / "submitted" / job.name
             for job in found.submitted
@@ -200,8 +201,8 @@ class ServiceStore:
         return len(removed)
 
 
-def _moment(record: EndpointRecord) -> tuple[float, str]:
-    """When a replica began or, if it is over, when it ended: the last end is the news, whichever job began first."""
+def _began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
+    """When a replica began or, if it is over, when it ended; and its name, for replicas of the same moment."""
     return record.updated_at if record.is_final else record.started_at, record.name
 
 

@@ -21,7 +21,14 @@ from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, JobState
-from hpc_serve.submit.status import YOUNG_S, ServiceStatus, StatusReport, of_job_by_hand, of_note, of_record
+from hpc_serve.submit.status import (
+    RECORD_EXPECTED_WITHIN_S,
+    ServiceStatus,
+    StatusReport,
+    of_job_by_hand,
+    of_note,
+    of_record,
+)
 
 JOB_NAME_PREFIX = "hpc-serve-"
 _NEWS_S = 1.0
@@ -34,7 +41,7 @@ def look(store: ServiceStore, service: str | None = None, *, slurm: SchedulerVie
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     statuses = [status for records in found for status in _of_service(store, records, slurm)]
     statuses += _by_hand(store, slurm, service, seen={status.job_id for status in statuses})
-    statuses.sort(key=lambda status: status.moment_s)
+    statuses.sort(key=lambda status: status.began_or_ended_at)
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in statuses):
         problems.append(slurm.problem)
@@ -118,7 +125,7 @@ def _by_hand(
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
             job = replace(detail, ended_at=job.ended_at) if detail.state == job.state else job
-        elif job.run_time_s > YOUNG_S:
+        elif job.run_time_s > RECORD_EXPECTED_WITHIN_S:
             job = replace(job, batch_log=slurm.batch_log(job.job_id))
         other_home = _home_of(job, name)
         if other_home is not None and other_home.resolve() == store.home.resolve():

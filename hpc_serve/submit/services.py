@@ -17,7 +17,7 @@ from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNot
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
-from hpc_serve.rendezvous.store import SILENT_S, Holder, ServiceStore, default_home
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.look import job_of, look
@@ -32,7 +32,7 @@ from hpc_serve.submit.status import ServiceStatus
 
 _RECORDS_S = 1.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files
-_LAST_WORD_S = 5.0  # a record's last state may reach us after the scheduler's, on a shared filesystem
+_RECORD_MAY_FOLLOW_S = 5.0  # a record's last state may reach us after the scheduler's, on a shared filesystem
 _LOCAL_GRACE_S = 60.0
 
 
@@ -59,9 +59,9 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     store.ensure_service(request.service)
     log_dir = make_log_dir(request)
     slurm = SchedulerView()
-    judge = _judge(store, request.service, slurm)
-    store.sweep(request.service, is_over=judge)
-    claim(store, request.service, plan.model, is_over=judge)
+    is_over = _over_by_scheduler(store, request.service, slurm)
+    store.sweep(request.service, is_over=is_over)
+    claim(store, request.service, plan.model, is_over=is_over)
     try:
         others = tuple(one for one in look(store, request.service, slurm=slurm).services if not one.is_over)
         store.ensure_api_key(request.service)
@@ -123,15 +123,17 @@ def wait(
         status = _foremost(look(store, service, slurm=slurm).services, job_id)
         if status is None:
             raise not_found(store, service)
-        if told is None or _news(status) != _news(told):
+        if told is None or _progress_key(status) != _progress_key(told):
             on_change(status)
             told = status
         if status.state == "ready":
             return status
         if status.is_over:
             silent_end_s = silent_end_s or time.monotonic()
-            if (status.has_last_word and _has_left(status)) or time.monotonic() - silent_end_s > _LAST_WORD_S:
-                raise ServiceFailedError(epitaph(_as_slurm_saw_it(store, status)))
+            if (
+                status.end_reported_by_job and _has_left(status)
+            ) or time.monotonic() - silent_end_s > _RECORD_MAY_FOLLOW_S:
+                raise ServiceFailedError(failure_report(_as_slurm_saw_it(store, status)))
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError(
                 f"{service} is not ready after {timeout_s:.0f} s, its job goes on: {status.sentence}. "
@@ -180,10 +182,10 @@ def not_found(store: ServiceStore, target: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(f"There is no service or job {target!r} in {store.home}. {known}{problems}")
 
 
-def epitaph(status: ServiceStatus) -> str:
-    """How a replica ended, with its last words and where to read on."""
-    words = "".join(f"\n    {line}" for line in status.last_words[-10:])
-    last = f"\nLast words:{words}" if words else ""
+def failure_report(status: ServiceStatus) -> str:
+    """How a replica ended, with its last log lines and where to read on."""
+    words = "".join(f"\n    {line}" for line in status.last_log_lines[-10:])
+    last = f"\nLast log lines:{words}" if words else ""
     logs = ", ".join(status.log_places)
     return f"{status.service} (job {status.job_id}) {status.sentence}{last}\nLogs: {logs}"
 
@@ -200,21 +202,21 @@ def _end(job: SubmittedJob) -> None:
         scheduler.cancel(job.job_id)
 
 
-def _judge(store: ServiceStore, service: str, slurm: SchedulerView) -> Callable[[Holder], bool]:
+def _over_by_scheduler(store: ServiceStore, service: str, slurm: SchedulerView) -> Callable[[JobEntry], bool]:
     """Whether what holds a service's name is over, by asking the scheduler."""
     notes = {note.job_id: note for note in store.read_submitted(service)}
 
-    def is_over(holder: Holder) -> bool:
+    def is_over(holder: JobEntry) -> bool:
         job = job_of(holder, notes.get(holder.job_id), slurm)
         if job is not None and job.state == UNKNOWN and isinstance(holder, EndpointRecord):
-            return time.time() - holder.updated_at > SILENT_S
+            return time.time() - holder.updated_at > ABANDONED_AFTER_S
         return job is None or job.is_over
 
     return is_over
 
 
 def _has_left(status: ServiceStatus) -> bool:
-    """Whether a job with a last word is really over: one that Slurm still clears away may be about to run again."""
+    """Whether a job with a reported end is really over: one that Slurm still clears away may be about to run again."""
     if status.cluster != "slurm":
         return True
     job = scheduler.job_state(status.job_id)
@@ -230,7 +232,7 @@ def _foremost(statuses: Sequence[ServiceStatus], job_id: str | None) -> ServiceS
     return best[-1] if best else None
 
 
-def _news(status: ServiceStatus) -> tuple[object, ...]:
+def _progress_key(status: ServiceStatus) -> tuple[object, ...]:
     return (status.job_id, status.restart, status.state, status.stage, status.progress, status.reason)
 
 

@@ -1,6 +1,6 @@
 """What has become of a replica: what is written about it, joined with what the scheduler and the engine say now.
 
-A record is believed for what only it knows (stage, last words). Whether a job exists is the scheduler's to say, whether
+A record is believed for what only it knows (stage, last log lines). Whether a job exists is the scheduler's to say, whether
 the engine answers is the engine's; where neither answers, the state is unknown. Who is asked when is look.py's.
 """
 
@@ -21,7 +21,7 @@ from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence
 
 State = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 _LAST_LINES = 10
-YOUNG_S = 60.0
+RECORD_EXPECTED_WITHIN_S = 60.0
 # Ends that Slurm brings about: its word says more than the signal that a launcher saw.
 _BROUGHT_ABOUT = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
@@ -30,9 +30,9 @@ _BROUGHT_ABOUT = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMO
 class ServiceStatus:
     """One replica of a service, or its job while there is none yet.
 
-    `reason` is a sentence for people; `has_last_word` says that the job itself told how it ended. `address` is the host
-    and port that answered, or that the record names. Times are seconds since the epoch; `measured` and `predicted` hold
-    figures in bytes, seconds and tokens.
+    `reason` is a sentence for people. `address` is the host and port that answered, or that the record names.
+    `end_reported_by_job` says that the job itself told how it ended. Times are seconds since the epoch; `measured`
+    and `predicted` hold figures in bytes, seconds and tokens.
     """
 
     service: str
@@ -57,8 +57,8 @@ class ServiceStatus:
     updated_at: float | None = None
     failed_part: str | None = None
     exit_code: int | None = None
-    last_words: tuple[str, ...] = ()
-    has_last_word: bool = False
+    last_log_lines: tuple[str, ...] = ()
+    end_reported_by_job: bool = False
     log_dir: str = ""
     batch_log: str | None = None
     scheduler_state: str = ""
@@ -71,7 +71,7 @@ class ServiceStatus:
         return self.state in ("stopped", "failed")
 
     @property
-    def moment_s(self) -> float:
+    def began_or_ended_at(self) -> float:
         """When it began or, if it is over, when it ended."""
         began_s = self.submitted_at or self.started_at or 0.0
         return (self.updated_at or began_s) if self.is_over else began_s
@@ -137,7 +137,7 @@ def of_record(
         updated_at=record.updated_at,
         failed_part=record.failed_part,
         exit_code=record.exit_code,
-        last_words=record.last_words,
+        last_log_lines=record.last_log_lines,
         log_dir=log_dir,
         batch_log=note.log_path if note else None,
         scheduler_state=job.state if job else "",
@@ -149,7 +149,7 @@ def of_record(
     if job is not None and (job.is_pending or is_of_a_run_before):  # it was requeued, and has said nothing since
         return _of_job_alone(_of_no_run(status, restart=max(job.restart, record.restart)), job)
     if record.state in ("stopped", "failed"):
-        return replace(status, state=record.state, reason=_last_reason(record, job), has_last_word=True)
+        return replace(status, state=record.state, reason=_last_reason(record, job), end_reported_by_job=True)
     if job is not None and job.is_over:
         return _ended(status, job)
     if answer is not None and record.state == "ready":
@@ -203,11 +203,11 @@ def of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> Se
             reason=note.end.reason,
             updated_at=note.end.at,
             exit_code=note.end.exit_code,
-            last_words=_log_words(status),
-            has_last_word=True,
+            last_log_lines=_log_words(status),
+            end_reported_by_job=True,
         )
     status = _of_job_alone(status, job)
-    if status.state == "starting" and job.run_time_s > YOUNG_S:
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
         return replace(status, reason=_nothing_written(job, store.home))
     return status
 
@@ -215,7 +215,7 @@ def of_note(store: ServiceStore, note: SubmittedJob, job: JobState | None) -> Se
 def of_job_by_hand(status: ServiceStatus, job: JobState, *, home: Path, other_home: Path | None) -> ServiceStatus:
     """A job that is known by its name in the queue alone: whether it serves cannot be seen without a record."""
     status = _of_job_alone(status, job)
-    if status.state == "starting" and job.run_time_s > YOUNG_S:
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
         where = _nothing_written(job, home)
         if other_home is not None:
             where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
@@ -277,7 +277,7 @@ def _ended(status: ServiceStatus, job: JobState) -> ServiceStatus:
         progress=None,
         reason=ended_sentence(job),
         exit_code=job.exit_code,
-        last_words=status.last_words or _log_words(status),
+        last_log_lines=status.last_log_lines or _log_words(status),
         updated_at=job.ended_at or status.updated_at,
     )
 

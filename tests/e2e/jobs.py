@@ -77,7 +77,9 @@ class User:
             if record and is_it(record):
                 return record
             if record and record["state"] == "failed":
-                raise AssertionError(f"{record['failed_part']}: {record['reason']}\n" + "\n".join(record["last_words"]))
+                raise AssertionError(
+                    f"{record['failed_part']}: {record['reason']}\n" + "\n".join(record["last_log_lines"])
+                )
             if not record and not self.is_queued(job_id):
                 raise AssertionError(f"job {job_id} ended without a record: {self.log(service, job_id)}")
             return None

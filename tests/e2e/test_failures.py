@@ -61,7 +61,7 @@ def test_an_engine_that_dies_while_loading(alice):
     record = failed(alice, "dies", job_id)
     assert record["failed_part"] == "engine"
     assert "torch.OutOfMemoryError: CUDA out of memory." in record["reason"]
-    assert record["last_words"][-1] == "torch.OutOfMemoryError: CUDA out of memory."
+    assert record["last_log_lines"][-1] == "torch.OutOfMemoryError: CUDA out of memory."
     assert "FAILED" in alice.run("scontrol", "show", "job", job_id).stdout
 
 
@@ -117,7 +117,7 @@ def test_a_node_whose_ray_cannot_start_is_named(alice):
     record = failed(alice, "noray", job_id)
     assert record["failed_part"].startswith("ray worker on ")
     assert record["exit_code"] == 9
-    assert record["last_words"] == ["no such library"]
+    assert record["last_log_lines"] == ["no such library"]
 
 
 def folders_left(alice: User) -> list[str]:

@@ -102,7 +102,7 @@ def test_a_script_by_hand_that_fails_before_python_is_known_with_its_output(alic
     status = status_of(alice, "early")
     assert (status["job_id"], status["state"], status["exit_code"]) == (job_id, "failed", 78)
     assert status["logs"] == [str(alice.home / f"hpc-serve-early-{job_id}.log")]
-    assert "no Python environment in /nonexistent" in status["last_words"][-1]
+    assert "no Python environment in /nonexistent" in status["last_log_lines"][-1]
     assert "no Python environment in /nonexistent" in alice.hpc_serve("logs", "early").stdout
 
 
@@ -143,7 +143,7 @@ def test_a_job_that_was_killed_outright_is_not_taken_for_a_live_one(alice):
             os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of the killed job")
     status = status_of(alice, "killed")
-    assert (status["state"], status["has_last_word"]) == ("failed", False)
+    assert (status["state"], status["end_reported_by_job"]) == ("failed", False)
     assert "signal 9" in status["reason"]
 
 

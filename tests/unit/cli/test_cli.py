@@ -26,7 +26,7 @@ HEAVY = ("submitit", "openai", "httpx", "httpx2", "rich", "jinja2", "yaml", "fil
 STATUS_KEYS = {
     *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "reason", "address", "nodes"),
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
-    *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_words", "has_last_word"),
+    *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job"),
     *("log_dir", "batch_log", "scheduler_state", "time_left", "measured", "predicted", "logs"),
 }
 
@@ -223,7 +223,7 @@ def test_exit_codes_of_what_does_not_fit_and_of_a_name_that_is_taken(place, caps
 
 
 def test_submit_and_wait_ends_with_the_failure_of_the_job(place, capsys, monkeypatch, store):
-    monkeypatch.setattr(services, "_LAST_WORD_S", 0.0)
+    monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 0.0)
     place.job("101", "FAILED", exit_code="78:0")
     queue = place.bin / "squeue"
     queue.write_text("#!/bin/bash\n")  # the job is in no queue any more when it is first looked for
@@ -311,7 +311,7 @@ def test_status_of_one_service_says_it_all(store, capsys):
         failed_part="engine",
         reason="engine exited with 1",
         exit_code=1,
-        last_words=words,
+        last_log_lines=words,
         measured={"kv_cache_tokens": 1024.0, "model_loading_bytes": 2.0**30},
         predicted={"kv_cache_tokens": 2048.0, "model_loading_bytes": 2.0**31},
     )
@@ -358,7 +358,7 @@ def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
 
 
 def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(services, "_LAST_WORD_S", 0.0)
+    monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 0.0)
     log = tmp_path / "hpc-serve-8b-9.log"
     place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
     assert run(["logs", "8b"]) == 1

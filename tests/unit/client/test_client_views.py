@@ -3,8 +3,8 @@
 import pytest
 
 from hpc_serve.client.pool import ReplicaPool, Target
-from hpc_serve.client.views import Answer, ServiceView, judge, listing, not_found, summary
-from hpc_serve.client.wait import Patience
+from hpc_serve.client.views import Answer, ServiceView, assess_replica, listing, not_found, summary
+from hpc_serve.client.wait import WaitPolicy
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.rendezvous.record import JobEnd, Progress, SubmittedJob
 from tests.support.stubs import make_record
@@ -13,7 +13,7 @@ LIVE = Answer(verdict="live", host="10.0.0.2")
 
 
 def seen(answer=None, *, lease_age_s=0.0, wall_age_s=0.0, **fields):
-    return judge(make_record(**fields), lease_age_s=lease_age_s, wall_age_s=wall_age_s, answer=answer)
+    return assess_replica(make_record(**fields), lease_age_s=lease_age_s, wall_age_s=wall_age_s, answer=answer)
 
 
 def view(*replicas, service="405b", **jobs):
@@ -107,7 +107,7 @@ def test_a_job_that_was_cancelled_in_the_queue_is_not_waited_for():
     assert withdrawn.exists
     assert not withdrawn.is_coming
     assert "405b is stopped: it was cancelled before it began (job 9). Start one" in not_found(withdrawn, [])
-    patience = Patience(True)
+    patience = WaitPolicy(True)
     patience.next_step_s(view(queued=(queued(),)), nothing_else)
     with pytest.raises(ServiceNotFoundError, match="cancelled before it began"):
         patience.next_step_s(withdrawn, nothing_else)
@@ -141,7 +141,7 @@ def test_a_listing_has_a_line_for_each():
     assert listing([view(seen(LIVE)), view(service="8b")]) == "  405b: ready\n  8b: nothing was ever published"
 
 
-# Patience
+# WaitPolicy
 
 
 class Clock:
@@ -162,14 +162,14 @@ def nothing_else():
 
 @pytest.mark.parametrize("wait", [None, False, 0])
 def test_no_waiting_is_the_default(clock, wait):
-    patience = Patience(wait, clock=clock)
+    patience = WaitPolicy(wait, clock=clock)
     assert not patience.waits
     with pytest.raises(ServiceNotFoundError, match="starting: waiting for Ray nodes"):
         patience.next_step_s(view(seen(**STARTING)), nothing_else)
 
 
 def test_what_is_coming_is_waited_for_until_the_deadline(clock):
-    patience = Patience(60, clock=clock)
+    patience = WaitPolicy(60, clock=clock)
     assert patience.next_step_s(view(seen(**STARTING)), nothing_else) == 1.0
     clock.now_s += 59.5
     assert patience.next_step_s(view(seen(**STARTING)), nothing_else) == 0.5
@@ -179,20 +179,20 @@ def test_what_is_coming_is_waited_for_until_the_deadline(clock):
 
 
 def test_true_waits_as_long_as_something_is_coming(clock):
-    patience = Patience(True, clock=clock)
+    patience = WaitPolicy(True, clock=clock)
     clock.now_s += 1e6
     assert patience.next_step_s(view(queued=(queued(),)), nothing_else) == 1.0
 
 
 def test_what_fails_on_the_way_ends_the_wait_at_once(clock):
-    patience = Patience(600, clock=clock)
+    patience = WaitPolicy(600, clock=clock)
     patience.next_step_s(view(seen(**STARTING)), nothing_else)
     with pytest.raises(ServiceFailedError, match=r"405b failed: engine exited with 1: CUDA out of memory"):
         patience.next_step_s(view(seen(**FAILED)), nothing_else)
 
 
 def test_what_is_lost_on_the_way_ends_the_wait(clock):
-    patience = Patience(600, clock=clock)
+    patience = WaitPolicy(600, clock=clock)
     patience.next_step_s(view(seen(**STARTING)), nothing_else)
     with pytest.raises(ServiceFailedError, match=r"405b lost: job 123 does not renew"):
         patience.next_step_s(view(seen(**STARTING, lease_age_s=40.0)), nothing_else)
@@ -201,7 +201,7 @@ def test_what_is_lost_on_the_way_ends_the_wait(clock):
 @pytest.mark.parametrize("before", [view(), view(seen(**FAILED)), view(seen(state="stopped"))])
 def test_what_is_not_there_is_not_believed_at_once(clock, before):
     """A shared filesystem may show a new record late: the failure of the last run is no news."""
-    patience = Patience(600, clock=clock)
+    patience = WaitPolicy(600, clock=clock)
     assert patience.next_step_s(before, nothing_else) > 0
     clock.now_s += 29
     assert patience.next_step_s(before, nothing_else) > 0
@@ -213,7 +213,7 @@ def test_what_is_not_there_is_not_believed_at_once(clock, before):
 @pytest.mark.parametrize("wait", [-1, float("nan")])
 def test_a_wait_that_is_none_is_refused(wait):
     with pytest.raises(InvalidRequestError, match="wait is"):
-        Patience(wait)
+        WaitPolicy(wait)
 
 
 # Pool

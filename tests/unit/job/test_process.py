@@ -27,7 +27,7 @@ def test_lines_exit_code_and_last_words_are_kept():
         child = await start_child(
             "x", python("import sys; print('a\\rb'); print('c', file=sys.stderr); sys.exit(3)"), environ(), lines.append
         )
-        return await child.wait(), list(child.last_words)
+        return await child.wait(), list(child.last_log_lines)
 
     assert asyncio.run(run()) == (3, ["a", "b", "c"])
     assert lines == ["a", "b", "c"]

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, RendezvousError
 from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
-from hpc_serve.rendezvous.record import STATES, EndpointRecord, JobEnd, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.record import RECORD_STATES, EndpointRecord, JobEnd, NodeRecord, Progress, SubmittedJob
 
 FULL = EndpointRecord(
     service="405b",
@@ -26,7 +26,7 @@ FULL = EndpointRecord(
     reason="engine exited with -9: CUDA out of memory",
     failed_part="engine",
     exit_code=-9,
-    last_words=("Traceback", "OutOfMemoryError: …"),
+    last_log_lines=("Traceback", "OutOfMemoryError: …"),
     hosts=("10.77.0.11", "fd00::11"),
     port=18000,
     nodes=(NodeRecord(name="n1", address="10.77.0.11"), NodeRecord(name="n2", address="10.77.0.12")),
@@ -46,7 +46,7 @@ FULL = EndpointRecord(
 # The contract of ARCHITECTURE.md, in its order.
 CONTRACT = """version, service, model, stand_in, served_model_names,
     cluster, job_id, restart, replica, user, state, stage,
-progress, reason, failed_part, exit_code, last_words, hosts, port, nodes, tensor_parallel_size,
+progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted"""
 
@@ -104,7 +104,7 @@ def test_a_missing_field_is_named(name):
         ("measured", {"a": "b"}),
         ("measured", {"a": None}),
         ("predicted", None),
-        ("last_words", None),
+        ("last_log_lines", None),
         ("log_dir", 1),
     ],
 )
@@ -151,7 +151,7 @@ def test_the_error_is_one_of_the_rendezvous():
     assert RecordError.exit_code == 5
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", RECORD_STATES)
 def test_stopped_and_failed_are_final(state):
     assert replace(FULL, state=state).is_final == (state in ("stopped", "failed"))
 

@@ -351,7 +351,7 @@ def test_what_is_over_for_a_week_is_swept(store):
 def test_a_job_whose_end_was_noted_comes_no_more(store):
     store.write_submitted(job(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0))
     found = store.read("405b")
-    assert (found.without_record(), found.coming()) == (found.submitted, ())
+    assert (found.without_record(), found.awaiting_record()) == (found.submitted, ())
     assert store.sweep("405b") == 1
 
 

@@ -38,7 +38,7 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    for name in ("_RECORDS_S", "_SCHEDULER_S", "_LAST_WORD_S"):
+    for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
         monkeypatch.setattr(services, name, 0.02)
 
 
@@ -248,8 +248,8 @@ class TestStatus:
         status = the_one(store)
         assert status.state == expected
         assert reason in status.reason
-        assert status.last_words[-1] == "no Python environment in /x"
-        assert (status.is_over, status.has_last_word) == (True, False)
+        assert status.last_log_lines[-1] == "no Python environment in /x"
+        assert (status.is_over, status.end_reported_by_job) == (True, False)
         assert status.exit_code == int(exit_code.partition(":")[0])
 
     def test_a_job_that_slurm_has_forgotten_is_over_but_how_is_not_known(self, store, slurm):
@@ -296,7 +296,7 @@ class TestStatus:
         record(store, state="stopped", reason="SIGTERM (cancelled, preempted, or out of time)")
         slurm.job("7", state)
         status = the_one(store)
-        assert (status.state, status.reason, status.has_last_word) == ("stopped", reason, True)
+        assert (status.state, status.reason, status.end_reported_by_job) == ("stopped", reason, True)
 
     @pytest.mark.parametrize(
         ("state", "nodes", "told"),
@@ -369,7 +369,7 @@ class TestStatus:
         status = the_one(store)
         assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
         assert status.reason == "its script exited with code 78 (FAILED)"
-        assert (status.log_files(), status.last_words) == ([log], ("no Python environment",))
+        assert (status.log_files(), status.last_log_lines) == ([log], ("no Python environment",))
         assert status.updated_at is not None
 
     def test_a_running_job_without_a_record_may_have_another_home(self, store, slurm):
@@ -482,7 +482,7 @@ class TestWait:
                 record(store)
             elif status.stage == "loading weights":
                 words = ("Traceback", "ValueError: no memory")
-                record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_words=words)
+                record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_log_lines=words)
 
         with pytest.raises(ServiceFailedError) as caught:
             services.wait(store, "8b", timeout_s=20, on_change=go_on)
@@ -491,7 +491,7 @@ class TestWait:
         assert "ValueError: no memory" in str(caught.value)
 
     def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
-        monkeypatch.setattr(services, "_LAST_WORD_S", 20.0)
+        monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 20.0)
         note(store)
         slurm.job("7", "FAILED", exit_code="3:0")
 
@@ -560,7 +560,7 @@ class TestStop:
         slurm.forget("7")
         status = the_one(store)
         assert (status.state, status.reason) == ("stopped", "it was cancelled before it began (CANCELLED)")
-        assert store.read("8b").coming() == ()
+        assert store.read("8b").awaiting_record() == ()
         claim(store, "8b", "another-model")  # its name is free
 
     def test_what_a_job_without_a_record_left_is_known_after_slurm_has_forgotten_it(self, store, slurm):
@@ -572,7 +572,7 @@ class TestStop:
         status = the_one(store)
         assert (status.state, status.exit_code) == ("failed", 78)
         assert status.reason == "its script exited with code 78 (FAILED)"
-        assert status.last_words == ("no Python environment in /x",)
+        assert status.last_log_lines == ("no Python environment in /x",)
 
     def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
         note(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))

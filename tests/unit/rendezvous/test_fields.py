@@ -1,0 +1,92 @@
+"""Dataclasses from JSON by their type hints."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from hpc_serve.errors import RecordError
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, from_json_text, to_json_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    name: str
+    size: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thing:
+    kind: Literal["small", "large"]
+    count: int
+    level: Annotated[int, Bounds(1, 3)]
+    offset: SignedInt
+    parts: tuple[Part, ...]
+    by_name: Mapping[str, Part]
+    grid: tuple[tuple[int, ...], ...] = ()
+    note: str | None = field(default="none", metadata=MAY_BE_MISSING)
+
+
+THING = Thing(
+    kind="small",
+    count=0,
+    level=3,
+    offset=-5,
+    parts=(Part(name="a", size=None), Part(name="b", size=1.5)),
+    by_name={"c": Part(name="c", size=2.0)},
+    grid=((1, 2), ()),
+)
+
+
+def read(**changes):
+    return from_json_text(Thing, json.dumps({**json.loads(to_json_text(THING)), **changes}), source="x.json")
+
+
+def test_what_is_written_is_read():
+    assert read() == THING
+
+
+def test_only_a_field_that_says_so_may_be_missing():
+    values = json.loads(to_json_text(THING))
+    del values["note"]
+    assert from_json_text(Thing, json.dumps(values), source="x.json") == THING
+    del values["grid"]
+    with pytest.raises(RecordError, match=r"x\.json has no field grid:"):
+        from_json_text(Thing, json.dumps(values), source="x.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "huge"}, "kind is 'huge', not one of small, large"),
+        ({"count": -1}, "count is -1, not a whole number from 0 to 9223372036854775807"),
+        ({"count": True}, "count is True, not a whole number"),
+        ({"level": 4}, "level is 4, not a whole number from 1 to 3"),
+        ({"offset": 0.5}, "offset is 0.5, not a whole number."),
+        ({"offset": -(2**63)}, "offset is -9223372036854775808, not a whole number."),
+        ({"parts": {}}, "parts is {}, not a list of objects"),
+        ({"parts": [1]}, "parts is [1], not a list of objects"),
+        ({"parts": [{"name": "a"}]}, "has no field parts[0].size:"),
+        ({"parts": [{"name": "a", "size": "1"}]}, "parts[0].size is '1', not a number or null"),
+        ({"by_name": {"c": {"name": 1, "size": 1}}}, "by_name.c.name is 1, not a text"),
+        ({"by_name": None}, "by_name is None, not an object of objects"),
+        ({"grid": [[1], [-1]]}, "grid is [[1], [-1]], not a list of lists of whole numbers"),
+        ({"note": 1}, "note is 1, not a text or null"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_the_path_of_its_field(changes, words):
+    with pytest.raises(RecordError) as refusal:
+        read(**changes)
+    assert str(refusal.value).startswith("x.json")
+    assert words in str(refusal.value)
+
+
+def test_a_type_that_json_does_not_have_is_an_error_of_ours():
+    @dataclass(frozen=True)
+    class Odd:
+        value: bytes
+
+    with pytest.raises(TypeError, match="bytes"):
+        from_json_text(Odd, "{}", source="x.json")
