@@ -12,7 +12,7 @@ _SETTLE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a replica: stopped on purpose (`failed_part` is None), or the part that failed and its last log lines."""
+    """How a replica ended: stopped on purpose (`failed_part` is None), or the part that failed and its last lines."""
 
     reason: str
     exit_code: int

@@ -1,6 +1,6 @@
 """What has become of a replica: what is written about it, joined with what the scheduler and the engine say now.
 
-A record is believed for what only it knows (stage, last log lines). Whether a job exists is the scheduler's to say, whether
+A record is believed for what only it knows (stage, last log lines). If a job exists is the scheduler's to say, whether
 the engine answers is the engine's; where neither answers, the state is unknown. Who is asked when is look.py's.
 """
 
