@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.arguments import ARGS_FILE
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 131_072
-ARGS_FILE = "hpc-serve-args.txt"
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

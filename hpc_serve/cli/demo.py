@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 
 SERVICE = "demo"
 _MEMORY_BYTES = 2 * GIB
@@ -54,11 +54,11 @@ def demo_command(keep: bool, folder: Path | None) -> None:
 
 
 def _request(folder: Path) -> ServeRequest:
-    from hpc_serve.demo_model import ARGS_FILE, make_demo_model
+    from hpc_serve.demo_model import make_demo_model
 
     try:
         make_demo_model(folder)
-        engine_args = shlex.split((folder / ARGS_FILE).read_text(), comments=True)
+        engine_args = read_args_file((folder / ARGS_FILE).read_text())
     except OSError as error:
         raise InvalidRequestError(f"The demo's model cannot be written to {folder}: {error}") from error
     in_venv = sys.prefix != sys.base_prefix
@@ -68,7 +68,7 @@ def _request(folder: Path) -> ServeRequest:
         gpu="cpu",
         gpu_memory_bytes=_MEMORY_BYTES,
         cluster="local",
-        engine_args=tuple(engine_args),
+        engine_args=engine_args,
         environment=Environment(kind="venv", path=sys.prefix) if in_venv else Environment(kind="none"),
     )
 

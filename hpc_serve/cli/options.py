@@ -17,6 +17,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import ServeRequest
+from hpc_serve.vllm.allowed import OVERRULE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -101,6 +102,12 @@ _REQUEST_OPTIONS = (
     ),
     click.option("--job-name", metavar="NAME", help="Name in the queue [default: hpc-serve-NAME]."),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
+    click.option(
+        OVERRULE,
+        "allow_unknown_vllm_options",
+        is_flag=True,
+        help="Let options after -- pass that the pinned vLLM does not know: the job has another version, or a plugin.",
+    ),
     click.option("--log-dir", metavar="FOLDER", help="Where logs go [default: the service's own folder]."),
     click.option("--site", metavar="FILE", help="Site file [default: ~/.config/hpc-serve/site.yaml]."),
 )
@@ -155,6 +162,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         backend=options["backend"],
         cluster=options["cluster"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),
+        allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),
         environment=site.environment(environ),
         settings=site.job_settings(environ),

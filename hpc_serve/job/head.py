@@ -18,9 +18,9 @@ from hpc_serve.job.parts import Parts
 from hpc_serve.job.process import Child, start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper
-from hpc_serve.vllm.arguments import check_layout, head_args, multi_node_args
-from hpc_serve.vllm.figures import parse_measured
-from hpc_serve.vllm.log import Motion, stage_of
+from hpc_serve.vllm.command import check_layout, head_args, multi_node_args
+from hpc_serve.vllm.log import read_figures, read_stage
+from hpc_serve.vllm.start_progress import StartProgress
 
 _FIRST_REQUEST_S = 600.0
 _POLL_S = 0.5
@@ -36,7 +36,7 @@ class Head:
         self._ending = Ending()
         self._parts = Parts(node, keeper, self._ending)
         self._ray_nodes = RayNodes({})
-        self._motion = Motion()
+        self._progress = StartProgress()
         port = node.command.port or node.head_ports.engine
         self._engine = EngineAddress(host=node.head, port=port, api_key=api_key)
 
@@ -151,7 +151,7 @@ class Head:
             master = (node.head, node.head_ports.torch_master)
             argv += multi_node_args(num_nodes=node.allocation.num_nodes, node_rank=0, master=master)
         print(f"hpc-serve: engine command: {' '.join(argv)}", flush=True)
-        self._motion = Motion()
+        self._progress = StartProgress()
         return await self._parts.start("engine", argv, environ, self._read_engine_line)
 
     async def _wait_until_ready(self, engine: Child) -> None:
@@ -165,8 +165,8 @@ class Head:
                     return
                 except NotReadyError as error:
                     self._keeper.stage(f"not ready: {error}")
-            self._motion.see(await self._parts.read_bytes())
-            if (idle_s := self._motion.idle_s) > node.options.stall_s:
+            self._progress.note_read_bytes(await self._parts.read_bytes())
+            if (idle_s := self._progress.idle_s) > node.options.stall_s:
                 raise failure(
                     "engine",
                     f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: "
@@ -183,10 +183,10 @@ class Head:
 
     def _read_engine_line(self, line: str) -> None:
         print(line, flush=True)
-        self._motion.hear(line)
-        if (stage := stage_of(line)) and self._keeper.record.state == "starting":
+        self._progress.note_line(line)
+        if (stage := read_stage(line)) and self._keeper.record.state == "starting":
             self._keeper.stage(stage.name, stage.done, stage.total)
-        self._keeper.measure(parse_measured(line))
+        self._keeper.measure(read_figures(line))
 
     # -- the way down
 

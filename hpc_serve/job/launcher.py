@@ -22,7 +22,8 @@ from hpc_serve.job.worker import run_worker
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.vllm.arguments import choose_backend, read_command
+from hpc_serve.stand_in import find_stand_in
+from hpc_serve.vllm.command import choose_backend, read_command
 
 _FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 5, 3_600
@@ -38,7 +39,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     job_dir = environ["HPC_SERVE_JOB_DIR"] if allocation.is_head else None
     owner = Owner(mark=f"{temp_dir.name}-{allocation.node_rank}", job_dir=job_dir)
     with _run_folder(owner), private_folder(temp_dir, owner):
-        command = read_command(words, stand_in=environ.get("HPC_SERVE_MODEL"))
+        command = read_command(words, stand_in=find_stand_in(environ))
         node = Node(
             options=options,
             allocation=allocation,

@@ -12,7 +12,7 @@ from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock, interface_of
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_start_options
-from hpc_serve.vllm.arguments import Device, EngineCommand
+from hpc_serve.vllm.command import Device, ServeCommand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Node:
 
     options: LaunchOptions
     allocation: Allocation
-    command: EngineCommand
+    command: ServeCommand
     backend: str
     head: str
     head_ports: PortBlock

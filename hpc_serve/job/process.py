@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.vllm.log import error_of, is_consequence
+from hpc_serve.vllm.log import is_consequence, read_error
 
 _LAST_LOG_LINES = 30
 _LONGEST_LINE = 4_000
@@ -93,7 +93,7 @@ class Child:
         line = raw.decode(errors="replace").rstrip()
         if line:
             self.last_log_lines.append(line[:_LONGEST_LINE])
-            self.first_error = self.first_error or error_of(line)
+            self.first_error = self.first_error or read_error(line)
             if self._consequence is None and is_consequence(line):
                 self._consequence = line.rpartition("] ")[2].strip()
             self._on_line(line)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortBlock
 from hpc_serve.sizes import GIB
-from hpc_serve.vllm.arguments import Device
+from hpc_serve.vllm.command import Device
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
 _OBJECT_STORE_BYTES = 1 * GIB

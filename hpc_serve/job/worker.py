@@ -11,7 +11,7 @@ from hpc_serve.job.network import node_address, reserve_free_block
 from hpc_serve.job.node import Node
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
 from hpc_serve.job.ray_cluster import ray_environ, worker_argv
-from hpc_serve.vllm.arguments import multi_node_args
+from hpc_serve.vllm.command import multi_node_args
 
 _GOODBYE_S = 30.0
 _GRACE_S = 5.0

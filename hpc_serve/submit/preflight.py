@@ -12,8 +12,9 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 from hpc_serve.plan import ServePlan
+from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.vllm.arguments import STAND_IN_ARGS
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
@@ -30,8 +31,9 @@ def check_files(request: ServeRequest, plan: ServePlan, environ: Mapping[str, st
 
 def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
     """Raises InvalidRequestError where HPC_SERVE_MODEL names no model's folder."""
-    if stand_in := environ.get("HPC_SERVE_MODEL"):
-        _check_weights(Path(stand_in), f"HPC_SERVE_MODEL={stand_in}", request.engine_args)
+    if stand_in := find_stand_in(environ):
+        called = f"HPC_SERVE_MODEL={stand_in.folder}"
+        _check_weights(Path(stand_in.folder), called, (*request.engine_args, *stand_in.args))
 
 
 def make_log_dir(request: ServeRequest) -> Path:
@@ -53,9 +55,7 @@ def _check_weights(folder: Path, called: str, engine_args: Sequence[str]) -> Non
             raise InvalidRequestError(f"{called} is not a folder here; weights must be on a file system the nodes see.")
         if not (folder / "config.json").is_file():
             raise InvalidRequestError(f"{called} holds no config.json: it is no model as Hugging Face lays them out.")
-        own_args = folder / STAND_IN_ARGS
-        words = (*engine_args, *(own_args.read_text().split() if own_args.is_file() else ()))
-        are_random = "dummy" in words or "--load-format=dummy" in words
+        are_random = value_of(read_arguments(engine_args), "--load-format") == "dummy"
         if not are_random and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
             raise InvalidRequestError(
                 f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."

@@ -7,7 +7,6 @@ Every value is quoted for the shell by default; what stands in an `#SBATCH` line
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -19,6 +18,8 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.request import Environment, ServeRequest, check_directive
+from hpc_serve.vllm.allowed import OVERRULE
+from hpc_serve.vllm.arguments import read_arguments
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
@@ -94,7 +95,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
-        "engine_options": list(_options((*plan.vllm_args, *request.engine_args))),
+        "engine_options": [option.words for option in read_arguments((*plan.vllm_args, *request.engine_args))],
     }
 
 
@@ -185,6 +186,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     for option, value in named.items():
         if value is not None:
             words += [option, str(value)]
+    if request.allow_unknown_vllm_options:
+        words.append(OVERRULE)
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
 
 
@@ -208,23 +211,3 @@ def _container_prefix(environment: Environment, vendor: str) -> str:
     binds = [word for bind in environment.binds for word in ("--bind", bind)]
     drivers = [_DRIVERS[vendor]] if vendor in _DRIVERS else []
     return shlex.join(["apptainer", "exec", *drivers, *binds, environment.path]) + " "
-
-
-def _options(words: Iterable[str]) -> Iterable[list[str]]:
-    """Group a flat argv into options with their values, so that each gets a line of its own."""
-    group: list[str] = []
-    for word in words:
-        if word.startswith("-") and not _is_number(word) and group:
-            yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

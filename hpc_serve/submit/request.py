@@ -11,7 +11,7 @@ from typing import Literal
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import validate_service_name
-from hpc_serve.vllm.arguments import check_words
+from hpc_serve.vllm.allowed import check_arguments
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -139,7 +139,8 @@ class ServeRequest:
 
     `gpu` names what the nodes have, as in plan/machines.py: a GPU, a TPU slice, the sockets of a CPU node;
     `gpu_memory_bytes` is the memory of one of them, where that is no fact of the product (CPUs) or another one.
-    `engine_args` are further words for `vllm serve`, put last, so that they win. `log_dir` is absolute, or None for the
+    `engine_args` are further words for `vllm serve`, put last, so that they win; options that the pinned
+    vLLM does not know are refused unless `allow_unknown_vllm_options`. `log_dir` is absolute, or None for the
     service's own folder. `templates_dir` is looked in before our own templates.
     """
 
@@ -155,6 +156,7 @@ class ServeRequest:
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
     engine_args: tuple[str, ...] = ()
+    allow_unknown_vllm_options: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     environment: Environment = field(default_factory=Environment)
     settings: JobSettings = field(default_factory=JobSettings)
@@ -177,7 +179,7 @@ class ServeRequest:
                 f"--cluster local runs on this machine alone, but {self.num_nodes} nodes were asked for; "
                 "leave --nodes out, or use --cluster slurm."
             )
-        check_words(self.engine_args)
+        check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")

@@ -1,184 +1,237 @@
-"""The engine's command line: what the script shows, and the few flags that only the job can know.
+"""The one reader of the arguments of `vllm serve`: words of a command line or of a file become options with values.
 
-The visible line is the truth: a person may have edited it, so the layout is read from it, not told beside it.
+It reads them as vLLM's own parser does (FlexibleArgumentParser): `--name value`, `--name=value`, underscores for
+dashes, short forms, `--no-name`, several values, `--name.key value` for JSON, `-O3`. Which of them may be used is
+decided in `allowed`.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.options import Option, completions, convert, options, read_size
 
-Device = Literal["GPU", "TPU"]
-"""What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""
-STAND_IN_ARGS = "hpc-serve-args.txt"
-GATE = "hpc_serve.job.gate.Gate"
+ARGS_FILE = "hpc-serve-args.txt"
+"""The file in a model's folder whose words are appended where that folder stands in for a model (HPC_SERVE_MODEL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCommand:
-    """A server command and what it says of itself. `argv` lacks only what the job alone can know."""
+class Argument:
+    """One option as it is used. `words` are as written; `spelling` has dashes for underscores and no value.
 
-    argv: tuple[str, ...]
-    model: str
-    served_model_names: tuple[str, ...]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    port: int | None
-    stand_in: str | None = None
+    `option` is None where the pinned version has none of that spelling. `keys` are those of `--name.key.key`. `stray`
+    are words that follow and that the option does not take.
+    """
+
+    words: tuple[str, ...]
+    spelling: str
+    option: Option | None = None
+    keys: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    stray: tuple[str, ...] = ()
 
     @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+    def name(self) -> str:
+        """The option's name, whichever way it is spelt here."""
+        return self.option.name if self.option else self.spelling
 
 
-# What would leak a secret, or take the engine out of reach of the launcher that looks after it.
-_REFUSED = {
-    "--api-key": "everybody on a node can read command lines; the service has a key of its own (hpc-serve env)",
-    "--uds": "the service is reached by TCP",
-    "--headless": "the launcher adds it where it belongs",
-    "--nnodes": "the launcher adds it with --backend mp",
-    "--node-rank": "the launcher adds it with --backend mp",
-    "--ssl-keyfile": "TLS on the endpoint is not supported yet",
-    "--ssl-certfile": "TLS on the endpoint is not supported yet",
-}
+def read_args_file(text: str) -> tuple[str, ...]:
+    """The words in a file of arguments: quoted as in a shell, `#` begins a comment. Raises InvalidRequestError.
 
-
-def check_words(words: Iterable[str]) -> None:
-    """Raises InvalidRequestError for an engine option that cannot work here; its value is not repeated."""
-    for name, _ in _options(words):
-        if name in _REFUSED:
-            raise InvalidRequestError(f"{name} cannot be given to the engine: {_REFUSED[name]}.")
-
-
-def read_command(words: Sequence[str], *, stand_in: str | None = None) -> EngineCommand:
-    """The command after `--`. `stand_in` (HPC_SERVE_MODEL) is a folder that takes the place of the model's weights.
-
-    Its `hpc-serve-args.txt`, if there, is appended; the engine goes on answering to the model's own names.
-    Raises InvalidRequestError.
+    >>> read_args_file("--dtype bfloat16  # not dummy")
+    ('--dtype', 'bfloat16')
     """
     try:
-        place = words.index("serve") + 1
-        model = words[place]
-    except (ValueError, IndexError):
-        raise InvalidRequestError(
-            f"The engine's command must be of the form `vllm serve MODEL …`, not {shlex.join(words) or 'empty'}."
-        ) from None
-    if model.startswith("-"):
-        raise InvalidRequestError(f"The engine's command names no model after `serve`: {shlex.join(words)}.")
-    check_words(words)
-    argv = list(words)
-    names = _values(argv, "--served-model-name") or (model,)
-    if stand_in:
-        argv[place] = stand_in
-        if not _values(argv, "--served-model-name"):
-            argv += ["--served-model-name", model]
-        argv += _stand_in_args(Path(stand_in))
-    return EngineCommand(
-        argv=tuple(argv),
-        model=model,
-        served_model_names=names,
-        tensor_parallel_size=_integer(argv, 1, "--tensor-parallel-size", "-tp"),
-        pipeline_parallel_size=_integer(argv, 1, "--pipeline-parallel-size", "-pp"),
-        port=_integer(argv, 0, "--port") or None,
-        stand_in=stand_in or None,
+        return tuple(shlex.split(text, comments=True))
+    except ValueError as error:
+        raise InvalidRequestError(f"{ARGS_FILE} cannot be read as arguments of vllm serve: {error}.") from error
+
+
+def read_arguments(words: Iterable[str]) -> tuple[Argument, ...]:
+    """The words after `vllm serve MODEL` as arguments; every word is in exactly one of them, in order.
+
+    >>> [argument.name for argument in read_arguments(["-tp", "2", "--max_num_seqs=4", "--enforce-eager"])]
+    ['--tensor-parallel-size', '--max-num-seqs', '--enforce-eager']
+    """
+    return tuple(_read(tuple(words)))
+
+
+def value_of(arguments: Iterable[Argument], name: str) -> Any:
+    """What `vllm serve` makes of the option `name` (its long name): the last use wins. None where it is not given.
+
+    Switches are True or False, options of several values are tuples, JSON is what it holds. Raises InvalidRequestError
+    for a value that the pinned version does not take.
+    """
+    used = [argument for argument in arguments if argument.option is not None and argument.option.name == name]
+    if not used:
+        return None
+    if dotted := [argument for argument in used if argument.keys]:
+        spelling = dict.fromkeys(argument.spelling for argument in dotted).popitem()[0]
+        return _merged(argument for argument in dotted if argument.spelling == spelling)
+    last = used[-1]
+    option = options()[name]
+    if option.values == "0":
+        return last.spelling not in option.negated
+    if option.repeats:
+        return tuple(value for argument in used for value in _converted(argument))
+    values = _converted(last)
+    if option.values == "+":
+        return values
+    return values[0] if values else (True if option.values == "?" else None)
+
+
+def without(words: Iterable[str], names: Collection[str]) -> tuple[str, ...]:
+    """The words without the options of these names.
+
+    >>> without(["--max-model-len", "8192", "-tp", "2"], {"--tensor-parallel-size"})
+    ('--max-model-len', '8192')
+    """
+    kept = (argument for argument in read_arguments(words) if argument.name not in names)
+    return tuple(word for argument in kept for word in argument.words)
+
+
+def names_in(words: Iterable[str]) -> frozenset[str]:
+    """The names of the options that are used."""
+    return frozenset(argument.name for argument in read_arguments(words))
+
+
+def check_value(argument: Argument) -> None:
+    """Raises InvalidRequestError for values that vLLM's parser does not take after this option."""
+    if argument.keys:
+        return
+    option = argument.option
+    assert option is not None
+    has_equals = "=" in argument.words[0]
+    if option.values == "0" and has_equals:
+        raise InvalidRequestError(f"{argument.spelling} takes no value: write it alone{_negation(option)}.")
+    if option.values in ("1", "+") and not argument.values:
+        raise InvalidRequestError(f"{argument.spelling} needs a value.")
+    if argument.stray:
+        stray = shlex.join(argument.stray)
+        raise InvalidRequestError(f"{stray} after {argument.spelling} belongs to no option: vLLM would not read it.")
+    _converted(argument)
+
+
+def _negation(option: Option) -> str:
+    return f", or {option.negated[0]}" if option.negated else ""
+
+
+def _read(words: Sequence[str]) -> Iterator[Argument]:
+    place = 0
+    while place < len(words):
+        argument, place = _read_one(words, place)
+        yield argument
+
+
+def _read_one(words: Sequence[str], place: int) -> tuple[Argument, int]:
+    """The argument that begins at `place`, and where the next one does."""
+    start, word = place, words[place]
+    place += 1
+    if not _begins_option(word):
+        place = _end_of_values(words, start)
+        return Argument(words=tuple(words[start:place]), spelling="", stray=tuple(words[start:place])), place
+    head, equals, value = _optimization_level(word).partition("=")
+    spelling, *keys = _with_dashes(head).split(".")
+    option = options().get(spelling)
+    values = [value] if equals else []
+    if keys:
+        # vLLM takes the next word whatever it is.
+        taken = 0 if equals else 1
+        values += words[place : place + taken]
+        place = min(place + taken, len(words))
+    after = _end_of_values(words, place)
+    if not keys and not equals:
+        count = {"0": 0, "1": 1, "?": 1}.get(option.values, after) if option else after
+        taken_to = min(place + count, after)
+        values += words[place:taken_to]
+        place = taken_to
+    return (
+        Argument(
+            words=tuple(words[start:after]),
+            spelling=spelling,
+            option=option,
+            keys=tuple(keys),
+            values=tuple(values),
+            stray=tuple(words[place:after]),
+        ),
+        after,
     )
 
 
-def choose_backend(backend: str, command: EngineCommand, num_nodes: int) -> str:
-    """`ray` or `mp`: several nodes use Ray unless told otherwise, one node needs none."""
-    if backend != "auto":
-        return backend
-    named = _values(command.argv, "--distributed-executor-backend")
-    if named and named[-1] in ("ray", "mp"):
-        return named[-1]
-    return "ray" if num_nodes > 1 else "mp"
+def _end_of_values(words: Sequence[str], place: int) -> int:
+    while place < len(words) and not _begins_option(words[place]):
+        place += 1
+    return place
 
 
-def check_layout(command: EngineCommand, *, num_nodes: int, device: Device, per_node: int, backend: str) -> None:
-    """Refuse a layout that cannot start on this allocation, or that leaves whole nodes idle. Raises DoesNotFitError."""
-    sizes = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
-    layout = f"{sizes} = {command.world_size} {device}s"
-    have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
-    if num_nodes > 1 and not per_node:
-        raise DoesNotFitError(
-            f"The job has {num_nodes} nodes and no GPUs, and vLLM's CPU backend serves within one node: ask for one."
-        )
-    if num_nodes > 1 and device == "TPU" and backend != "ray":
-        raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
-    if per_node and command.world_size > num_nodes * per_node:
-        raise DoesNotFitError(
-            f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout."
-        )
-    if per_node and num_nodes > 1 and command.world_size <= (num_nodes - 1) * per_node:
-        raise DoesNotFitError(
-            f"The engine wants {layout}, so of {have} a whole node would stay idle; ask for fewer nodes."
-        )
-    if num_nodes > 1 and command.world_size % num_nodes:
-        raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
+def _begins_option(word: str) -> bool:
+    """Whether vLLM's parser takes `word` for an option: any word with a dash first, but for "-", -1 and "-a b"."""
+    if not word.startswith("-") or word == "-":
+        return False
+    head = _with_dashes(_optimization_level(word).partition("=")[0])
+    if "." in head or head in options() or completions(head):
+        return True  # a point makes it one: vLLM reads even -0.5 so
+    return not re.fullmatch(r"-\d+", word) and " " not in word
 
 
-def head_args(command: EngineCommand, *, host: str, port: int, device: Device, backend: str) -> list[str]:
-    """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself."""
-    added = ["--host", host, "--middleware", GATE]
-    if command.port is None:
-        added += ["--port", str(port)]
-    if device != "TPU" and command.world_size > 1 and not _values(command.argv, "--distributed-executor-backend"):
-        added += ["--distributed-executor-backend", backend]
-    return added
+def _with_dashes(head: str) -> str:
+    """`--max_num_seqs` is `--max-num-seqs`; keys after a point and short forms stay as they are."""
+    if not head.startswith("--"):
+        return head
+    name, point, keys = head.partition(".")
+    return name.replace("_", "-") + point + keys
 
 
-def multi_node_args(*, num_nodes: int, node_rank: int, master: tuple[str, int]) -> list[str]:
-    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone."""
-    args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
-    args += ["--master-addr", master[0], "--master-port", str(master[1])]
-    return args if node_rank == 0 else [*args, "--headless"]
+def _optimization_level(word: str) -> str:
+    """-O3 and -O=3 are --optimization-level=3 to vLLM, before anything else is read."""
+    if word.startswith("-O") and word != "-O":
+        return f"--optimization-level={word[2:].removeprefix('=')}"
+    return "--optimization-level" if word == "-O" else word
 
 
-def _stand_in_args(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise InvalidRequestError(f"HPC_SERVE_MODEL={folder} is not a folder that this node can see.")
+def _converted(argument: Argument) -> tuple[Any, ...]:
+    assert argument.option is not None
     try:
-        return shlex.split((folder / STAND_IN_ARGS).read_text(), comments=True)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"{folder / STAND_IN_ARGS} cannot be read as engine arguments: {error}.") from error
+        return tuple(convert(argument.option, value) for value in argument.values)
+    except ValueError as error:
+        shown = " ".join(argument.values)
+        raise InvalidRequestError(f"{argument.spelling} is {shown!r}: {error}.") from None
 
 
-def _values(argv: Iterable[str], *names: str) -> tuple[str, ...]:
-    """All values of an option, written `--name a b`, `--name=a`, with dashes or underscores; the last use wins."""
-    found: tuple[str, ...] = ()
-    for name, values in _options(argv):
-        if name in names:
-            found = values
-    return found
-
-
-def _options(argv: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    name = ""
-    values: list[str] = []
-    for word in argv:
-        if word.startswith("-") and not word.lstrip("-").replace(".", "", 1).isdigit():
-            yield name, tuple(values)
-            name, equals, value = word.partition("=")
-            if name.startswith("--"):
-                name = name.replace("_", "-")
-            values = [value] if equals else []
+def _merged(arguments: Iterable[Argument]) -> dict[str, Any]:
+    """What `--name.key value` words are as JSON: keys meet, lists (`--name.key+ a`) grow, the last use wins."""
+    merged: dict[str, Any] = {}
+    for argument in arguments:
+        value: Any = argument.values[0] if argument.values else ""
+        *outer, last = argument.keys
+        if last.endswith("+"):
+            last, value = last[:-1], value.split(",")
         else:
-            values.append(word)
-    yield name, tuple(values)
+            value = _json_or_size(value)
+        place = merged
+        for key in outer:
+            if not isinstance(place.get(key), dict):
+                place[key] = {}
+            place = place[key]
+        if isinstance(value, list) and isinstance(place.get(last), list):
+            value = place[last] + value
+        place[last] = value
+    return merged
 
 
-def _integer(argv: Iterable[str], default: int, *names: str) -> int:
-    values = _values(argv, *names)
-    if not values:
-        return default
+def _json_or_size(text: str) -> Any:
     try:
-        return int(values[0])
+        return json.loads(text)
     except ValueError:
-        raise InvalidRequestError(f"{names[0]} is {values[0]!r}: it must be a whole number.") from None
+        pass
+    try:
+        return read_size(text)
+    except ValueError:
+        return text

@@ -1,14 +1,16 @@
-"""What an engine's log lines say of its start: the stage it is in, how far, if it moves, and the error that ended it.
+"""What a line of an engine's log says: the stage of the start, the figures that vLLM prints, the error that ended it.
 
-The lines are vLLM's (0.6 to 0.32 use these words); one that is not known changes nothing.
+One line at a time. The words are vLLM's (0.6 to 0.32 use them); a line that is not known says nothing. Whether a start
+still makes progress is decided in `start_progress`.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from hpc_serve.sizes import GIB
 
 _SHARDS = re.compile(r"(?:checkpoint shards|Loading \w+ checkpoint)\D*\d+% Completed \| (\d+)/(\d+)")
 _GRAPHS = re.compile(r"Capturing CUDA graphs?.*?(\d+)/(\d+)")
@@ -28,12 +30,6 @@ _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception
 _RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
 # Ray's C++ side logs what it retries or merely notes in the same words.
 _RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
-# What is said again and again while nothing moves: vLLM's complaints, and the answers to our own probes.
-_WAITING = re.compile(
-    r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
-)
-# Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
-_LOADS_BYTES_PER_S = 1024**2
 # vLLM's front end ends with these whatever the cause was.
 _CONSEQUENCES = (
     "Engine core initialization failed",
@@ -42,50 +38,116 @@ _CONSEQUENCES = (
     "WorkerProc initialization failed",
 )
 
+_NUMBER = r"(-?[\d.,]+)"
+
+
+def _gib(text: str) -> float:
+    return round(float(text.replace(",", "")) * GIB)
+
+
+def _number(text: str) -> float:
+    value = float(text.strip(",.").replace(",", ""))
+    return int(value) if value.is_integer() else value
+
+
+_Figure = tuple[str, re.Pattern[str], tuple[tuple[str, Callable[[str], float]], ...]]
+
+
+def _figure(hint: str, pattern: str, *fields: tuple[str, Callable[[str], float]]) -> _Figure:
+    return hint, re.compile(pattern.replace("<n>", _NUMBER)), fields
+
+
+# A line that cannot hold a figure is dismissed by a substring, before any pattern is tried.
+_FIGURES: tuple[_Figure, ...] = (
+    _figure("Model loading took", r"Model loading took <n> GiB", ("model_loading_bytes", _gib)),
+    _figure("Loading model weights took", r"Loading model weights took <n> GB", ("model_loading_bytes", _gib)),
+    _figure("Loading weights took", r"Loading weights took <n> seconds", ("loading_weights_s", _number)),
+    _figure("KV cache memory", r"Available KV cache memory: <n> GiB", ("kv_cache_bytes", _gib)),
+    _figure("GiB for KV cache", r"\(<n>/<n>\) GiB for KV cache", ("kv_cache_bytes", _gib), ("total_bytes", _gib)),
+    _figure("KV cache size", r"KV cache size: <n> tokens", ("kv_cache_tokens", _number)),
+    _figure(
+        "Maximum concurrency",
+        r"Maximum concurrency for <n> tokens per request: <n>x",
+        ("max_model_len", _number),
+        ("max_concurrency", _number),
+    ),
+    _figure("# ", r"# (?:GPU|cuda|CUDA) blocks: <n>", ("num_blocks", _number)),
+    _figure(
+        "model weights take",
+        r"model weights take <n>GiB; non_torch_memory takes <n>GiB; PyTorch activation peak memory takes <n>GiB; "
+        r"the rest of the memory reserved for KV Cache is <n>GiB",
+        ("model_loading_bytes", _gib),
+        ("non_torch_bytes", _gib),
+        ("activation_bytes", _gib),
+        ("kv_cache_bytes", _gib),
+    ),
+    _figure(
+        "Actual usage is",
+        r"Actual usage is <n> GiB for weight, <n> GiB for peak activation, <n> GiB for non-torch memory, "
+        r"and <n> GiB for CUDAGraph",
+        ("model_loading_bytes", _gib),
+        ("activation_bytes", _gib),
+        ("non_torch_bytes", _gib),
+        ("cuda_graph_bytes", _gib),
+    ),
+    _figure(
+        "for consumed memory",
+        r"Actual usage is <n> GiB for consumed memory \(weights \+ non-torch\), <n> GiB for peak activation, "
+        r"and <n> GiB for CUDAGraph",
+        ("consumed_bytes", _gib),
+        ("activation_bytes", _gib),
+        ("cuda_graph_bytes", _gib),
+    ),
+    _figure("Graph capturing finished", r"Graph capturing finished in .* took <n> GiB", ("cuda_graph_bytes", _gib)),
+    _figure(
+        "Estimated CUDA graph memory", r"Estimated CUDA graph memory: <n> GiB", ("cuda_graph_estimate_bytes", _gib)
+    ),
+    _figure("init engine (", r"init engine \(.*\) took <n> s", ("init_engine_s", _number)),
+)
+
 
 @dataclass(frozen=True)
-class Stage:
-    """A short phrase, and how much of it is done where the engine tells."""
+class StartStage:
+    """A short phrase, and how much of it is done where the engine says so."""
 
     name: str
     done: int | None = None
     total: int | None = None
 
 
-class Motion:
-    """Whether a start moves: by what the engine says, and by how much is read."""
+def read_stage(line: str) -> StartStage | None:
+    """The stage that `line` announces, or None.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._moved_at, self._read_bytes = clock(), 0
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since it last moved."""
-        return self._clock() - self._moved_at
-
-    def hear(self, line: str) -> None:
-        """Take a line of the engine's as a sign of life, unless it only says that it waits."""
-        if not _WAITING.search(line):
-            self._moved_at = self._clock()
-
-    def see(self, read_bytes: int) -> None:
-        """Take what all processes have read so far as a sign of life, if it is as much as a load reads."""
-        if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
-            self._moved_at, self._read_bytes = self._clock(), read_bytes
-
-
-def stage_of(line: str) -> Stage | None:
-    """The stage that `line` announces, or None."""
+    >>> read_stage("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
+    StartStage(name='loading weights', done=2, total=191)
+    """
     if shards := _SHARDS.search(line):
-        return Stage("loading weights", int(shards[1]), int(shards[2]))
+        return StartStage("loading weights", int(shards[1]), int(shards[2]))
     if graphs := _GRAPHS.search(line):
-        return Stage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
-    return next((Stage(name) for pattern, name in _STAGES if pattern.search(line)), None)
+        return StartStage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
+    return next((StartStage(name) for pattern, name in _STAGES if pattern.search(line)), None)
 
 
-def error_of(line: str) -> str | None:
-    """The error that `line` reports ("ValueError: …"), unless it only reports another one's consequence."""
+def read_figures(line: str) -> dict[str, float]:
+    """The figures in `line`, by the names that the planner uses; empty for a line without any.
+
+    Names: model_loading_bytes, kv_cache_bytes, kv_cache_tokens, max_concurrency, max_model_len, num_blocks,
+    activation_bytes, non_torch_bytes, consumed_bytes, cuda_graph_bytes, cuda_graph_estimate_bytes, total_bytes,
+    loading_weights_s, init_engine_s. vLLM prints GiB with two digits, so sizes are good to 10 MiB.
+
+    >>> read_figures("GPU KV cache size: 410,128 tokens, Maximum concurrency for 131,072 tokens per request: 3.13x")
+    {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}
+    """
+    found: dict[str, float] = {}
+    for hint, pattern, fields in _FIGURES:
+        if hint in line and (match := pattern.search(line)):
+            for (name, convert), text in zip(fields, match.groups()):
+                found[name] = convert(text)
+    return found
+
+
+def read_error(line: str) -> str | None:
+    """The error that `line` reports ("ValueError: …"), unless it only reports the consequence of another one."""
     if part := _RAY_PART.search(line):
         return f"{part[1]} ended with {part[2]}"
     match = _ERROR.search(line)

@@ -150,6 +150,7 @@ def layout_script(
         num_nodes=num_nodes,
         backend=backend,
         engine_args=tuple(engine_args),
+        allow_unknown_vllm_options=True,  # the stand-in engine has options of its own
         slurm=slurm or SlurmOptions(exclusive=False, cpus_per_task=4, mem="4G"),
     )
     return render_script(request, small)

@@ -14,7 +14,7 @@ from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
 from hpc_serve.plan.memory.stages import stages
-from hpc_serve.vllm.figures import parse_measured
+from hpc_serve.vllm.log import read_figures
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CACHE_BYTES = 67_000_000  # no multiple of a block
@@ -45,7 +45,7 @@ def test_prediction_is_what_the_engine_holds(folder: Path, tp: int, pp: int) -> 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (done.stdout + done.stderr).splitlines()
-    measured = {name: value for line in lines for name, value in parse_measured(line).items()}
+    measured = {name: value for line in lines for name, value in read_figures(line).items()}
     loaded = next(json.loads(line.partition(" ")[2]) for line in lines if line.startswith("FIGURES "))
 
     _, spec = find_spec(str(folder))

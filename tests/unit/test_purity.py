@@ -31,9 +31,12 @@ PURE = (
     "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",
     "hpc_serve.plan.catalog",
+    "hpc_serve.vllm.allowed",
     "hpc_serve.vllm.arguments",
-    "hpc_serve.vllm.figures",
+    "hpc_serve.vllm.command",
     "hpc_serve.vllm.log",
+    "hpc_serve.vllm.options",
+    "hpc_serve.vllm.start_progress",
     *sorted(".".join(path.relative_to(PLAN.parents[1]).with_suffix("").parts) for path in PLAN.rglob("*.py")),
 )
 # A finder that comes first and refuses; what the interpreter itself has loaded already does not count.

@@ -1,14 +1,35 @@
-"""The flags of `vllm serve` that ask for a plan, and what a plan assumes about the checkpoint.
+"""A plan as flags of `vllm serve`, flags as what a plan is asked for, and what a plan assumes about the checkpoint.
 
-Names of quantisation methods differ between what people write and what the pinned vLLM takes; they meet here.
+The names of quantisation methods that people write and those that the pinned vLLM takes differ; this file matches them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
+_FIELDS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "block_size",
+    "gpu_memory_utilization",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "enforce_eager",
+    "enable_expert_parallel",
+)
+"""What decides memory and layout: EngineConfig's names, which are vLLM's, and the context's."""
 _ONLINE = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
@@ -45,6 +66,23 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
         args += [_flag("quantization"), method]
     args += [_flag(name) for name in ("enforce_eager", "enable_expert_parallel") if getattr(engine, name)]
     return tuple(args)
+
+
+def read_fields(words: Iterable[str]) -> dict[str, Any]:
+    """What words for `vllm serve` say of memory and layout, by EngineConfig's names and `max_model_len`.
+
+    Raises InvalidRequestError for a context that vLLM is to choose itself.
+
+    >>> read_fields(["--max-num-seqs=16", "-tp", "2", "--seed", "1", "--enforce-eager"])
+    {'tensor_parallel_size': 2, 'max_num_seqs': 16, 'enforce_eager': True}
+    """
+    arguments = read_arguments(words)
+    values = {name: value_of(arguments, _flag(name)) for name in _FIELDS}
+    if values["max_model_len"] == -1:
+        raise InvalidRequestError(
+            "--max-model-len auto lets vLLM choose the context, and the plan needs it: write a number of tokens."
+        )
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:

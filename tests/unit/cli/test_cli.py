@@ -138,7 +138,7 @@ def test_submit_says_what_it_did_and_what_to_type_next(capsys, place):
 
 
 def test_submit_as_json(capsys, place, store):
-    argv = ["submit", "--model", "8b", "--name", "mine", "--json", "--", "--seed", "1", "--", "x"]
+    argv = ["submit", "--model", "8b", "--name", "mine", "--json", "--", "--seed", "1"]
     assert run(argv) == 0
     assert json.loads(capsys.readouterr().out) == {
         "service": "mine",
@@ -153,7 +153,13 @@ def test_submit_as_json(capsys, place, store):
         "pipeline_parallel_size": 1,
         "other_jobs": [],
     }
-    assert "--seed 1 \\\n            -- x" in place.scripts[0]
+    assert "\n            --seed 1" in place.scripts[0]
+
+
+def test_a_further_double_dash_is_the_engine_s_and_refused(capsys, place):
+    assert run(["submit", "--model", "8b", "--", "--seed", "1", "--", "x"]) == 2
+    assert "`--` ends the options for vLLM" in capsys.readouterr().err
+    assert place.scripts == []
 
 
 def test_a_further_replica_is_said_to_be_one(capsys, place):

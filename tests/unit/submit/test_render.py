@@ -234,7 +234,7 @@ def test_the_header_says_how_to_get_the_script_again():
 
 
 def test_the_header_cannot_be_left_by_a_newline():
-    text = script(engine_args=("--x", "a\nrm -rf ~"))
+    text = script(engine_args=("--x", "a\nrm -rf ~"), allow_unknown_vllm_options=True)
     assert "\nrm -rf ~ \\" not in text.split("set -euo pipefail")[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.sizes import GIB
-from hpc_serve.vllm.figures import parse_measured
+from hpc_serve.vllm.log import read_figures
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ from hpc_serve.vllm.figures import parse_measured
     ],
 )
 def test_figures_of_a_line(line: str, figures: dict[str, float]) -> None:
-    assert parse_measured(line) == figures
+    assert read_figures(line) == figures

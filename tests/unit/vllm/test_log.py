@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.log import Motion, Stage, error_of, stage_of
+from hpc_serve.vllm.log import StartStage, read_error, read_stage
+from hpc_serve.vllm.start_progress import StartProgress
 
 
 @pytest.mark.parametrize(
@@ -12,20 +13,23 @@ from hpc_serve.vllm.log import Motion, Stage, error_of, stage_of
     [
         (
             "Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]",
-            Stage("loading weights", 2, 191),
+            StartStage("loading weights", 2, 191),
         ),
         (
             "(Worker_TP0 pid=9) Capturing CUDA graphs (PIECEWISE):  40%|████| 14/35",
-            Stage("capturing CUDA graphs", 14, 35),
+            StartStage("capturing CUDA graphs", 14, 35),
         ),
-        ("INFO 11-20 [gpu_model_runner.py:1] Model loading took 14.99 GiB and 3.2 seconds", Stage("weights loaded")),
-        ("INFO 11-20 [kv_cache_utils.py:1229] GPU KV cache size: 715,072 tokens", Stage("sizing the KV cache")),
-        ("INFO:     Application startup complete.", Stage("server is up")),
+        (
+            "INFO 11-20 [gpu_model_runner.py:1] Model loading took 14.99 GiB and 3.2 seconds",
+            StartStage("weights loaded"),
+        ),
+        ("INFO 11-20 [kv_cache_utils.py:1229] GPU KV cache size: 715,072 tokens", StartStage("sizing the KV cache")),
+        ("INFO:     Application startup complete.", StartStage("server is up")),
         ("INFO:     10.0.0.1:1234 - GET /health HTTP/1.1 200 OK", None),
     ],
 )
 def test_stage_of_a_line(line, stage):
-    assert stage_of(line) == stage
+    assert read_stage(line) == stage
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_stage_of_a_line(line, stage):
 def test_cause_is_the_error_and_not_its_consequence(line, cause):
     if line.startswith("torch."):
         cause = line
-    assert error_of(line) == cause
+    assert read_error(line) == cause
 
 
 class Clock:
@@ -69,21 +73,21 @@ class Clock:
 )
 def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(line, moves):
     clock = Clock()
-    motion = Motion(clock)
+    progress = StartProgress(clock)
     clock.now = 100
-    motion.hear(line)
-    assert motion.idle_s == (0 if moves else 100)
+    progress.note_line(line)
+    assert progress.idle_s == (0 if moves else 100)
 
 
 def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
     clock = Clock()
-    motion = Motion(clock)
-    motion.see(500 * 1024**2)  # importing
+    progress = StartProgress(clock)
+    progress.note_read_bytes(500 * 1024**2)  # importing
     for second in range(1, 3_601):
         clock.now = second
-        motion.see(500 * 1024**2 + 5_000 * second)
-    assert motion.idle_s == 3_600
+        progress.note_read_bytes(500 * 1024**2 + 5_000 * second)
+    assert progress.idle_s == 3_600
     for second in range(3_601, 10_800):
         clock.now = second
-        motion.see(600 * 1024**2 + 5 * 1024**2 * (second - 3_600))
-    assert motion.idle_s < 2
+        progress.note_read_bytes(600 * 1024**2 + 5 * 1024**2 * (second - 3_600))
+    assert progress.idle_s < 2

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import ServeRequest
-from hpc_serve.vllm.arguments import Device, check_layout, choose_backend, head_args, multi_node_args, read_command
+from hpc_serve.vllm.command import (
+    Device,
+    check_layout,
+    choose_backend,
+    head_args,
+    multi_node_args,
+    read_command,
+)
 
 
 def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
@@ -51,7 +59,8 @@ def test_a_layout_that_is_no_number_is_refused():
 
 def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: Path):
     (tmp_path / "hpc-serve-args.txt").write_text("# small\n--max-model-len 64\n--tensor-parallel-size 2\n")
-    command = read_command(words("vllm serve org/m --tensor-parallel-size 8"), stand_in=str(tmp_path))
+    stand_in = find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
+    command = read_command(words("vllm serve org/m --tensor-parallel-size 8"), stand_in=stand_in)
     assert command.argv == (
         *("vllm", "serve", str(tmp_path), "--tensor-parallel-size", "8", "--served-model-name", "org/m"),
         *("--max-model-len", "64", "--tensor-parallel-size", "2"),
@@ -62,7 +71,7 @@ def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: 
 
 def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(InvalidRequestError, match="HPC_SERVE_MODEL="):
-        read_command(words("vllm serve m"), stand_in=str(tmp_path / "no"))
+        find_stand_in({"HPC_SERVE_MODEL": str(tmp_path / "no")})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""Finds the folder that takes the place of a model's weights (HPC_SERVE_MODEL), for `submit` and for the job alike.
+
+It only reads. What the words of its file of arguments mean, and which may be used, is decided in `hpc_serve.vllm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
+from hpc_serve.vllm.command import StandIn
+
+
+def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
+    """The folder that HPC_SERVE_MODEL names, with its arguments; None where the variable is not set.
+
+    Raises InvalidRequestError where it is no folder, or its file of arguments cannot be used.
+    """
+    named = environ.get("HPC_SERVE_MODEL")
+    if not named:
+        return None
+    folder = Path(named)
+    if not folder.is_dir():
+        raise InvalidRequestError(f"HPC_SERVE_MODEL={folder} is not a folder that this node can see.")
+    return StandIn(folder=named, args=read_args_file(_text(folder / ARGS_FILE)))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}.") from error

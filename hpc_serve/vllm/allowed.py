@@ -1,0 +1,132 @@
+"""Which options of `vllm serve` may be used, and where they may come from. It decides; `arguments` has read.
+
+`data/classes.json` puts every option of the pinned version into one class: "free"; "owner" (on the command line or in
+the script, not in a file of arguments: it names code or opens the engine); "ours" (the launcher sets it); "refused".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_value, read_arguments, value_of
+from hpc_serve.vllm.options import completions, load_data, options, pinned_version
+
+OVERRULE = "--allow-unknown-vllm-options"
+"""The option of `submit` and `render` that lets pass what the pinned version does not know."""
+# What the launcher reads from the engine's command line; an abbreviation would hide it.
+_READ_BY_LAUNCHER = (
+    "--tensor-parallel-size",
+    "--pipeline-parallel-size",
+    "--served-model-name",
+    "--port",
+    "--distributed-executor-backend",
+)
+
+
+def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
+    """Raises InvalidRequestError for what cannot be given to the engine. The value of a refused option is not repeated.
+
+    Without `allow_unknown`, every option must be the pinned version's and take its value. With it, options and values
+    of another version pass: for the launcher, and where a person says so. What is refused stays refused.
+    """
+    arguments = read_arguments(words)
+    for argument in arguments:
+        if argument.spelling == "--":
+            raise InvalidRequestError("`--` ends the options for vLLM, and the launcher adds more: leave it out.")
+        _check_not_refused(argument)
+        if argument.option is None:
+            _check_unknown(argument, allow_unknown)
+        elif argument.keys and not argument.option.takes_json:
+            raise InvalidRequestError(f"{argument.name} takes no JSON, so it has no keys after a point.")
+        elif not allow_unknown:
+            check_value(argument)
+    for name, reason in _classes()["only_one"].items():
+        if (size := value_of(arguments, name)) is not None and size != 1:
+            raise InvalidRequestError(f"{name} {size} cannot be given to the engine: {reason}.")
+
+
+def check_args_file(words: Iterable[str]) -> None:
+    """Raises InvalidRequestError for words that a file of arguments may not hold.
+
+    A file may hold what is "free" in the pinned version: an option that nobody has looked at could name code.
+    """
+    words = tuple(words)
+    check_arguments(words, allow_unknown=True)
+    for argument in read_arguments(words):
+        if argument.option is None:
+            raise InvalidRequestError(
+                f"{ARGS_FILE} holds {argument.spelling or argument.words[0]!r}, which vLLM {pinned_version()} does not "
+                "have: a file may hold only options that are known to name no code. Give it on the command line."
+            )
+        if reason := _classes()["owner"].get(argument.name):
+            raise InvalidRequestError(
+                f"{ARGS_FILE} holds {argument.name}, and {reason}: give it on the command line, or in the script."
+            )
+        _check_keys(argument)
+
+
+def classes() -> Mapping[str, str]:
+    """The class of every option, by its name: free, owner, ours, refused or only_one."""
+    return {name: kind for kind in ("free", "owner", "ours", "refused", "only_one") for name in _classes()[kind]}
+
+
+@lru_cache(maxsize=1)
+def _classes() -> Mapping[str, Any]:
+    data: Mapping[str, Any] = load_data("classes.json")
+    return data
+
+
+def _check_not_refused(argument: Argument) -> None:
+    for name in (argument.name, *_meant(argument)):
+        if reason := _classes()["ours"].get(name) or _classes()["refused"].get(name):
+            raise InvalidRequestError(f"{name} cannot be given to the engine: {reason}.")
+
+
+def _meant(argument: Argument) -> tuple[str, ...]:
+    """The options that vLLM may complete an unknown spelling to."""
+    if argument.option is not None:
+        return ()
+    return tuple(dict.fromkeys(options()[spelling].name for spelling in completions(argument.spelling)))
+
+
+def _check_unknown(argument: Argument, allow_unknown: bool) -> None:
+    spelling, meant = argument.spelling, _meant(argument)
+    if allow_unknown and not any(name in _READ_BY_LAUNCHER for name in meant):
+        return
+    if not spelling:
+        raise InvalidRequestError(f"{' '.join(argument.words)!r} belongs to no option of vllm serve.")
+    if meant:
+        raise InvalidRequestError(
+            f"{spelling} is not the full name of an option: write {' or '.join(meant[:3])}, and its value as a word of "
+            "its own. vLLM completes abbreviations, hpc-serve does not guess."
+        )
+    raise InvalidRequestError(
+        f"vLLM {pinned_version()} has no option {spelling}{_hint(spelling)} (for another version of vLLM: {OVERRULE})."
+    )
+
+
+def _hint(spelling: str) -> str:
+    if successor := _classes()["successors"].get(spelling):
+        return f": {successor}"
+    import difflib  # seldom needed, and never by the launcher
+
+    near = difflib.get_close_matches(spelling, options(), n=1, cutoff=0.75)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _check_keys(argument: Argument) -> None:
+    free = _classes()["free_keys"].get(argument.name)
+    if free is None:
+        return
+    given = value_of([argument], argument.name)
+    for key in given if isinstance(given, dict) else ():
+        if key not in free:
+            raise InvalidRequestError(
+                f"{ARGS_FILE} holds {argument.name} with the key {key!r}, which may name code or a folder to write to: "
+                "give it on the command line, or in the script."
+            )
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{ARGS_FILE} holds {argument.name} with something that is no JSON object.")

@@ -1,0 +1,138 @@
+"""The command `vllm serve MODEL …` in a job's script: what it says of the layout, and what only the job can add to it.
+
+A person may have edited the script, so the layout is read from this command and is told nowhere else. Options that the
+pinned version does not know are passed on: the vLLM of the job may be another one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.vllm.allowed import check_args_file, check_arguments
+from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
+
+Device = Literal["GPU", "TPU"]
+"""What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""
+GATE = "hpc_serve.job.gate.Gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """A folder that takes the place of the model's weights (HPC_SERVE_MODEL), and the words of its file.
+
+    Raises InvalidRequestError for words that a file of arguments may not hold.
+    """
+
+    folder: str
+    args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_args_file(self.args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCommand:
+    """A server's command and what it says of itself. `argv` lacks only what the job alone can know."""
+
+    argv: tuple[str, ...]
+    model: str
+    served_model_names: tuple[str, ...]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    port: int | None
+    executor: str | None
+    stand_in: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> ServeCommand:
+    """The command after `--`. With `stand_in` the engine loads that folder and answers to the model's own names.
+
+    Raises InvalidRequestError.
+    """
+    try:
+        place = words.index("serve") + 1
+        model = words[place]
+    except (ValueError, IndexError):
+        raise InvalidRequestError(
+            f"The engine's command must be of the form `vllm serve MODEL …`, not {shlex.join(words) or 'empty'}."
+        ) from None
+    if model.startswith("-"):
+        raise InvalidRequestError(f"The engine's command names no model after `serve`: {shlex.join(words)}.")
+    args = tuple(words[place + 1 :])
+    check_arguments(args, allow_unknown=True)
+    names = value_of(read_arguments(args), "--served-model-name") or (model,)
+    if stand_in:
+        if "--served-model-name" not in names_in(args):
+            args += ("--served-model-name", model)
+        args += stand_in.args
+    given = read_arguments(args)
+    return ServeCommand(
+        argv=(*words[:place], stand_in.folder if stand_in else model, *args),
+        model=model,
+        served_model_names=names,
+        tensor_parallel_size=value_of(given, "--tensor-parallel-size") or 1,
+        pipeline_parallel_size=value_of(given, "--pipeline-parallel-size") or 1,
+        port=value_of(given, "--port") or None,
+        executor=value_of(given, "--distributed-executor-backend"),
+        stand_in=stand_in.folder if stand_in else None,
+    )
+
+
+def choose_backend(backend: str, command: ServeCommand, num_nodes: int) -> str:
+    """`ray` or `mp`: several nodes use Ray unless told otherwise, one node needs none."""
+    if backend != "auto":
+        return backend
+    if command.executor in ("ray", "mp"):
+        return command.executor
+    return "ray" if num_nodes > 1 else "mp"
+
+
+def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_node: int, backend: str) -> None:
+    """Refuse a layout that cannot start on this allocation, or that leaves whole nodes idle. Raises DoesNotFitError."""
+    sizes = f"TP={command.tensor_parallel_size} x PP={command.pipeline_parallel_size}"
+    layout = f"{sizes} = {command.world_size} {device}s"
+    have = f"{num_nodes} node{'s' if num_nodes > 1 else ''} x {per_node} {device}s"
+    if num_nodes > 1 and not per_node:
+        raise DoesNotFitError(
+            f"The job has {num_nodes} nodes and no GPUs, and vLLM's CPU backend serves within one node: ask for one."
+        )
+    if num_nodes > 1 and device == "TPU" and backend != "ray":
+        raise DoesNotFitError("vLLM joins the hosts of a TPU slice with Ray alone: use --backend ray, or auto.")
+    if per_node and command.world_size > num_nodes * per_node:
+        raise DoesNotFitError(
+            f"The engine wants {layout}, the job has {have}; ask for more nodes, or a smaller layout."
+        )
+    if per_node and num_nodes > 1 and command.world_size <= (num_nodes - 1) * per_node:
+        raise DoesNotFitError(
+            f"The engine wants {layout}, so of {have} a whole node would stay idle; ask for fewer nodes."
+        )
+    if num_nodes > 1 and command.world_size % num_nodes:
+        raise DoesNotFitError(f"The engine wants {layout}, which {num_nodes} nodes cannot share evenly.")
+
+
+def head_args(command: ServeCommand, *, host: str, port: int, device: Device, backend: str) -> list[str]:
+    """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
+
+    vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
+    """
+    added = ["--host", host, "--middleware", GATE]
+    if command.port is None:
+        added += ["--port", str(port)]
+    if device != "TPU" and command.world_size > 1 and command.executor is None:
+        added += ["--distributed-executor-backend", backend]
+    return added
+
+
+def multi_node_args(*, num_nodes: int, node_rank: int, master: tuple[str, int]) -> list[str]:
+    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone."""
+    args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
+    args += ["--master-addr", master[0], "--master-port", str(master[1])]
+    return args if node_rank == 0 else [*args, "--headless"]

@@ -1,0 +1,37 @@
+"""Decides whether the start of an engine still makes progress: by the lines of its log, and by how much is read."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+# What is said again and again while nothing moves: vLLM's complaints, and the answers to our own probes.
+_WAITING = re.compile(
+    r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
+)
+# Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
+_LOADS_BYTES_PER_S = 1024**2
+
+
+class StartProgress:
+    """When a start last made progress, by the monotonic clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress_at, self._read_bytes = clock(), 0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return self._clock() - self._progress_at
+
+    def note_line(self, line: str) -> None:
+        """Count a line of the engine's log as progress, unless it only says that the engine waits."""
+        if not _WAITING.search(line):
+            self._progress_at = self._clock()
+
+    def note_read_bytes(self, read_bytes: int) -> None:
+        """Count what all processes have read so far as progress, if it is as much as a load reads."""
+        if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
+            self._progress_at, self._read_bytes = self._clock(), read_bytes
