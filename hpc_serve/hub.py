@@ -101,14 +101,19 @@ def find_spec(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    stand_in: str | None = None,
     environ: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> tuple[FoundModel, ModelSpec]:
     """A model and what it is made of; where its weights are at hand, as heavy as their files say.
 
+    With `stand_in`, the name of another model, the one found keeps its own names and is made of what that one is.
     Raises what `find_model` and `model_from_config` raise.
     """
     found = find_model(name, environ=environ, transport=transport)
+    if stand_in is not None:
+        loaded = find_model(stand_in, environ=environ, transport=transport)
+        found = replace(found, config=loaded.config, folder=loaded.folder)
     spec = model_from_config(found.config, name=found.name, dtype=dtype, quantization=quantization)
     tensors = stored_tensors(found.folder) if found.folder else None
     if tensors is None or spec.quantization.is_assumed:

@@ -1,27 +1,30 @@
-"""The options that say what to serve and where, shared by `submit` and `render`, and the request they make.
+"""The options that `plan`, `render` and `submit` share, and the request they make.
 
-What is not said is the site file's, and after it the planner's or Slurm's own default.
+What is not said is taken from the site file, and after it from the planner's or Slurm's own defaults.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.request import Backend, Cluster, ServeRequest, SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from hpc_serve.submit.site import SiteProfile
+
     _IntType = click.ParamType[int]
 else:
     _IntType = click.ParamType
@@ -41,66 +44,83 @@ class Size(_IntType):
             self.fail(str(error), param, ctx)
 
 
-GPU_MEMORY = click.option(
-    "--gpu-memory",
-    "gpu_memory_bytes",
-    type=Size(),
-    metavar="SIZE",
-    help="Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
-)
-_SLURM = (
-    "partition",
-    "account",
-    "qos",
-    "time",
-    "constraint",
-    "reservation",
-    "nodelist",
-    "exclude",
-    "mem",
-    "cpus_per_task",
-    "exclusive",
-    "job_name",
-)
-_REQUEST_OPTIONS = (
-    click.option("--model", required=True, help="Catalogue name (405b), Hugging Face id, or folder."),
-    click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
-    click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit]."),
+_EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
+
+
+def not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuse an empty text, as an unset variable of a script gives, rather than take it for an option left out."""
+    if value is not None and not value.strip():
+        example = f"{param.opts[0]} {_EXAMPLES[param.name or '']}"
+        raise click.BadParameter(f"it is empty (an unset variable?); write it as in {example}.", ctx, param)
+    return value
+
+
+_PLAN_OPTIONS = (
+    click.argument("model_argument", metavar="[MODEL]", required=False),
     click.option(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs that a node has; the plan says how many are used."
+        "--model",
+        callback=not_empty,
+        help="Catalogue name (405b), Hugging Face id, folder, or a config.json; also as MODEL alone.",
     ),
     click.option(
         "--gpu",
         metavar="NAME",
+        callback=not_empty,
         help=f"What the nodes have: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
     ),
-    GPU_MEMORY,
-    click.option("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share each layer."),
-    click.option("--pipeline-parallel-size", type=int, metavar="N", help="Stages the layers are dealt to."),
-    click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context to serve."),
+    click.option(
+        "--gpu-memory",
+        "gpu_memory_bytes",
+        type=Size(),
+        metavar="SIZE",
+        help="Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
+    ),
+    click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit]."),
+    click.option(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs that a node has; the plan says how many are used."
+    ),
+    click.option("--concurrency", type=int, default=1, metavar="N", help="Requests of full length held at once."),
+    click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer."),
+    click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to."),
+    click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context [default: the model's]."),
+    click.option(
+        "--target",
+        metavar="WHAT",
+        callback=not_empty,
+        help="throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.",
+    ),
+    click.option(
+        "--input-tokens", type=click.IntRange(min=1), metavar="N", help="Prompt of a request [default: 1024]."
+    ),
+    click.option(
+        "--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256]."
+    ),
+)
+
+
+def _slurm_option(option: Field[Any]) -> Callable[[Function], Function]:
+    """The command's option for one of sbatch's."""
+    name, help_text = option.name.replace("_", "-"), option.metadata["help"]
+    if "bool" in str(option.type):
+        return click.option(f"--{name}/--no-{name}", default=None, help=help_text)
+    kind = int if "int" in str(option.type) else str
+    return click.option(f"--{name}", type=kind, metavar=option.metadata["metavar"], help=help_text)
+
+
+_SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
+_SLURM = tuple(option.name for option in _SLURM_FIELDS)
+_JOB_OPTIONS = (
+    click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option(
         "--backend",
-        type=click.Choice(["auto", "ray", "mp"]),
+        type=click.Choice(get_args(Backend)),
         default="auto",
         help="What joins the nodes: Ray, or vLLM's own start [default: ray for several nodes, else none].",
     ),
     click.option(
-        "--cluster", type=click.Choice(["slurm", "local"]), default="slurm", help="Slurm, or this machine alone."
+        "--cluster", type=click.Choice(get_args(Cluster)), default="slurm", help="Slurm, or this machine alone."
     ),
-    click.option("--partition", metavar="NAME", help="Slurm partition."),
-    click.option("--account", metavar="NAME", help="Slurm account."),
-    click.option("--qos", metavar="NAME", help="Slurm QOS."),
-    click.option("--time", metavar="TIME", help="Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00]."),
-    click.option("--constraint", metavar="FEATURES", help="Features the nodes must have."),
-    click.option("--reservation", metavar="NAME", help="Slurm reservation."),
-    click.option("--nodelist", metavar="NODES", help="Nodes that must be used."),
-    click.option("--exclude", metavar="NODES", help="Nodes that must not be used."),
-    click.option("--mem", metavar="SIZE", help="Memory of each node, as Slurm writes it (200G; 0 is all)."),
-    click.option("--cpus-per-task", type=int, metavar="N", help="CPU cores of each node."),
-    click.option(
-        "--exclusive/--no-exclusive", default=None, help="Whole nodes [default: if several, or of TPUs or CPUs]."
-    ),
-    click.option("--job-name", metavar="NAME", help="Name in the queue [default: hpc-serve-NAME]."),
+    *(_slurm_option(option) for option in _SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option(
         OVERRULE,
@@ -136,11 +156,41 @@ class EngineCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- VLLM_OPTIONS...]"]
 
 
+def plan_options(function: Function) -> Function:
+    """Give a command the options that say what to plan for."""
+    return _with_options(function, _PLAN_OPTIONS)
+
+
 def request_options(function: Function) -> Function:
-    """Give a command the options of a request."""
-    for option in reversed(_REQUEST_OPTIONS):
+    """Give a command the options of a request: what to plan for, and how its job is started."""
+    return plan_options(_with_options(function, _JOB_OPTIONS))
+
+
+def _with_options(function: Function, options: Sequence[Callable[[Function], Function]]) -> Function:
+    for option in reversed(options):
         function = option(function)
     return function
+
+
+def model_of(options: Mapping[str, Any]) -> str:
+    """The model named, as MODEL or with --model. Raises UsageError where there is none, or there are two."""
+    named = [name for name in (options["model_argument"], options["model"]) if name is not None]
+    if len(named) == 1 and named[0].strip():
+        return str(named[0])
+    given = f"Two models are named, {named[0]} and {named[1]}" if len(named) == 2 else "No model is named"
+    context = click.get_current_context()
+    raise click.UsageError(f"{given}: write {context.command_path} MODEL, or --model MODEL.", context)
+
+
+def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
+    """The machines asked for, by PlanRequest's names. With --gpu, nothing that the site file says of its own GPUs."""
+    own = options["gpu"] is None
+    return {
+        "gpu": options["gpu"] or site.gpu or DEFAULT_GPU,
+        "gpu_memory_bytes": options["gpu_memory_bytes"] or (site.gpu_memory_bytes if own else None),
+        "num_nodes": options["num_nodes"],
+        "gpus_per_node": options["gpus_per_node"] or (site.gpus_per_node if own else None),
+    }
 
 
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
@@ -149,16 +199,16 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
 
     site = load_site(find_site_file(environ, options["site"]))
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
+    model = model_of(options)
+    as_they_are = (
+        *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
+        *("target", "input_tokens", "output_tokens"),
+    )
     return ServeRequest(
-        model=options["model"],
-        service=options["service"] if options["service"] is not None else default_service(options["model"]),
-        gpu=options["gpu"] or site.gpu or DEFAULT_GPU,
-        gpu_memory_bytes=options["gpu_memory_bytes"] or (None if options["gpu"] else site.gpu_memory_bytes),
-        num_nodes=options["num_nodes"],
-        gpus_per_node=options["gpus_per_node"] or (None if options["gpu"] else site.gpus_per_node),
-        tensor_parallel_size=options["tensor_parallel_size"],
-        pipeline_parallel_size=options["pipeline_parallel_size"],
-        max_model_len=options["max_model_len"],
+        model=model,
+        service=options["service"] if options["service"] is not None else default_service(model),
+        **machines_of(options, site),
+        **{name: options[name] for name in as_they_are},
         backend=options["backend"],
         cluster=options["cluster"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),

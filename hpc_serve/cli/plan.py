@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.options import GPU_MEMORY, Size
+from hpc_serve.cli.options import Size, machines_of, model_of, not_empty, plan_options
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
-_EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
-
-
-def _not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Refuse an empty text, as an unset variable of a script gives, rather than take it for an option left out."""
-    if value is not None and not value.strip():
-        example = f"{param.opts[0]} {_EXAMPLES[param.name or '']}"
-        raise click.BadParameter(f"it is empty (an unset variable?); write it as in {example}.", ctx, param)
-    return value
+if TYPE_CHECKING:
+    from hpc_serve.plan.make import PlanRequest
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -29,26 +24,8 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 
 
 @click.command("plan")
-@click.option(
-    "--model",
-    required=True,
-    callback=_not_empty,
-    help="Catalogue name (405b), Hugging Face id, folder, or a config.json.",
-)
-@click.option(
-    "--gpu",
-    metavar="NAME",
-    callback=_not_empty,
-    help=f"Accelerator to plan for ({DEFAULT_GPU}, mi300x, v5e:4x4, cpu-spr-2s …).",
-)
-@GPU_MEMORY
-@click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit].")
-@click.option("--gpus-per-node", type=int, metavar="N", help="GPUs a node has [default: usual for that GPU].")
+@plan_options
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
-@click.option("--concurrency", type=int, default=1, metavar="N", help="Requests of that length held at once.")
-@click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer.")
-@click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to.")
-@click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context [default: the model's].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences of one step.")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Tokens of one step.")
 @click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="Share vLLM may use [default: its own].")
@@ -61,14 +38,6 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
 @click.option(
-    "--target",
-    metavar="WHAT",
-    callback=_not_empty,
-    help="throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.",
-)
-@click.option("--input-tokens", type=click.IntRange(min=1), metavar="N", help="Prompt of a request [default: 1024].")
-@click.option("--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256].")
-@click.option(
     "--usd-per-gpu-hour",
     type=click.FloatRange(min=0, min_open=True),
     metavar="USD",
@@ -78,49 +47,58 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--plot",
     metavar="FILE",
-    callback=_not_empty,
+    callback=not_empty,
     help="Draw it: .png, .svg, .pdf or .html (needs the extra hpc-serve[plot]).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
 @click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
-def plan_command(
-    model: str, gpu: str | None, compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any
-) -> None:
+def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any) -> None:
     """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
 
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
     """
     from hpc_serve.cli import plan_view, show
-    from hpc_serve.submit.site import find_site_file, load_site
+    from hpc_serve.submit.planning import answer
 
     if plot and compare is not None:
         raise click.UsageError("--plot draws one accelerator: write --gpu NAME in place of --compare.")
-    if gpu is None and compare is None:  # the machines that `submit` would plan for
-        site = load_site(find_site_file(os.environ))
-        gpu = site.gpu
-        options["gpus_per_node"] = options["gpus_per_node"] or site.gpus_per_node
-        options["gpu_memory_bytes"] = options["gpu_memory_bytes"] or site.gpu_memory_bytes
-    words = compare.split(",") if compare is not None else [gpu or DEFAULT_GPU]
-    names = [word.strip() for word in words if word.strip()]
+    names = [word.strip() for word in compare.split(",") if word.strip()] if compare is not None else [options["gpu"]]
     if not names:
         raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
-    answers = [plan_view.answer(model, name, options) for name in names]
-    if plot and answers[0].plan:
+    results = [answer(_plan_request(options | {"gpu": name})) for name in names]
+    if plot and results[0].plan:
         from hpc_serve.plots.figure import draw
 
-        draw(answers[0].question, answers[0].plan, answers[0].traffic, plot)
+        draw(results[0].question, results[0].plan, results[0].traffic, plot)
     if as_json:
-        documents = [plan_view.as_json(answer) for answer in answers]
+        documents = [plan_view.as_json(result) for result in results]
         show.print_json(documents if compare else documents[0])
     elif compare:
         from hpc_serve.cli.plan_compare import print_comparison
 
-        print_comparison(answers)
+        print_comparison(results)
     elif explained:
-        plan_view.print_explanation(answers[0])
+        plan_view.print_explanation(results[0])
     else:
-        plan_view.print_plan(answers[0])
-    if not any(answer.plan for answer in answers):
+        plan_view.print_plan(results[0])
+    if not any(result.plan for result in results):
         raise click.exceptions.Exit(3)
+
+
+def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
+    """What is asked of the plan; without --gpu, for the machines of the site file, as `submit` does."""
+    from hpc_serve.plan.engine import EngineConfig, Workload
+    from hpc_serve.plan.make import PlanRequest
+    from hpc_serve.submit.site import SiteProfile, find_site_file, load_site
+
+    site = load_site(find_site_file(os.environ)) if options["gpu"] is None else SiteProfile()
+    engine = {option.name: options[option.name] for option in fields(EngineConfig) if option.name in options}
+    return PlanRequest(
+        model=model_of(options),
+        **machines_of(options, site),
+        engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
+        workload=Workload(**{option.name: options[option.name] for option in fields(Workload)}),
+        **{name: options[name] for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour")},
+    )

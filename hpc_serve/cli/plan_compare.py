@@ -1,6 +1,6 @@
 """What `plan --compare` shows: the memory of each accelerator in one table, the speed in another.
 
-Answers come from plan_view.py, speeds from plan_speed.py; this module only sets them side by side.
+Plans and speeds were made before; this module only sets them side by side.
 """
 
 from __future__ import annotations
@@ -13,43 +13,41 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.plan_speed import estimates
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
-    from hpc_serve.cli.plan_view import Answer
-    from hpc_serve.plan.choice.planner import ServePlan
+    from hpc_serve.plan.make import PlanResult
     from hpc_serve.plan.speed.estimate import PerformanceEstimate
 
 
-def print_comparison(answers: list[Answer]) -> None:
+def print_comparison(results: list[PlanResult]) -> None:
     """One line an accelerator: where bytes go, then how fast all its replicas are together."""
     console = Console(highlight=False)
-    first, unit = answers[0], _unit(answers)
-    each = "; sizes of each replica" if _has_replicas(answers) else ""
+    first, unit = results[0], _unit(results)
+    each = "; sizes of each replica" if _has_replicas(results) else ""
     length = first.question.max_model_len
     console.print(Text(f"{first.model.name}, requests of {length:,} tokens; GiB per {unit}{each}:"))
-    console.print(_memory_table(answers))
-    for given in answers:
-        if given.error is not None:
-            console.print(Text(f"{given.gpu.name}: {given.error}", style="dim"))
-    if any(given.plan for given in answers):
+    console.print(_memory_table(results))
+    for result in results:
+        if result.error is not None:
+            console.print(Text(f"{result.accelerator.name}: {result.error}", style="dim"))
+    if any(result.plan for result in results):
         console.print()
-        console.print(Text(_speed_heading(answers, unit)))
-        console.print(_speed_table(answers, unit))
+        console.print(Text(_speed_heading(results, unit)))
+        console.print(_speed_table(results, unit))
 
 
-def _memory_table(answers: list[Answer]) -> Table:
-    replicas = ("REPLICAS",) if _has_replicas(answers) else ()
+def _memory_table(results: list[PlanResult]) -> Table:
+    replicas = ("REPLICAS",) if _has_replicas(results) else ()
     table = _table(*replicas, "NODES", "TP", "PP", "USABLE", "WEIGHTS", "CACHE", "TOKENS", "AT ONCE")
-    for given in answers:
-        if given.plan is None:
-            table.add_row(Text(given.gpu.name), Text("no fit", style="red"))
+    for result in results:
+        if result.plan is None:
+            table.add_row(Text(result.accelerator.name), Text("no fit", style="red"))
             continue
-        chosen, memory = given.plan, given.plan.memory
+        chosen, memory = result.plan, result.plan.memory
         sizes = (memory.requested_bytes, memory.weight_bytes, memory.kv_cache_bytes)
         table.add_row(
-            Text(given.gpu.name),
+            Text(result.accelerator.name),
             *((str(chosen.replicas),) if replicas else ()),
             f"{chosen.layout.num_nodes} x {chosen.layout.gpus_per_node}",
             str(chosen.layout.tensor_parallel_size),
@@ -61,31 +59,31 @@ def _memory_table(answers: list[Answer]) -> Table:
     return table
 
 
-def _speed_heading(answers: list[Answer], unit: str) -> str:
-    traffic = answers[0].traffic
+def _speed_heading(results: list[PlanResult], unit: str) -> str:
+    traffic = results[0].traffic
     requests = f"requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out"
-    together = ", all replicas together" if _has_replicas(answers) else ""
-    most = "" if _is_concurrency_asked(answers[0]) else ", as many in flight as --max-num-seqs and the cache allow"
-    usd = next((given.usd_per_gpu_hour for given in answers if given.usd_per_gpu_hour), None)
+    together = ", all replicas together" if _has_replicas(results) else ""
+    most = "" if _is_concurrency_asked(results[0]) else ", as many in flight as --max-num-seqs and the cache allow"
+    usd = next((result.usd_per_gpu_hour for result in results if result.usd_per_gpu_hour), None)
     price = f", each {unit} at {usd:g} dollars an hour" if usd else ""
     return f"Speed to expect{together}, {requests}{most}{price}:"
 
 
-def _speed_table(answers: list[Answer], unit: str) -> Table:
-    price = any(given.usd_per_gpu_hour for given in answers)
+def _speed_table(results: list[PlanResult], unit: str) -> Table:
+    price = any(result.usd_per_gpu_hour for result in results)
     table = _table(
         f"{unit.upper()}S", "IN FLIGHT", "TPOT", "TOKENS/S", f"PER {unit.upper()}", *(("PER $",) if price else ())
     )
-    for given in answers:
-        if given.plan is None:
+    for result in results:
+        if result.plan is None:
             continue
-        copies, estimate = given.plan.replicas, _estimate(given, given.plan)
+        copies, estimate = result.plan.replicas, _estimate(result)
         if estimate is None:
-            table.add_row(Text(given.gpu.name), *("?" for _ in table.columns[1:]))
+            table.add_row(Text(result.accelerator.name), *("?" for _ in table.columns[1:]))
             continue
         dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []
         table.add_row(
-            Text(given.gpu.name),
+            Text(result.accelerator.name),
             f"{copies * estimate.num_gpus:,}",
             f"{copies * estimate.traffic.concurrency:,}",
             f"{1000 * estimate.expected.tpot_s:,.1f} ms",
@@ -96,26 +94,25 @@ def _speed_table(answers: list[Answer], unit: str) -> Table:
     return table
 
 
-def _estimate(given: Answer, chosen: ServePlan) -> PerformanceEstimate | None:
+def _estimate(result: PlanResult) -> PerformanceEstimate | None:
     """One replica at the concurrency asked for, else with as many requests as it runs; None of unknown speed."""
-    engine = replace(given.question.engine, max_num_seqs=chosen.memory.max_num_seqs)
-    question = replace(given.question, engine=engine)
-    found = estimates(question, chosen, given.traffic, given.usd_per_gpu_hour)
-    if _is_concurrency_asked(given):
-        found = [one for one in found if one.traffic.concurrency == given.traffic.concurrency]
+    engine = replace(result.question.engine, max_num_seqs=result.chosen.memory.max_num_seqs)
+    found = result.estimates(engine)
+    if _is_concurrency_asked(result):
+        found = [one for one in found if one.traffic.concurrency == result.traffic.concurrency]
     return found[-1] if found else None
 
 
-def _is_concurrency_asked(given: Answer) -> bool:
-    return given.question.workload.concurrency > 1
+def _is_concurrency_asked(result: PlanResult) -> bool:
+    return result.question.workload.concurrency > 1
 
 
-def _has_replicas(answers: list[Answer]) -> bool:
-    return any(given.plan and given.plan.replicas > 1 for given in answers)
+def _has_replicas(results: list[PlanResult]) -> bool:
+    return any(result.plan and result.plan.replicas > 1 for result in results)
 
 
-def _unit(answers: list[Answer]) -> str:
-    units = {given.gpu.unit for given in answers}
+def _unit(results: list[PlanResult]) -> str:
+    units = {result.accelerator.unit for result in results}
     return units.pop() if len(units) == 1 else "device"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -13,148 +11,59 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.plan_speed import (
-    estimates,
-    for_target,
-    print_speed,
-    print_speed_explanation,
-    traffic_of,
-)
-from hpc_serve.hub import find_spec
-from hpc_serve.plan import (
-    AcceleratorSpec,
-    EngineConfig,
-    ModelSpec,
-    ServePlan,
-    Workload,
-    plan,
-)
-from hpc_serve.plan.choice.candidates import Question
-from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation
+from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
-from hpc_serve.plan.hardware.cluster import machines
+from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.as_json import no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import performance_json
-from hpc_serve.plan.speed.estimate import Traffic
 from hpc_serve.sizes import GIB
 
 _BAR_WIDTH = 60
 _VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A question, and the plan or the reason why there is none."""
-
-    question: Question
-    plan: ServePlan | None
-    error: NoLayoutError | None
-    note: str | None
-    traffic: Traffic
-    usd_per_gpu_hour: float | None = None
-
-    @property
-    def model(self) -> ModelSpec:
-        return self.question.model
-
-    @property
-    def gpu(self) -> AcceleratorSpec:
-        return self.question.cluster.accelerator
+def as_json(result: PlanResult) -> dict[str, Any]:
+    """The plan, or the lack of one, under stable keys."""
+    if result.plan is not None:
+        found = result.estimates()
+        return {**plan_json(result.plan, result.model), "performance": performance_json(found) if found else None}
+    assert result.error is not None
+    return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
 
 
-def answer(model_name: str, gpu: str, options: Mapping[str, Any]) -> Answer:
-    """Plan for one accelerator; `options` are the command's, by name. Raises InvalidRequestError, UnknownModelError."""
-    found, model = find_spec(model_name, dtype=options["dtype"], quantization=options["quantization"])
-    cluster = machines(
-        gpu,
-        total_bytes=options["gpu_memory_bytes"],
-        num_nodes=options["num_nodes"],
-        gpus_per_node=options["gpus_per_node"],
-    )
-    own = {key: options[key] for key in EngineConfig.__dataclass_fields__ if options.get(key) is not None}
-    engine = EngineConfig(**own)
-    workload = Workload(
-        max_model_len=options["max_model_len"], concurrency=options["concurrency"], replicas=options["replicas"]
-    )
-    question = Question(
-        model=model,
-        cluster=cluster,
-        engine=engine,
-        workload=workload,
-        max_model_len=workload.max_model_len or model.max_model_len,
-    )
-    traffic = traffic_of(options, question.max_model_len)
-    reasons: list[str] = []
-    try:
-        if options["target"]:
-            cluster, engine, workload, reasons = for_target(question, traffic, options["target"])
-            traffic = replace(traffic, concurrency=workload.concurrency)
-            question = replace(question, engine=engine)
-        chosen = plan(model, cluster, engine, workload, served_model_names=found.served_model_names)
-    except NoLayoutError as error:
-        return Answer(question=question, plan=None, error=error, note=found.note, traffic=traffic)
-    chosen = replace(chosen, reasons=(*reasons, *chosen.reasons))
-    if found.warning:
-        chosen = replace(chosen, reasons=(*chosen.reasons, found.warning))
-    return Answer(
-        question=question,
-        plan=chosen,
-        error=None,
-        note=found.note,
-        traffic=traffic,
-        usd_per_gpu_hour=options["usd_per_gpu_hour"],
-    )
-
-
-def as_json(given: Answer) -> dict[str, Any]:
-    """The answer under stable keys."""
-    if given.plan is not None:
-        found = estimates(given.question, given.plan, given.traffic, given.usd_per_gpu_hour)
-        performance = performance_json(found) if found else None
-        return {**plan_json(given.plan, given.model), "performance": performance}
-    assert given.error is not None
-    return {**no_plan_json(given.error, given.model, given.gpu), "performance": None}
-
-
-def print_plan(given: Answer) -> None:
+def print_plan(result: PlanResult) -> None:
     """The plan for people: where bytes go, what was considered, what to type. Without one, raises its error."""
-    chosen = _chosen(given)
+    chosen = result.chosen
     console = Console(highlight=False)
     memory = chosen.memory
     console.print(_headline(chosen))
     console.print()
-    _print_bar(console, memory, given.gpu.unit)
+    _print_bar(console, memory, result.accelerator.unit)
     console.print()
     console.print(_candidate_table(chosen))
     console.print()
     for reason in chosen.reasons:
         console.print(Text(f"- {reason}"))
-    _print_sharing(console, given, chosen)
+    _print_sharing(console, result)
     console.print()
-    print_speed(console, given.question, chosen, given.traffic, given.usd_per_gpu_hour)
+    print_speed(console, result)
     console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
     Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
-def print_explanation(given: Answer) -> None:
+def print_explanation(result: PlanResult) -> None:
     """The arithmetic, line by line."""
-    chosen = _chosen(given)
-    for line in explain(given.question, chosen.layout, chosen.memory, chosen.minimum_gpus, note=given.note):
+    chosen = result.chosen
+    for line in explain(result.question, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
         click.echo(line)
-    print_speed_explanation(given.question, chosen, given.traffic)
+    print_speed_explanation(result)
     click.echo()
     for reason in chosen.reasons:
         click.echo(f"- {reason}")
-
-
-def _chosen(given: Answer) -> ServePlan:
-    if given.plan is None:
-        assert given.error is not None
-        raise given.error
-    return given.plan
 
 
 def _headline(chosen: ServePlan) -> Text:
@@ -214,14 +123,14 @@ def _candidate_table(chosen: ServePlan) -> Table:
     return table
 
 
-def _print_sharing(console: Console, given: Answer, chosen: ServePlan) -> None:
+def _print_sharing(console: Console, result: PlanResult) -> None:
     """How a whole node could be shared, where the plan takes part of one and nothing was said about it."""
-    workload, engine = given.question.workload, given.question.engine
+    workload, engine = result.question.workload, result.question.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
-    if chosen.layout.num_nodes > 1 or given.question.cluster.node_size == 1 or asked or workload.replicas:
+    if result.chosen.layout.num_nodes > 1 or result.question.cluster.node_size == 1 or asked or workload.replicas:
         return
-    ways = ways_to_share(given.question)
-    sentence = which_wins(ways, given.question.max_model_len)
+    ways = ways_to_share(result.question)
+    sentence = which_wins(ways, result.question.max_model_len)
     if sentence is None:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
@@ -237,7 +146,9 @@ def _print_sharing(console: Console, given: Answer, chosen: ServePlan) -> None:
             f"{way.typical_requests:,}",
         )
     console.print()
-    console.print(Text(f"A whole node of {given.question.cluster.node_size}, shared (GiB per {given.gpu.unit}):"))
+    console.print(
+        Text(f"A whole node of {result.question.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
+    )
     console.print(table)
     console.print(Text(f"- {sentence}"))
 

@@ -19,11 +19,11 @@ _ENGINE_WORDS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
 def render_command(output: Path | None, **options: Any) -> None:
-    from hpc_serve.submit.planning import plan_request
+    from hpc_serve.submit.planning import plan_service
     from hpc_serve.submit.render import render_script
 
     request = make_request(options)
-    script = render_script(request, plan_request(request, stand_in=os.environ.get("HPC_SERVE_MODEL")))
+    script = render_script(request, plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL")))
     if output is None:
         click.echo(script, nl=False)
         return

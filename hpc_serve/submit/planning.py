@@ -1,6 +1,7 @@
-"""From a request to a plan: finds the model, reads what the engine's own words ask for, and lets the planner decide.
+"""Finds the model and the machines that a request names, and has the plan made for them.
 
-The arithmetic is the planner's; here is only who tells it what.
+Finding a model reads files and may ask the hub. The plan itself is made in plan/make.py, which is pure; `hpc-serve
+plan`, `render` and `submit` all ask for it here.
 """
 
 from __future__ import annotations
@@ -10,50 +11,75 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import FoundModel, find_spec
-from hpc_serve.plan import EngineConfig, ModelSpec, ServePlan, Workload, plan
+from hpc_serve.hub import find_spec
+from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.vllm_flags import read_fields
+from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import machines
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.vllm.arguments import names_in, without
 
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 
 
-def plan_request(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
-    """The layout for a request. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
+def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
+    """The plan for a service. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
 
-    A layout asked for in so many words is checked against what will be loaded: `stand_in` (HPC_SERVE_MODEL), where
-    there is one. A layout to be chosen is that of the model named.
+    `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """
-    asked = read_fields(request.engine_args)
-    if asked.get("quantization") in _NOT_VLLMS:
+    engine_options = read_fields(request.engine_args)
+    if engine_options.get("quantization") in _NOT_VLLMS:
         raise InvalidRequestError(
-            f"vLLM has no --quantization {asked['quantization']} for checkpoints of 16 bit: name a checkpoint that is "
-            "quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
+            f"vLLM has no --quantization {engine_options['quantization']} for checkpoints of 16 bit: name a checkpoint "
+            "that is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
         )
-    found, spec = _find(request.model, asked)
-    is_asked_for = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
-    if stand_in and is_asked_for:
-        spec = replace(_find(stand_in, asked)[1], name=found.name)
+    both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
+    # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
+    result = answer(_plan_request(request, engine_options), stand_in=stand_in if both_sizes else None)
+    return replace(result.chosen, vllm_args=without(result.chosen.vllm_args, names_in(request.engine_args)))
+
+
+def answer(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
+    """Find the model and the machines that are named, and plan for them. Raises UnknownModelError, InvalidRequestError.
+
+    With `stand_in` the model keeps its name and has the weights of that folder.
+    """
+    engine = asked.engine
+    found, model = find_spec(asked.model, dtype=engine.dtype, quantization=engine.quantization, stand_in=stand_in)
+    cluster = machines(
+        asked.gpu,
+        total_bytes=asked.gpu_memory_bytes,
+        num_nodes=asked.num_nodes,
+        gpus_per_node=asked.gpus_per_node,
+    )
+    parts = FoundParts(
+        model=model,
+        cluster=cluster,
+        served_model_names=found.served_model_names,
+        note=found.note,
+        warning=found.warning,
+    )
+    return make_plan(asked, parts)
+
+
+def _plan_request(request: ServeRequest, engine_options: Mapping[str, Any]) -> PlanRequest:
+    """What is asked of the plan. The engine's own words win over our options, as they do on vLLM's command line."""
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,
         "pipeline_parallel_size": request.pipeline_parallel_size,
         "max_model_len": request.max_model_len,
     }
-    engine = flags | asked
-    workload = Workload(max_model_len=engine.pop("max_model_len"))
-    cluster = machines(
-        request.gpu,
-        total_bytes=request.gpu_memory_bytes,
+    engine = flags | dict(engine_options)
+    return PlanRequest(
+        model=request.model,
+        gpu=request.gpu,
+        gpu_memory_bytes=request.gpu_memory_bytes,
         num_nodes=request.num_nodes,
         gpus_per_node=request.gpus_per_node,
+        workload=Workload(max_model_len=engine.pop("max_model_len"), concurrency=request.concurrency),
+        engine=EngineConfig(**engine),
+        target=request.target,
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
     )
-    names = found.served_model_names
-    chosen = plan(spec, cluster, EngineConfig(**engine), workload, served_model_names=names)
-    return replace(chosen, vllm_args=without(chosen.vllm_args, names_in(request.engine_args)))
-
-
-def _find(name: str, asked: Mapping[str, Any]) -> tuple[FoundModel, ModelSpec]:
-    """The model as the engine's words would have it; files of weights that are at hand are the truth."""
-    return find_spec(name, dtype=asked.get("dtype", "auto"), quantization=asked.get("quantization"))

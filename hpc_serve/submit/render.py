@@ -7,6 +7,7 @@ Every value is quoted for the shell by default; what stands in an `#SBATCH` line
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -17,7 +18,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import GIB, format_size
-from hpc_serve.submit.request import Environment, ServeRequest, check_directive
+from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 from hpc_serve.vllm.arguments import read_arguments
 
@@ -117,36 +118,35 @@ def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...
 
 
 def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
-    """The words of the `#SBATCH` lines, in a fixed order; every value in them is checked.
+    """The words of the `#SBATCH` lines, in a fixed order. Their values were checked when the request was made.
 
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout, device = request.slurm, plan.layout, plan.accelerator
     whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
-    values: dict[str, str | None] = {
-        "job-name": slurm.job_name or f"hpc-serve-{request.service}",
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "reservation": slurm.reservation,
-        "nodelist": slurm.nodelist,
-        "exclude": slurm.exclude,
-        "nodes": str(layout.num_nodes),
-        "ntasks-per-node": "1",
-    }
-    if device.kind == "gpu":  # hosts of TPUs, and sockets, are whole nodes to Slurm
-        gpus = f"{slurm.gres_type}:{layout.gpus_per_node}" if slurm.gres_type else str(layout.gpus_per_node)
-        values |= {"gres": f"gpu:{gpus}"} if slurm.gpu_directive == "gres" else {"gpus-per-node": gpus}
-    cpus = slurm.cpus_per_task or (None if whole_nodes else _cpus(plan))
-    values["cpus-per-task"] = str(cpus) if cpus else None
-    values["mem"] = slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan)}G")
-    values["time"] = slurm.time
-    values["output"] = f"{request.log_dir}/%j.log" if request.log_dir else "%x-%j.log"
-    lines = [f"--{name}={check_directive(name, value)}" for name, value in values.items() if value is not None]
-    if whole_nodes:
-        lines.append("--exclusive")
-    return [*lines, "--open-mode=append", *slurm.extra]
+    completed = replace(
+        slurm,
+        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan)),
+        mem=slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan)}G"),
+    )
+    return [
+        f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
+        *completed.lines("where"),
+        f"--nodes={layout.num_nodes}",
+        "--ntasks-per-node=1",
+        *([_gpu_line(slurm, layout.gpus_per_node)] if device.kind == "gpu" else []),
+        *completed.lines("share"),
+        f"--output={request.log_dir}/%j.log" if request.log_dir else "--output=%x-%j.log",
+        *(["--exclusive"] if whole_nodes else []),
+        "--open-mode=append",
+        *slurm.extra,
+    ]
+
+
+def _gpu_line(slurm: SlurmOptions, count: int) -> str:
+    """How sbatch is asked for GPUs. Hosts of TPUs, and sockets, are whole nodes to Slurm and need no such line."""
+    gpus = f"{slurm.gres_type}:{count}" if slurm.gres_type else f"{count}"
+    return f"--gres=gpu:{gpus}" if slurm.gpu_directive == "gres" else f"--{slurm.gpu_directive}={gpus}"
 
 
 def _cpus(plan: ServePlan) -> int:
@@ -180,6 +180,10 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--tensor-parallel-size": request.tensor_parallel_size,
         "--pipeline-parallel-size": request.pipeline_parallel_size,
         "--max-model-len": request.max_model_len,
+        "--concurrency": request.concurrency if request.concurrency > 1 else None,
+        "--target": request.target,
+        "--input-tokens": request.input_tokens,
+        "--output-tokens": request.output_tokens,
         "--backend": request.backend if request.backend != "auto" else None,
         "--cluster": request.cluster if request.cluster != "slurm" else None,
     }

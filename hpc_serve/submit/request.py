@@ -1,12 +1,13 @@
-"""What a person asked for, as one value. It is checked here for what can be known without a cluster;
-whether the model fits is the planner's to say, whether the partition exists is Slurm's.
+"""What a person asked for, as one value, checked as far as that is possible without a cluster.
+
+Whether the model fits is decided by the planner, whether the partition exists by Slurm.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
@@ -18,17 +19,15 @@ Cluster = Literal["slurm", "local"]
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 GpuDirective = Literal["gpus-per-node", "gres"]
 
-_WORDS = (
-    "partition",
-    "account",
-    "qos",
-    "constraint",
-    "reservation",
-    "nodelist",
-    "exclude",
-    "mem",
-    "job_name",
-    "gres_type",
+_COUNTS = (
+    "num_nodes",
+    "gpus_per_node",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_model_len",
+    "concurrency",
+    "input_tokens",
+    "output_tokens",
 )
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's own notation uses & | * ( ) [ ]
@@ -37,8 +36,8 @@ _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's o
 def check_directive(name: str, value: str) -> str:
     """Return `value` if it can stand in an `#SBATCH --name=value` line as it is.
 
-    Slurm reads these lines without a shell, so nothing can be quoted in them: a newline would start a line of its
-    own, a blank or quote would be read as Slurm likes. Raises InvalidRequestError.
+    Slurm reads these lines without a shell, so nothing can be quoted in them. A newline would begin another line, and
+    versions of Slurm differ in how they read blanks and quotes. Raises InvalidRequestError.
     """
     if not _PRINTABLE_WORD.fullmatch(value):
         raise InvalidRequestError(
@@ -48,46 +47,91 @@ def check_directive(name: str, value: str) -> str:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
-    """sbatch's own options, under sbatch's own names; None leaves a line out, so that the site's default holds.
+def _sbatch(metavar: str, help: str, *, group: str = "") -> dict[str, str]:
+    """What a command's help says of an option. `group` tells where its `#SBATCH` line stands (render.py)."""
+    return {"metavar": metavar, "help": help, "group": group}
 
-    `time` is a Slurm time ("12:00:00", "2-00:00:00", minutes). `mem` is per node in Slurm's notation ("80G", "0" = all
-    of the node); `gpu_directive` chooses between `--gpus-per-node=8` and `--gres=gpu:8`, `gres_type` adds the site's
-    name of the GPU. `extra` holds further `--name=value` words, one `#SBATCH` line each.
+
+@dataclass(frozen=True, kw_only=True)
+class SbatchOptions:
+    """sbatch's own options under sbatch's own names, with underscores; the one list of them.
+
+    The site file may set each, and each is an option of `submit` and `render`. None leaves a line out, so that the
+    cluster's own default holds. `time` is a Slurm time ("12:00:00", "2-00:00:00", minutes). `mem` is per node in
+    Slurm's notation ("80G", "0" = all of the node). `gpu_directive` chooses between `--gpus-per-node=8` and
+    `--gres=gpu:8`; `gres_type` adds the site's name of the GPU.
     """
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = "12:00:00"
-    constraint: str | None = None
-    reservation: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    mem: str | None = None
-    cpus_per_task: int | None = None
-    exclusive: bool | None = None
-    job_name: str | None = None
+    partition: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm partition.", group="where"))
+    account: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm account.", group="where"))
+    qos: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm QOS.", group="where"))
+    constraint: str | None = field(
+        default=None, metadata=_sbatch("FEATURES", "Features the nodes must have.", group="where")
+    )
+    reservation: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm reservation.", group="where"))
+    nodelist: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must be used.", group="where"))
+    exclude: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must not be used.", group="where"))
+    cpus_per_task: int | None = field(default=None, metadata=_sbatch("N", "CPU cores of each node.", group="share"))
+    mem: str | None = field(
+        default=None,
+        metadata=_sbatch("SIZE", "Memory of each node, as Slurm writes it (200G; 0 is all).", group="share"),
+    )
+    time: str | None = field(
+        default="12:00:00",
+        metadata=_sbatch("TIME", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", group="share"),
+    )
+    exclusive: bool | None = field(
+        default=None, metadata=_sbatch("", "Whole nodes [default: if several, or of TPUs or CPUs].")
+    )
     gpu_directive: GpuDirective = "gpus-per-node"
     gres_type: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(SbatchOptions):
+    """The options of one job. `extra` holds further `--name=value` words, one `#SBATCH` line each."""
+
+    job_name: str | None = field(default=None, metadata=_sbatch("NAME", "Name in the queue [default: hpc-serve-NAME]."))
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _WORDS:
-            value = getattr(self, name)
-            if value is not None:
-                check_directive(name.replace("_", "-"), value)
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, str) and option.name != "time":
+                check_directive(option.name.replace("_", "-"), value)
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise InvalidRequestError(f"time is {self.time!r}: use minutes, HH:MM:SS or D-HH:MM:SS.")
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise InvalidRequestError(f"cpus-per-task is {self.cpus_per_task}: it must be at least 1.")
-        if self.gpu_directive not in ("gpus-per-node", "gres"):
-            raise InvalidRequestError(f"gpu_directive is {self.gpu_directive!r}: use gpus-per-node or gres.")
+        _check_choice("gpu_directive", self.gpu_directive, GpuDirective)
         for word in self.extra:
-            if not re.fullmatch(r"--?[A-Za-z][A-Za-z-]*(=.+)?", word, re.DOTALL):
-                raise InvalidRequestError(f"extra sbatch option {word!r}: write it as --name=value or --name.")
-            check_directive("extra sbatch option", word)
+            _check_extra(word)
+
+    def lines(self, group: str) -> list[str]:
+        """`--name=value` of the options of one group that are set, in order."""
+        values = {option.name: getattr(self, option.name) for option in _of_group(group)}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _of_group(group: str) -> list[Field[Any]]:
+    return [option for option in fields(SlurmOptions) if option.metadata.get("group") == group]
+
+
+def _check_extra(word: str) -> None:
+    if not re.fullmatch(r"--?[A-Za-z][A-Za-z-]*(=.+)?", word, re.DOTALL):
+        raise InvalidRequestError(f"extra sbatch option {word!r}: write it as --name=value or --name.")
+    check_directive("extra sbatch option", word)
+    if word.startswith(("--output", "-o")):
+        raise InvalidRequestError(
+            f"extra sbatch option {word!r}: `hpc-serve logs` would not find that file. Use --log-dir FOLDER."
+        )
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    known = get_args(choices)
+    if value not in known:
+        *most, last = known
+        raise InvalidRequestError(f"{name} is {value!r}: use {', '.join(most)} or {last}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +149,7 @@ class Environment:
     binds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("auto", "venv", "conda", "none", "apptainer"):
-            raise InvalidRequestError(f"environment kind is {self.kind!r}: use auto, venv, conda, none or apptainer.")
+        _check_choice("environment kind", self.kind, EnvironmentKind)
         if self.kind in ("venv", "conda", "apptainer") and not self.path:
             raise InvalidRequestError(f"environment kind {self.kind} needs a path (or, for conda, a name).")
 
@@ -125,23 +168,29 @@ class JobSettings:
 
     def exports(self) -> dict[str, str]:
         """Environment variables to set in the script, by name."""
-        named = {
-            "HPC_SERVE_INTERFACE": self.interface,
-            "HPC_SERVE_TMPDIR": self.tmpdir,
-            "HPC_SERVE_CACHE_DIR": self.cache_dir,
-        }
+        named = {variable_of(setting.name): getattr(self, setting.name) for setting in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
+
+
+def variable_of(setting: str) -> str:
+    """The environment variable of one of the JobSettings.
+
+    >>> variable_of("tmpdir")
+    'HPC_SERVE_TMPDIR'
+    """
+    return f"HPC_SERVE_{setting.upper()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
-    `gpu` names what the nodes have, as in plan/machines.py: a GPU, a TPU slice, the sockets of a CPU node;
-    `gpu_memory_bytes` is the memory of one of them, where that is no fact of the product (CPUs) or another one.
-    `engine_args` are further words for `vllm serve`, put last, so that they win; options that the pinned
-    vLLM does not know are refused unless `allow_unknown_vllm_options`. `log_dir` is absolute, or None for the
-    service's own folder. `templates_dir` is looked in before our own templates.
+    `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
+    `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
+    The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
+    `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
+    know are refused unless `allow_unknown_vllm_options`. `log_dir` is absolute, or None for the service's own folder.
+    Templates in `templates_dir` win over our own.
     """
 
     model: str
@@ -153,6 +202,10 @@ class ServeRequest:
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     max_model_len: int | None = None
+    concurrency: int = 1
+    target: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
     engine_args: tuple[str, ...] = ()
@@ -165,15 +218,13 @@ class ServeRequest:
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)
-        for name in ("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = name.removeprefix("num_").replace("_", "-")
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
-        if self.backend not in ("auto", "ray", "mp"):
-            raise InvalidRequestError(f"backend is {self.backend!r}: use auto, ray or mp.")
-        if self.cluster not in ("slurm", "local"):
-            raise InvalidRequestError(f"cluster is {self.cluster!r}: use slurm or local.")
+        _check_choice("backend", self.backend, Backend)
+        _check_choice("cluster", self.cluster, Cluster)
         if self.cluster == "local" and (self.num_nodes or 1) > 1:
             raise InvalidRequestError(
                 f"--cluster local runs on this machine alone, but {self.num_nodes} nodes were asked for; "
@@ -184,3 +235,8 @@ class ServeRequest:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
+            if "%" in self.log_dir:
+                raise InvalidRequestError(
+                    f"log-dir is {self.log_dir!r}: Slurm would expand the % in it for each job, but the folder is made "
+                    "before there is a job. Use a folder without %; the files in it are named after the job's id."
+                )

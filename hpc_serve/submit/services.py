@@ -21,7 +21,7 @@ from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.look import job_of, look
-from hpc_serve.submit.planning import plan_request
+from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_files, check_stand_in, make_log_dir
 from hpc_serve.submit.render import devices_per_node, render_script
 from hpc_serve.submit.request import ServeRequest
@@ -53,7 +53,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     store = ServiceStore(default_home(environ))
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(request.service)))
     check_stand_in(request, environ)
-    plan = plan_request(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    plan = plan_service(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     script = render_script(request, plan)
     check_files(request, plan, environ)
     store.ensure_service(request.service)

@@ -1,7 +1,7 @@
 """The site file: what one cluster needs of every request (partition, account, modules, container, network).
 
-A small YAML file of flat settings. It gives defaults; flags and HPC_SERVE_… variables win over it. What it does not
-know it refuses, so that a misspelt setting is not a silent one.
+It is a small YAML file of flat settings. They are defaults: options and HPC_SERVE_… variables win over them. An unknown
+setting is refused, so that a misspelt one is noticed.
 """
 
 from __future__ import annotations
@@ -18,43 +18,28 @@ import yaml
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.request import Environment, JobSettings, SlurmOptions
+from hpc_serve.submit.request import Environment, JobSettings, SbatchOptions, SlurmOptions, variable_of
 
 _PATHS = ("venv", "apptainer", "log_dir", "templates_dir")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteProfile:
-    """The settings of a site file, all optional.
+class SiteProfile(SbatchOptions):
+    """The settings of a site file, all optional: sbatch's options (SbatchOptions), and those below.
 
-    Slurm's own options under Slurm's names: `partition`, `account`, `qos`, `time` ("24:00:00"), `constraint`,
-    `reservation`, `nodelist`, `exclude`, `mem` (per node), `cpus_per_task`, `exclusive`; `sbatch_extra` holds further
-    `--name=value` words. `gpu` is the accelerator of the nodes as `hpc-serve plan --gpu` names it, `gpu_memory` the
-    memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node` how many a node has; `gpu_directive`
-    (`gpus-per-node` or `gres`) and `gres_type` say how sbatch is asked for them.
-    Of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with `binds`) at most one says where
-    Python is; `modules` are loaded first. `interface` is the network interface between nodes, `tmpdir` and `cache_dir`
-    are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own script templates.
+    `sbatch_extra` holds further `--name=value` words for sbatch. `gpu` is the accelerator of the nodes as `hpc-serve
+    plan --gpu` names it, `gpu_memory` the memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node`
+    how many a node has. At most one of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with
+    `binds`) says where Python is; `modules` are loaded first. `interface` is the network interface between nodes.
+    `tmpdir` and `cache_dir` are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own
+    script templates.
     """
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    nodelist: str | None = None
-    exclude: str | None = None
-    mem: str | None = None
-    cpus_per_task: int | None = None
-    exclusive: bool | None = None
     sbatch_extra: tuple[str, ...] = ()
     gpu: str | None = None
     gpu_memory: str | None = None
     gpus_per_node: int | None = None
-    gpu_directive: str | None = None
-    gres_type: str | None = None
     venv: str | None = None
     conda: str | None = None
     apptainer: str | None = None
@@ -73,8 +58,8 @@ class SiteProfile:
 
     def slurm_options(self, **asked: Any) -> SlurmOptions:
         """sbatch's options: what was asked for (None: nothing), else the site's. Raises InvalidRequestError."""
-        ours = {field.name for field in fields(SlurmOptions)}
-        site = {name: getattr(self, name) for name in ours if hasattr(self, name)} | {"extra": self.sbatch_extra}
+        site = {option.name: getattr(self, option.name) for option in fields(SbatchOptions)}
+        site["extra"] = self.sbatch_extra
         return SlurmOptions(**(_given(site) | _given(asked)))
 
     def environment(self, environ: Mapping[str, str]) -> Environment:
@@ -87,11 +72,8 @@ class SiteProfile:
 
     def job_settings(self, environ: Mapping[str, str]) -> JobSettings:
         """What the job is told; a HPC_SERVE_… variable, if set, wins over the site's."""
-        return JobSettings(
-            interface=environ.get("HPC_SERVE_INTERFACE") or self.interface,
-            tmpdir=environ.get("HPC_SERVE_TMPDIR") or self.tmpdir,
-            cache_dir=environ.get("HPC_SERVE_CACHE_DIR") or self.cache_dir,
-        )
+        names = [setting.name for setting in fields(JobSettings)]
+        return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
 
 
 def find_site_file(environ: Mapping[str, str], named: str | None = None) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.submit.planning import plan_request
+from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_argv, render_script
 from hpc_serve.submit.request import Environment, JobSettings, ServeRequest, SlurmOptions
 
@@ -24,7 +24,7 @@ def request_of(alias: str, num_nodes: int | None = None, **fields: Any) -> Serve
 
 def script(alias: str = "405b", num_nodes: int | None = 2, **fields: Any) -> str:
     request = request_of(alias, num_nodes, **fields)
-    return render_script(request, plan_request(request))
+    return render_script(request, plan_service(request))
 
 
 def bash_accepts(text: str) -> None:
@@ -49,7 +49,7 @@ COMMITTED = {
 def test_the_committed_scripts_are_what_render_prints(name):
     committed = Path(__file__).parents[3] / "sbatch" / f"{name}.sh"
     request = COMMITTED[name]
-    assert committed.read_text() == render_script(request, plan_request(request))
+    assert committed.read_text() == render_script(request, plan_service(request))
     bash_accepts(committed.read_text())
 
 
@@ -81,7 +81,7 @@ def test_one_setting_changes_the_hardware(gpu, directive, launcher, not_run):
 
 def test_a_cpu_engine_is_told_the_cache_that_was_planned():
     request = request_of("8b", gpu="cpu", gpu_memory_bytes=64 * 2**30)
-    plan = plan_request(request)
+    plan = plan_service(request)
     assert f"--kv-cache-memory-bytes {plan.memory.kv_cache_bytes} \\\n" in render_script(request, plan)
 
 

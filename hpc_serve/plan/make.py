@@ -1,0 +1,182 @@
+"""Makes a plan from what a person asked: the smallest layout that fits, or the replicas that serve fastest.
+
+The model and the machines are found before (submit/planning.py). Whether a layout fits is decided in choice/, how fast
+it is in speed/. This module decides only what they are asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.minimum import minimum_gpus
+from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
+from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, ClusterSpec
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.report.speed import sweep
+from hpc_serve.plan.speed.estimate import PerformanceEstimate, Roofline, Traffic
+from hpc_serve.plan.speed.target import Target, choose, parse_target
+
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a person asked of a plan, in their own words. None: the plan decides, or there is a default.
+
+    `gpu` names what the nodes have, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of one.
+    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request.
+    """
+
+    model: str
+    gpu: str = DEFAULT_GPU
+    gpu_memory_bytes: int | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    workload: Workload = field(default_factory=Workload)
+    target: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    usd_per_gpu_hour: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundParts:
+    """The model and the machines that a request names.
+
+    `served_model_names` are those the engine answers to. `note` is the catalogue's remark on the model, `warning` says
+    that its config and its files do not agree.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    served_model_names: tuple[str, ...] = ()
+    note: str | None = None
+    warning: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """A plan, or the error that says why there is none, and what both were made from."""
+
+    question: Question
+    plan: ServePlan | None
+    error: NoLayoutError | None
+    note: str | None
+    traffic: Traffic
+    usd_per_gpu_hour: float | None = None
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.question.model
+
+    @property
+    def accelerator(self) -> AcceleratorSpec:
+        return self.question.cluster.accelerator
+
+    @property
+    def chosen(self) -> ServePlan:
+        """The plan. Raises NoLayoutError where there is none."""
+        if self.plan is None:
+            assert self.error is not None
+            raise self.error
+        return self.plan
+
+    def roofline(self, engine: EngineConfig | None = None) -> Roofline:
+        """How fast a replica of the plan is. Raises InvalidRequestError where the accelerator's speed is not known."""
+        return Roofline(self.model, self.accelerator, engine or self.question.engine, self.chosen.layout)
+
+    def estimates(self, engine: EngineConfig | None = None) -> list[PerformanceEstimate]:
+        """Speeds of a replica by requests in flight; none where the accelerator's speed is not known."""
+        try:
+            roofline = self.roofline(engine)
+        except InvalidRequestError:
+            return []
+        return sweep(roofline, self.traffic, self.chosen.memory, usd_per_gpu_hour=self.usd_per_gpu_hour)
+
+
+def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
+    """The plan for a request whose model and machines were found.
+
+    Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
+    other or the model.
+    """
+    question = Question(
+        model=found.model,
+        cluster=found.cluster,
+        engine=asked.engine,
+        workload=asked.workload,
+        max_model_len=asked.workload.max_model_len or found.model.max_model_len,
+    )
+    traffic = _traffic(asked, question.max_model_len)
+    reasons: list[str] = []
+    cluster, engine, workload = question.cluster, question.engine, question.workload
+    try:
+        if asked.target is not None:
+            cluster, engine, workload, reasons = _for_target(question, traffic, parse_target(asked.target))
+            traffic = replace(traffic, concurrency=workload.concurrency)
+            question = replace(question, engine=engine)
+        chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
+    except NoLayoutError as error:
+        return PlanResult(question=question, plan=None, error=error, note=found.note, traffic=traffic)
+    warnings = (found.warning,) if found.warning else ()
+    return PlanResult(
+        question=question,
+        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
+        error=None,
+        note=found.note,
+        traffic=traffic,
+        usd_per_gpu_hour=asked.usd_per_gpu_hour,
+    )
+
+
+def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
+    """What each request is: the lengths asked for, else the defaults as far as the context allows.
+
+    Raises InvalidRequestError where the lengths asked for are more than the context.
+    """
+    outputs = asked.output_tokens or min(DEFAULT_OUTPUT_TOKENS, max(1, max_model_len // 5))
+    inputs = asked.input_tokens or max(1, min(DEFAULT_INPUT_TOKENS, max_model_len - outputs))
+    if inputs + outputs > max_model_len:
+        raise InvalidRequestError(
+            f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
+            f"{max_model_len:,}; use a longer --max-model-len, or fewer tokens."
+        )
+    return Traffic(input_tokens=inputs, output_tokens=outputs, concurrency=asked.workload.concurrency)
+
+
+def _for_target(
+    question: Question, traffic: Traffic, target: Target
+) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
+    """The machines, sizes and replicas that meet the target, and why.
+
+    Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
+    """
+    cluster, workload = replace(question.cluster, is_whole=False), question.workload
+    question = replace(question, cluster=cluster)
+    if workload.replicas is not None:
+        raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
+    try:
+        option, reasons = choose(question, traffic, target)
+    except DoesNotFitError as error:
+        minimum = minimum_gpus(question, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
+    layout = option.layout
+    engine = replace(
+        question.engine,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+    )
+    batch = option.estimate.traffic.concurrency
+    if target != Target() and engine.max_num_seqs is None and traffic.concurrency == 1:
+        # The target is met as long as no more requests share a step than that.
+        engine = replace(engine, max_num_seqs=batch)
+        reasons = [*reasons, f"--max-num-seqs {batch}: a request beyond waits, so that those that run stay in time."]
+    nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
+    concurrency = -(-workload.concurrency // option.replicas)
+    workload = replace(workload, replicas=option.replicas, concurrency=concurrency)
+    return cluster.with_nodes(nodes), engine, workload, reasons
