@@ -13,8 +13,8 @@ from hpc_serve.plan.choice.candidates import Question
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, ClusterSpec
-from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.speed import sweep
 from hpc_serve.plan.speed.estimate import PerformanceEstimate, Roofline, Traffic
