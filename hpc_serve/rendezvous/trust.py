@@ -1,0 +1,142 @@
+"""Whether a file or folder may be used: nobody but its user and root can change what is in it, or what it is.
+
+One function decides, `fault`: by owner, mode, sticky bit and links, of the path and of every folder above it, since
+whoever can write to a folder can replace what lies in it. Weights need no trust, because they hold numbers alone; it is
+needed for secrets, for code, and for words that decide what runs. It leaves to others what is in a file.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from hpc_serve.errors import InvalidRequestError
+
+Use = Literal["own", "private", "read", "scratch"]
+"""What a path is needed for.
+
+own      a folder or file of the user's, which nobody else can change
+private  the same, and nobody else can look into it
+read     of the user's or root's, and nobody else can change it
+scratch  a folder of the user's or root's for new names; others may write to it if its sticky bit is set, as in /tmp
+"""
+
+_MOST_LINKS = 40
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def require(path: Path, use: Use, *, called: str, advice: str) -> None:
+    """Raises InvalidRequestError, which says what is wrong with the path and what to do: `advice`."""
+    if reason := fault(path, use):
+        raise InvalidRequestError(f"{called} is not used: {reason}. {advice}")
+
+
+def fault(path: Path, use: Use) -> str | None:
+    """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it."""
+    try:
+        for step, found, is_last in _walk(path.absolute()):
+            reason = stat_fault(step, found, use) if is_last else _folder_fault(step, found)
+            if reason:
+                return reason
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path} cannot be looked at: {error.strerror}"
+    return None
+
+
+def stat_fault(path: Path, found: os.stat_result, use: Use) -> str | None:
+    """The same of what an open file's `fstat` found, without the folders above it."""
+    owners = {os.geteuid()} if use in ("own", "private") else {os.geteuid(), 0}
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in owners:
+        return f"{path} belongs to {_user(found.st_uid)}, not to you"
+    if use == "private" and mode & 0o077:
+        return f"{path} is open to others (mode {mode:04o})"
+    return _write_fault(path, found, sticky_counts=use == "scratch")
+
+
+def _folder_fault(path: Path, found: os.stat_result) -> str | None:
+    """Whether others can replace what is in a folder, or where a link leads."""
+    if found.st_uid not in _owners_of_parents():
+        return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
+    if stat.S_ISLNK(found.st_mode):
+        return None
+    return _write_fault(path, found, sticky_counts=True)
+
+
+def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool) -> str | None:
+    mode = stat.S_IMODE(found.st_mode)
+    writers = mode & _OTHERS_WRITE
+    if writers == stat.S_IWGRP and _is_own_group(found.st_gid):
+        return None
+    if not writers or (sticky_counts and mode & stat.S_ISVTX):
+        return None
+    who = "everybody" if writers & stat.S_IWOTH else f"group {_group(found.st_gid)}"
+    sticky = ", without the sticky bit" if sticky_counts else ""
+    return f"{path} can be changed by {who} (mode {mode:04o}{sticky})"
+
+
+def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
+    """Every folder and link on the way to `path`, from / on, and at last what it is: path, status, is it the last."""
+    rest = list(reversed(path.parts[1:]))
+    here, links = Path("/"), 0
+    yield here, os.lstat(here), not rest
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            here = here.parent
+            continue
+        step = here / name
+        found = os.lstat(step)
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(40, "too many symbolic links")
+            yield step, found, False
+            target = Path(os.readlink(step))
+            here = Path("/") if target.is_absolute() else here
+            rest += reversed([part for part in target.parts if part != "/"])
+        else:
+            here = step
+            yield here, found, not rest
+
+
+def _owners_of_parents() -> set[int]:
+    """This user and root; in a container that shows no root, root is the kernel's number for unknown users."""
+    owners = {os.geteuid(), 0}
+    try:
+        inside_of_0 = Path("/proc/self/uid_map").read_text().split()
+        if inside_of_0[:2] != ["0", "0"]:
+            owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    except (OSError, ValueError):
+        pass
+    return owners
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group has the user's own name and no other member, as sites make one for each user."""
+    try:
+        group = grp.getgrgid(number)
+        return group.gr_name == pwd.getpwuid(os.geteuid()).pw_name and set(group.gr_mem) <= {group.gr_name}
+    except KeyError:
+        return False
+
+
+def _user(number: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

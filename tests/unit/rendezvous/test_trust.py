@@ -1,0 +1,120 @@
+"""A stranger's folder, file or link is not used, wherever it stands on the way. The stranger is played by a user number.
+
+As root, files are given away for real; another user of the tests plays the stranger by the owner that he is not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous import trust
+from hpc_serve.rendezvous.trust import fault, require
+
+STRANGER = 64_999
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.mark.parametrize("use", ["own", "private", "read", "scratch"])
+def test_a_private_folder_of_ones_own_is_used_for_everything(home, use):
+    assert fault(home, use) is None
+    assert fault(home / "not" / "there" / "yet", use) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "use", "says"),
+    [
+        (0o777, "own", "can be changed by everybody (mode 0777)"),
+        (0o777, "scratch", "can be changed by everybody (mode 0777, without the sticky bit)"),
+        (0o1777, "own", "can be changed by everybody (mode 1777)"),
+        (0o1777, "scratch", None),
+        (0o755, "own", None),
+        (0o755, "private", "is open to others (mode 0755)"),
+        (0o700, "private", None),
+        (0o722, "read", "can be changed by everybody (mode 0722)"),
+    ],
+)
+def test_modes(home, mode, use, says):
+    home.chmod(mode)
+    found = fault(home, use)
+    assert found == (f"{home} {says}" if says else None)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o733])
+def test_a_folder_above_that_everybody_can_write_to_is_seen(home, mode):
+    below = home / "a" / "b"
+    below.mkdir(parents=True, mode=0o700)
+    home.chmod(mode)
+    assert str(home) in (fault(below, "own") or "")
+    assert str(home) in (fault(below / "new", "own") or "")
+    home.chmod(mode | 0o1000)  # as /tmp: what is ours in it stays ours
+    assert fault(below, "own") is None
+
+
+@needs_root
+def test_what_belongs_to_a_stranger_is_not_used_nor_what_is_below(home):
+    below = home / "below"
+    below.mkdir(mode=0o700)
+    os.chown(home, STRANGER, STRANGER)
+    assert fault(home, "read") == f"{home} belongs to user {STRANGER}, not to you"
+    assert fault(below, "own") == f"{home} belongs to user {STRANGER}, who can replace what is below it"
+
+
+@needs_root
+def test_the_group_counts_unless_it_is_the_users_own(home, monkeypatch):
+    home.chmod(0o770)
+    os.chown(home, 0, STRANGER)
+    assert "group" in (fault(home, "own") or "")
+    os.chown(home, 0, 0)  # root's own group, which lists nobody
+    assert fault(home, "own") is None
+    monkeypatch.setattr(trust, "_is_own_group", lambda number: False)
+    assert fault(home, "own") == f"{home} can be changed by group root (mode 0770)"
+
+
+def test_links_of_ones_own_are_followed_and_judged_by_where_they_lead(home, tmp_path):
+    real = tmp_path / "real"
+    real.mkdir(mode=0o700)
+    (home / "link").symlink_to("../real")
+    assert fault(home / "link", "own") is None
+    real.chmod(0o777)
+    assert str(real) in (fault(home / "link", "own") or "")
+    (home / "loop").symlink_to("loop")
+    assert "too many symbolic links" in (fault(home / "loop", "own") or "")
+
+
+@needs_root
+def test_a_strangers_link_in_tmp_is_not_followed(tmp_path, home):
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link = shared / "cache"
+    link.symlink_to(home)
+    os.lchown(link, STRANGER, STRANGER)
+    assert f"{link} belongs to" in (fault(link, "own") or "")
+
+
+@needs_root
+def test_in_a_container_that_shows_no_root_the_unknown_owner_of_a_parent_is_root(home, monkeypatch):
+    below = home / "below"
+    below.mkdir(mode=0o700)
+    os.chown(home, 65_534, 65_534)
+    assert fault(below, "own")
+    monkeypatch.setattr(trust, "_owners_of_parents", lambda: {0, 65_534})
+    assert fault(below, "own") is None
+    assert fault(home, "own") is not None  # as the last of a path it is nobody's
+
+
+def test_the_error_says_what_and_what_next(home):
+    home.chmod(0o777)
+    with pytest.raises(InvalidRequestError, match=r"^HPC_SERVE_X=\S+ is not used: .* by everybody .* Set it elsewhere\.$"):
+        require(home, "own", called=f"HPC_SERVE_X={home}", advice="Set it elsewhere.")
