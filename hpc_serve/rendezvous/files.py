@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
+from hpc_serve.rendezvous.ownership import fault, stat_fault
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
     """Make the folder `path` and its missing parents, 0700. With `tighten`, one that exists becomes 0700 too.
 
-    Returns `path`. Raises StoreError if it cannot be made, or belongs to another user.
+    Returns `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
     """
     with _explained("make the folder", path):
         if not path.parent.exists():
@@ -41,14 +42,20 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
         found = os.stat(path)
         if not stat.S_ISDIR(found.st_mode):
             raise StoreError(f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere.")
-        if found.st_uid != os.geteuid():
-            raise StoreError(
-                f"{path} belongs to user {found.st_uid}, you are {os.geteuid()}: records and keys in it would be "
-                "theirs to read. Set HPC_SERVE_HOME to a folder of your own that all nodes see."
-            )
-        if tighten and stat.S_IMODE(found.st_mode) & 0o077:
+        if tighten and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
             os.chmod(path, 0o700)
+    check_folder(path)
     return path
+
+
+def check_folder(path: Path) -> None:
+    """Raises StoreError if somebody else can change what is in a folder of ours; one that is not there is fine."""
+    if reason := fault(path, "own"):
+        raise StoreError(
+            f"{reason}: records and keys in it would be theirs to read or replace. "
+            "Set HPC_SERVE_HOME to a folder of your own, below folders that only you and root can write to, "
+            "and that all nodes see."
+        )
 
 
 def write_private(path: Path, text: str) -> None:
@@ -127,13 +134,13 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
         raise
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise RecordError(f"{path} belongs to user {found.st_uid}, not to you: it is not trusted.")
         if not stat.S_ISREG(found.st_mode):
             raise RecordError(f"{path} is not a regular file: it is not trusted.")
-        if secret and stat.S_IMODE(found.st_mode) & 0o077:
+        if reason := stat_fault(path, found, "own"):
+            raise RecordError(f"{reason}: it is not trusted.")
+        if secret and (reason := stat_fault(path, found, "private")):
             raise RecordError(
-                f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o}), so it is not secret any more: "
+                f"{reason}, so it is not secret any more: "
                 "remove it to have a new one made, and restart what uses it."
             )
         content = file.read(_MAX_FILE_BYTES + 1)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous.files import (
+    check_folder,
     create_private,
     list_folder,
     make_private_folder,
@@ -102,6 +103,7 @@ class ServiceStore:
     def services(self) -> tuple[str, ...]:
         """The names that have a folder, sorted. Raises StoreError."""
         parent = self.home / "services"
+        check_folder(parent)
         return tuple(name for name in list_folder(parent) if _is_service_name(name) and (parent / name).is_dir())
 
     def read(self, service: str) -> ServiceRecords:
@@ -110,6 +112,7 @@ class ServiceStore:
         Raises StoreError when the folder itself cannot be read.
         """
         folder = self.service_dir(service)
+        check_folder(folder)
         problems: list[str] = []
         records = [
             record
@@ -161,6 +164,7 @@ class ServiceStore:
     def read_api_key(self, service: str) -> str:
         """The key itself. Never put it in a log, a command line or an error. Raises StoreError or RecordError."""
         path = self.api_key_path(service)
+        check_folder(path.parent)
         try:
             key = read_private(path, secret=True).strip()
         except FileNotFoundError:

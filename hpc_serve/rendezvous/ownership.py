@@ -57,7 +57,7 @@ def stat_fault(path: Path, found: os.stat_result, use: Use) -> str | None:
     if found.st_uid not in owners:
         return f"{path} belongs to {_user(found.st_uid)}, not to you"
     if use == "private" and mode & 0o077:
-        return f"{path} is open to others (mode {mode:04o})"
+        return f"{path} can be read by others (mode {mode:04o})"
     return _write_fault(path, found, sticky_counts=use == "scratch")
 
 
@@ -130,7 +130,7 @@ def _is_own_group(number: int) -> bool:
 
 def _user(number: int) -> str:
     try:
-        return f"user {pwd.getpwuid(number).pw_name}"
+        return f"user {number} ({pwd.getpwuid(number).pw_name})"
     except KeyError:
         return f"user {number}"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.rendezvous import trust
-from hpc_serve.rendezvous.trust import fault, require
+from hpc_serve.rendezvous import ownership
+from hpc_serve.rendezvous.ownership import fault, require
 
 STRANGER = 64_999
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -39,7 +39,7 @@ def test_a_private_folder_of_ones_own_is_used_for_everything(home, use):
         (0o1777, "own", "can be changed by everybody (mode 1777)"),
         (0o1777, "scratch", None),
         (0o755, "own", None),
-        (0o755, "private", "is open to others (mode 0755)"),
+        (0o755, "private", "can be read by others (mode 0755)"),
         (0o700, "private", None),
         (0o722, "read", "can be changed by everybody (mode 0722)"),
     ],
@@ -77,7 +77,7 @@ def test_the_group_counts_unless_it_is_the_users_own(home, monkeypatch):
     assert "group" in (fault(home, "own") or "")
     os.chown(home, 0, 0)  # root's own group, which lists nobody
     assert fault(home, "own") is None
-    monkeypatch.setattr(trust, "_is_own_group", lambda number: False)
+    monkeypatch.setattr(ownership, "_is_own_group", lambda number: False)
     assert fault(home, "own") == f"{home} can be changed by group root (mode 0770)"
 
 
@@ -109,7 +109,7 @@ def test_in_a_container_that_shows_no_root_the_unknown_owner_of_a_parent_is_root
     below.mkdir(mode=0o700)
     os.chown(home, 65_534, 65_534)
     assert fault(below, "own")
-    monkeypatch.setattr(trust, "_owners_of_parents", lambda: {0, 65_534})
+    monkeypatch.setattr(ownership, "_owners_of_parents", lambda: {0, 65_534})
     assert fault(below, "own") is None
     assert fault(home, "own") is not None  # as the last of a path it is nobody's
 
