@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.ownership import check_args_file
 from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 from hpc_serve.vllm.command import StandIn
 
@@ -16,7 +17,8 @@ from hpc_serve.vllm.command import StandIn
 def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
     """The folder that HPC_SERVE_MODEL names, with its arguments; None where the variable is not set.
 
-    Raises InvalidRequestError where it is no folder, or its file of arguments cannot be used.
+    Raises InvalidRequestError where it is no folder, or its file of arguments cannot be used or is another user's to
+    write.
     """
     named = environ.get("HPC_SERVE_MODEL")
     if not named:
@@ -28,6 +30,7 @@ def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
 
 
 def _text(path: Path) -> str:
+    check_args_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

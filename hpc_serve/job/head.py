@@ -12,6 +12,7 @@ import socket
 
 from hpc_serve.job.control import ControlServer
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
+from hpc_serve.job.network import choose_ports
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Ending, Outcome, failure
 from hpc_serve.job.parts import Parts
@@ -37,8 +38,7 @@ class Head:
         self._parts = Parts(node, keeper, self._ending)
         self._ray_nodes = RayNodes({})
         self._progress = StartProgress()
-        port = node.command.port or node.head_ports.engine
-        self._engine = EngineAddress(host=node.head, port=port, api_key=api_key)
+        self._engine = EngineAddress(host=node.head, port=keeper.record.port, api_key=api_key)
 
     async def run(self, listener: socket.socket) -> int:
         """From the first node to the last process; returns the exit code."""
@@ -72,7 +72,7 @@ class Head:
             backend=node.backend,
         )
         await self._gather()
-        environ = node.child_environ(address=node.head, ports=node.head_ports)
+        environ = node.child_environ(address=node.head)
         uses_ray = node.backend == "ray"
         if uses_ray:
             environ = ray_environ(environ)
@@ -107,8 +107,10 @@ class Head:
     async def _start_ray(self, environ: dict[str, str]) -> None:
         node = self._node
         self._keeper.stage("starting Ray's head")
-        options = node.ray_options(address=node.head, ports=node.head_ports)
-        await self._parts.start("ray head", head_argv(options), environ)
+        options = node.ray_options(address=node.head)
+        (client_port,) = choose_ports(1)
+        argv = head_argv(options, gcs_port=node.head_ports.gcs, client_port=client_port)
+        await self._parts.start("ray head", argv, environ)
 
         def missing() -> str | None:
             with socket.socket() as probe:

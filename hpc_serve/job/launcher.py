@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.head import Head
-from hpc_serve.job.network import PortBlock, reachable_addresses, reserve
+from hpc_serve.job.network import HeadPorts, choose_ports, listen_on, reachable_addresses
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import Owner
 from hpc_serve.job.record_keeper import LEASE_S, RecordKeeper, user_name
@@ -25,7 +25,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.vllm.command import choose_backend, read_command
 
-_FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORT_BASE")
+_FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS")
 _LEAST_SILENCE_S, _MOST_SILENCE_S = 5, 3_600
 
 
@@ -46,7 +46,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             command=command,
             backend=choose_backend(options.backend, command, allocation.num_nodes),
             head=environ["HPC_SERVE_HEAD_ADDRESS"],
-            head_ports=PortBlock(int(environ["HPC_SERVE_HEAD_PORT_BASE"])),
+            head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
             silence_s=_silence_s(environ),
             temp_dir=temp_dir,
             mark=owner.mark,
@@ -82,7 +82,7 @@ def _silence_s(environ: Mapping[str, str]) -> float:
 
 
 async def _run_head(node: Node) -> int:
-    listener = reserve(node.head_ports)
+    listener = listen_on(node.head_ports.control)
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
@@ -106,7 +106,7 @@ def _first_record(node: Node) -> EndpointRecord:
         state="starting",
         stage="starting",
         hosts=_hosts(allocation, node.head),
-        port=command.port or node.head_ports.engine,
+        port=command.port or choose_ports(1)[0],
         nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,

@@ -1,11 +1,12 @@
-"""The addresses of this node, and blocks of free ports on it. Other users' programs may run on the same node.
+"""The addresses of this node, and free ports on it. Other users' programs may run on the same node.
 
-A launcher reserves a block by listening on its first port, so two launchers on one node never use the same block. A
-block with a port in use is not chosen. A port that is taken later shows when the program it was meant for binds it.
+Only what several programs must agree on gets a port from here, chosen at random. Every other program binds port 0, so
+that the kernel chooses. A port that is taken later shows when the program it was meant for binds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 
-BLOCK_SIZE = 256
 _FIRST_PORT = 10_240
+_DEFAULT_EPHEMERAL_START = 32_768
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IP_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -30,117 +31,86 @@ class PortsInUseError(HpcServeError):
     exit_code = 75
 
 
-@dataclass(frozen=True)
-class PortBlock:
-    """A block of BLOCK_SIZE ports that begins at `base`, and what each port is for."""
+@dataclass(frozen=True, kw_only=True)
+class HeadPorts:
+    """The ports of the head node that the other nodes must know before they reach it.
 
-    base: int
-
-    @property
-    def control(self) -> int:
-        """The launcher listens here to reserve the block. On the head it is also the control port."""
-        return self.base
-
-    @property
-    def gcs(self) -> int:
-        return self.base + 1
-
-    @property
-    def node_manager(self) -> int:
-        return self.base + 2
-
-    @property
-    def object_manager(self) -> int:
-        return self.base + 3
-
-    @property
-    def dashboard_agent_listen(self) -> int:
-        return self.base + 4
-
-    @property
-    def dashboard_agent_grpc(self) -> int:
-        return self.base + 5
-
-    @property
-    def runtime_env_agent(self) -> int:
-        return self.base + 6
-
-    @property
-    def metrics_export(self) -> int:
-        return self.base + 7
-
-    @property
-    def ray_client_server(self) -> int:
-        return self.base + 8
-
-    @property
-    def engine(self) -> int:
-        return self.base + 9
-
-    @property
-    def torch_master(self) -> int:
-        """vLLM's multi-node executor without Ray meets here (`--master-port`)."""
-        return self.base + 10
-
-    @property
-    def engine_internal(self) -> int:
-        """The first port that vLLM chooses for itself (`VLLM_PORT`); it counts upwards from here."""
-        return self.base + 16
-
-    @property
-    def workers(self) -> tuple[int, int]:
-        """First and last port of Ray's worker processes."""
-        return self.base + 64, self.base + BLOCK_SIZE - 1
-
-
-def choose_port_block() -> PortBlock:
-    """A block of which no port is in use now. Raises PortsInUseError if there is none."""
-    block, listener = reserve_free_block()
-    listener.close()
-    return block
-
-
-def reserve(block: PortBlock) -> socket.socket:
-    """Listen on the block's first port, on all interfaces. Raises PortsInUseError if another program does.
-
-    The block stays reserved until the returned socket is closed.
+    Every other port is the business of the program that binds it.
     """
+
+    control: int
+    gcs: int
+    torch_master: int
+    """vLLM's multi-node executor without Ray meets here (`--master-port`)."""
+
+    @classmethod
+    def choose(cls) -> HeadPorts:
+        """Ports that are free now. Raises PortsInUseError if this node has none."""
+        control, gcs, torch_master = choose_ports(3)
+        return cls(control=control, gcs=gcs, torch_master=torch_master)
+
+    @classmethod
+    def from_text(cls, text: str) -> HeadPorts:
+        """What `to_text` wrote. Raises InvalidRequestError."""
+        try:
+            control, gcs, torch_master = map(int, text.split(","))
+        except ValueError:
+            raise InvalidRequestError(f"HPC_SERVE_HEAD_PORTS={text!r} are not three ports.") from None
+        return cls(control=control, gcs=gcs, torch_master=torch_master)
+
+    def to_text(self) -> str:
+        return f"{self.control},{self.gcs},{self.torch_master}"
+
+
+def choose_ports(count: int) -> tuple[int, ...]:
+    """Ports of this node that are free now, each chosen at random, so that nobody can take them beforehand.
+
+    They are below the ports of outgoing connections as long as enough of those are free. Raises PortsInUseError.
+    """
+    below = list(range(_FIRST_PORT, _ephemeral_start()))
+    random.SystemRandom().shuffle(below)
+    found: list[int] = []
+    for port in below:
+        if len(found) == count:
+            break
+        if not _in_use(port):
+            found.append(port)
+    return (*found, *_ports_from_the_kernel(count - len(found)))
+
+
+def listen_on(port: int) -> socket.socket:
+    """Listen on a port, on all interfaces. Raises PortsInUseError if another program does."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind(("", block.control))
+        listener.bind(("", port))
         listener.listen(128)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortsInUseError(f"Port {block.control} was taken by another program.") from error
+            raise PortsInUseError(f"Port {port} was taken by another program.") from error
         raise
     listener.setblocking(False)
     return listener
 
 
-def reserve_free_block() -> tuple[PortBlock, socket.socket]:
-    """Choose a block and reserve it (see `reserve`). Raises PortsInUseError if no block is free."""
-    for block in _shuffled_blocks():
-        if _is_free(block):
-            try:
-                return block, reserve(block)
-            except PortsInUseError:
-                continue
-    raise PortsInUseError(f"No {BLOCK_SIZE} consecutive free ports below the ephemeral range on this node.")
+def _ports_from_the_kernel(count: int) -> tuple[int, ...]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        try:
+            for bound in sockets:
+                bound.bind(("", 0))
+        except OSError as error:
+            raise PortsInUseError(
+                f"This node has no free port left ({error.strerror}): other programs on it listen on all of them."
+            ) from error
+        return tuple(int(bound.getsockname()[1]) for bound in sockets)
 
 
-def _shuffled_blocks() -> list[PortBlock]:
+def _ephemeral_start() -> int:
     try:
-        last = int(_IP_LOCAL_PORT_RANGE.read_text().split()[0])
+        return int(_IP_LOCAL_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        last = 32_768
-    blocks = [PortBlock(base) for base in range(_FIRST_PORT, last - BLOCK_SIZE, BLOCK_SIZE)]
-    random.shuffle(blocks)
-    return blocks
-
-
-def _is_free(block: PortBlock) -> bool:
-    return not any(_in_use(port) for port in range(block.base, block.base + BLOCK_SIZE))
+        return _DEFAULT_EPHEMERAL_START
 
 
 def _in_use(port: int) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.errors import DoesNotFitError
+from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import PortBlock, interface_of
+from hpc_serve.job.network import HeadPorts, choose_ports, interface_of
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_start_options
+from hpc_serve.rendezvous.files import check_folder, read_private
+from hpc_serve.rendezvous.ownership import require
 from hpc_serve.vllm.command import Device, ServeCommand
 
 
@@ -43,7 +44,7 @@ class Node:
     command: ServeCommand
     backend: str
     head: str
-    head_ports: PortBlock
+    head_ports: HeadPorts
     silence_s: float
     temp_dir: Path
     mark: str
@@ -59,12 +60,11 @@ class Node:
         """Ray opens its folder to everybody (0777), so it gets one inside ours."""
         return ray_dir(str(self.temp_dir))
 
-    def ray_options(self, *, address: str, ports: PortBlock) -> RayStartOptions:
+    def ray_options(self, *, address: str) -> RayStartOptions:
         """What Ray may use of this node."""
         return ray_start_options(
             self.allocation,
             address=address,
-            ports=ports,
             temp_dir=self.ray_dir,
             device=self.options.device,
             num_devices=self.options.gpus_per_node,
@@ -79,15 +79,18 @@ class Node:
                 f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
             )
 
-    def child_environ(self, *, address: str, ports: PortBlock) -> dict[str, str]:
-        """The environment of Ray and the engine on this node; what a person has set stays set."""
-        cache = Path(self.environ.get("HPC_SERVE_CACHE_DIR") or self.temp_dir / "cache")
+    def child_environ(self, *, address: str) -> dict[str, str]:
+        """The environment of Ray and the engine on this node; what a person has set stays set.
+
+        Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR.
+        """
+        cache = self._cache_dir()
         ours = {
             **mark_environ(self.mark),
             "TMPDIR": str(self.temp_dir),
             "RAY_ADDRESS": self.gcs,
             "VLLM_HOST_IP": address,  # this node's own: one value for all nodes ends in "unique IP" errors
-            "VLLM_PORT": str(ports.engine_internal),
+            "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
         }
         defaults = {
@@ -105,6 +108,19 @@ class Node:
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         return {**defaults, **self.environ, **ours}
 
+    def _cache_dir(self) -> Path:
+        named = self.environ.get("HPC_SERVE_CACHE_DIR")
+        if not named:
+            return self.temp_dir / "cache"
+        require(
+            Path(named),
+            "own",
+            called=f"HPC_SERVE_CACHE_DIR={named} on {self.allocation.node_name}",
+            advice="The engine runs the compiled code that it finds there: set it to a folder of your own, below "
+            "folders that only you and root can write to, or leave it unset.",
+        )
+        return Path(named)
+
 
 def ray_dir(node_tmp: str) -> str:
     """Ray's folder inside the node-local one."""
@@ -112,6 +128,10 @@ def ray_dir(node_tmp: str) -> str:
 
 
 def read_token(environ: Mapping[str, str]) -> str:
-    """The run's secret, from the 0600 file that `prepare` made."""
-    with open(os.path.expanduser(environ["RAY_AUTH_TOKEN_PATH"])) as token:
-        return token.read().strip()
+    """The run's secret, from the 0600 file that `prepare` made. Raises StoreError, or RecordError if others know it."""
+    path = Path(environ["RAY_AUTH_TOKEN_PATH"])
+    check_folder(path.parent)
+    try:
+        return read_private(path, secret=True).strip()
+    except FileNotFoundError:
+        raise StoreError(f"{path} is not there: this node does not see the run's folder in HPC_SERVE_HOME.") from None

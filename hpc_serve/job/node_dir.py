@@ -15,7 +15,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from hpc_serve.job import shared_memory
 from hpc_serve.job.network import PortsInUseError
 from hpc_serve.job.run_dir import is_private_folder, remove_job_dir
 from hpc_serve.job.shared_memory import Segment
+from hpc_serve.rendezvous.ownership import fault, require
 
 _NAME = re.compile(r"hs-[0-9a-f]{8}")
 _OWNER = "owner"
@@ -52,9 +52,17 @@ def new_name(root: str) -> str:
 def make(path: Path, owner: Owner) -> int | None:
     """Make the folder (0700) and return the descriptor that holds its lock; None where the filesystem has no locks.
 
-    Raises PortsInUseError if the name is taken, InvalidRequestError if it cannot be made.
+    Raises PortsInUseError if the name is taken, InvalidRequestError if it cannot be made, or if another user could
+    put a folder of his own in its place.
     """
     host = socket.gethostname()
+    require(
+        path.parent,
+        "scratch",
+        called=f"HPC_SERVE_TMPDIR={path.parent} on {host}",
+        advice="Set HPC_SERVE_TMPDIR to a node-local folder of yours or of root's, with the sticky bit if others "
+        "write to it, as /tmp has it.",
+    )
     try:
         path.mkdir(mode=0o700)
         try:
@@ -92,8 +100,7 @@ def found(root: Path) -> list[Path]:
 
     None where others could give one of this user's folders such a name: in /tmp the sticky bit forbids it.
     """
-    mode = os.stat(root).st_mode
-    if mode & (stat.S_IWOTH | stat.S_IWGRP) and not mode & stat.S_ISVTX:
+    if fault(root, "scratch") is not None:
         return []
     paths = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(path for path in paths if is_private_folder(path))

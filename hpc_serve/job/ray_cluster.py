@@ -13,13 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import PortBlock
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.command import Device
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
 _OBJECT_STORE_BYTES = 1 * GIB
 _SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2  # Ray refuses less than 75 MiB
+# Each binds port 0 and tells the others what it got: nothing to clash with. Some have fixed ports by default.
+_PORTS_FROM_THE_KERNEL = (
+    *("node-manager", "object-manager", "min-worker", "max-worker"),
+    *("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,6 @@ class RayStartOptions:
     """What one `ray start` gets on its command line."""
 
     address: str
-    ports: PortBlock
     temp_dir: str
     num_cpus: int
     device: Device
@@ -37,14 +40,13 @@ class RayStartOptions:
 
 
 def ray_start_options(
-    allocation: Allocation, *, address: str, ports: PortBlock, temp_dir: str, device: Device, num_devices: int
+    allocation: Allocation, *, address: str, temp_dir: str, device: Device, num_devices: int
 ) -> RayStartOptions:
     """Options for this node. Ray gets the CPUs, memory and devices of the job, not those of the machine."""
     memory = allocation.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
     return RayStartOptions(
         address=address,
-        ports=ports,
         temp_dir=temp_dir,
         num_cpus=allocation.num_cpus,
         device=device,
@@ -54,12 +56,13 @@ def ray_start_options(
     )
 
 
-def head_argv(options: RayStartOptions) -> list[str]:
+def head_argv(options: RayStartOptions, *, gcs_port: int, client_port: int) -> list[str]:
+    """`client_port` is Ray Client's, which nobody uses here and which cannot be turned off."""
     return [
         *_start_argv(options),
         "--head",
-        f"--port={options.ports.gcs}",
-        f"--ray-client-server-port={options.ports.ray_client_server}",
+        f"--port={gcs_port}",
+        f"--ray-client-server-port={client_port}",
         "--include-dashboard=false",
     ]
 
@@ -70,7 +73,6 @@ def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
 
 
 def _start_argv(options: RayStartOptions) -> list[str]:
-    first, last = options.ports.workers
     return [
         "ray",
         "start",
@@ -82,14 +84,7 @@ def _start_argv(options: RayStartOptions) -> list[str]:
         *_device_args(options),
         f"--memory={options.memory_bytes}",
         f"--object-store-memory={options.object_store_bytes}",
-        f"--node-manager-port={options.ports.node_manager}",
-        f"--object-manager-port={options.ports.object_manager}",
-        f"--dashboard-agent-listen-port={options.ports.dashboard_agent_listen}",
-        f"--dashboard-agent-grpc-port={options.ports.dashboard_agent_grpc}",
-        f"--runtime-env-agent-port={options.ports.runtime_env_agent}",
-        f"--metrics-export-port={options.ports.metrics_export}",
-        f"--min-worker-port={first}",
-        f"--max-worker-port={last}",
+        *(f"--{name}-port=0" for name in _PORTS_FROM_THE_KERNEL),
     ]
 
 

@@ -7,30 +7,31 @@ which has only records to go by: this is no place to ask a scheduler.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
+from hpc_serve.rendezvous.files import create_private, make_private_folder
+from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
 _NAME = re.compile(r"(?P<run>.+-r\d+)-[0-9a-f]{8}")
 
 
 def make_job_dir(home: Path, allocation: Allocation) -> Path:
-    """The run's private folder (0700) with Ray's token (0600) in it."""
-    jobs = home / "jobs"
-    jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The run's private folder (0700) with Ray's token (0600) in it.
+
+    Raises StoreError if it cannot be made, or if somebody else can change what is in a folder above it.
+    """
+    make_private_folder(home, tighten=False)
+    jobs = make_private_folder(home / "jobs")
     job_dir = jobs / f"{allocation.run_name}-{secrets.token_hex(4)}"
     job_dir.mkdir(mode=0o700)
-    descriptor = os.open(job_dir / "ray_token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "w") as token:
-        token.write(secrets.token_hex(32))
+    create_private(job_dir / "ray_token", secrets.token_hex(32))
     return job_dir
 
 
@@ -57,7 +58,4 @@ def sweep_job_dirs(store: ServiceStore) -> None:
 
 def is_private_folder(path: Path) -> bool:
     """Whether it is a folder, no link to one, of this user alone."""
-    with contextlib.suppress(OSError):
-        seen = os.lstat(path)
-        return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid() and not seen.st_mode & 0o077
-    return False
+    return path.is_dir() and not path.is_symlink() and fault(path, "private") is None

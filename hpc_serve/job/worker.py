@@ -7,7 +7,7 @@ import signal
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.control import Link, LinkLostError, Message, connect
-from hpc_serve.job.network import node_address, reserve_free_block
+from hpc_serve.job.network import node_address
 from hpc_serve.job.node import Node
 from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
 from hpc_serve.job.ray_cluster import ray_environ, worker_argv
@@ -50,18 +50,16 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
     heard = asyncio.create_task(link.receive())
     stop = asyncio.create_task(stopped.wait())
     child: Child | None = None
-    reservation = None
     try:
         await asyncio.wait({heard, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done() or not _is(heard, "go"):
             return 0
         heard = asyncio.create_task(link.receive())
         node.check_gpus()
-        ports, reservation = reserve_free_block()
-        environ = node.child_environ(address=address, ports=ports)
+        environ = node.child_environ(address=address)
         if node.backend == "ray":
             name = "ray worker"
-            options = node.ray_options(address=address, ports=ports)
+            options = node.ray_options(address=address)
             argv, environ = worker_argv(options, head=node.gcs), ray_environ(environ)
         else:
             name = "engine"
@@ -91,8 +89,6 @@ async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Eve
             task.cancel()
         if child is not None:
             await child.stop(_GRACE_S)
-        if reservation is not None:
-            reservation.close()
 
 
 async def _say_failed(

@@ -140,8 +140,7 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
             raise RecordError(f"{reason}: it is not trusted.")
         if secret and (reason := stat_fault(path, found, "private")):
             raise RecordError(
-                f"{reason}, so it is not secret any more: "
-                "remove it to have a new one made, and restart what uses it."
+                f"{reason}, so it is not secret any more: remove it to have a new one made, and restart what uses it."
             )
         content = file.read(_MAX_FILE_BYTES + 1)
     if len(content) > _MAX_FILE_BYTES:

@@ -36,6 +36,32 @@ def require(path: Path, use: Use, *, called: str, advice: str) -> None:
         raise InvalidRequestError(f"{called} is not used: {reason}. {advice}")
 
 
+def check_log_dir(path: Path, *, called: str) -> None:
+    """Raises InvalidRequestError if somebody else can put a file or link where a log will be written."""
+    require(
+        path,
+        "own",
+        called=called,
+        advice="Other users could put links in it, and logs would be written to wherever those lead: set it to a "
+        "folder of your own, below folders that only you and root can write to.",
+    )
+
+
+def check_args_file(path: Path) -> None:
+    """Raises InvalidRequestError if somebody else can write a stand-in folder's file of engine arguments.
+
+    The folder itself and the weights in it may be anybody's: a project's shared copy of a model is.
+    """
+    if os.path.lexists(path):
+        require(
+            path,
+            "read",
+            called=str(path),
+            advice="Its words decide what runs as you. Give them on the command line after --, and set HPC_SERVE_MODEL "
+            "to a folder of your own with links to the weights; or have the folder and that file made root's or yours.",
+        )
+
+
 def fault(path: Path, use: Use) -> str | None:
     """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it."""
     try:
@@ -43,7 +69,7 @@ def fault(path: Path, use: Use) -> str | None:
             reason = stat_fault(step, found, use) if is_last else _folder_fault(step, found)
             if reason:
                 return reason
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # whoever makes it or opens it is told
         return None
     except OSError as error:
         return f"{path} cannot be looked at: {error.strerror}"
@@ -104,6 +130,8 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
             rest += reversed([part for part in target.parts if part != "/"])
         else:
             here = step
+            if rest and not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError
             yield here, found, not rest
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 from hpc_serve.plan import ServePlan
+from hpc_serve.rendezvous.ownership import check_log_dir
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of
@@ -37,9 +38,13 @@ def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
 
 
 def make_log_dir(request: ServeRequest) -> Path:
-    """The log folder, made if it is missing (0700). Raises StoreError if it cannot be written to."""
+    """The log folder, made if it is missing (0700).
+
+    Raises StoreError if it cannot be written to, InvalidRequestError if others can change what is in it.
+    """
     assert request.log_dir is not None
     folder = Path(request.log_dir)
+    check_log_dir(folder, called=f"--log-dir {folder}")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -260,11 +260,11 @@ def test_cancelled_in_every_stage(alice, stage):
 
 
 def test_a_port_that_was_taken_is_answered_with_others(alice):
-    """The first attempt's control port is taken by another program on the head; the second finds a free block."""
-    listen = "s.bind(('', int(os.environ['HPC_SERVE_HEAD_PORT_BASE']))); s.listen(); time.sleep(600)"
+    """The first attempt's control port is taken by another program on the head; the second finds others."""
+    listen = "s.bind(('', int(os.environ['HPC_SERVE_HEAD_PORTS'].split(',')[0]))); s.listen(); time.sleep(600)"
     thief = (
         f'python -c "import os, socket, time; s = socket.socket(); {listen}" & '
-        "until (: <>/dev/tcp/127.0.0.1/$HPC_SERVE_HEAD_PORT_BASE) 2>/dev/null; do :; done"
+        "until (: <>/dev/tcp/127.0.0.1/${HPC_SERVE_HEAD_PORTS%%,*}) 2>/dev/null; do :; done"
     )
     job_id = submit(
         alice,

@@ -10,20 +10,21 @@ import time
 import pytest
 
 from hpc_serve.job.control import ControlServer, Link, LinkLostError, connect
-from hpc_serve.job.network import PortsInUseError, reserve_free_block
+from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
 
 
 def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0):
     """Run `scenario(head's link, node's link)` over a real connection."""
 
     async def run():
-        block, listener = reserve_free_block()
+        (port,) = choose_ports(1)
+        listener = listen_on(port)
         links: asyncio.Queue[Link] = asyncio.Queue()
         server = ControlServer(server_token, "n1", links.put_nowait, silence_s=silence_s)
         await server.start(listener)
         try:
             node = await connect(
-                ("127.0.0.1", block.control),
+                ("127.0.0.1", port),
                 client_token,
                 rank=1,
                 name="n2",
@@ -143,9 +144,8 @@ def test_the_token_itself_never_travels():
 
 
 def test_a_head_that_never_listens_ends_the_wait_with_advice():
-    block, listener = reserve_free_block()
+    (port,) = choose_ports(1)
+    listener = listen_on(port)
     listener.close()
     with pytest.raises(LinkLostError, match="HPC_SERVE_INTERFACE"):
-        asyncio.run(
-            connect(("127.0.0.1", block.control), "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=0.3)
-        )
+        asyncio.run(connect(("127.0.0.1", port), "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=0.3))

@@ -1,43 +1,62 @@
-"""Ports and addresses on a shared node: no two of ours take one block, a stranger's port is seen."""
+"""Ports and addresses on a shared node: a stranger's port is passed over, and no number of them stops a start."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job import network
-from hpc_serve.job.network import BLOCK_SIZE, PortBlock, PortsInUseError
+from hpc_serve.job.network import HeadPorts, PortsInUseError
 
 
-def test_every_port_of_a_block_is_its_own_and_inside_it():
-    block = PortBlock(10_240)
-    named = [
-        *(block.control, block.gcs, block.node_manager, block.object_manager, block.dashboard_agent_listen),
-        *(block.dashboard_agent_grpc, block.runtime_env_agent, block.metrics_export, block.ray_client_server),
-        *(block.engine, block.torch_master, block.engine_internal, block.workers[0]),
-    ]
-    assert len(set(named)) == len(named)
-    assert all(block.base <= port < block.base + BLOCK_SIZE for port in (*named, *block.workers))
+def test_the_heads_ports_are_all_different_and_survive_the_environment():
+    ports = HeadPorts.choose()
+    assert len({ports.control, ports.gcs, ports.torch_master}) == 3
+    assert HeadPorts.from_text(ports.to_text()) == ports
 
 
-def test_a_held_block_is_not_given_twice(monkeypatch):
-    first, listener = network.reserve_free_block()
-    others = [PortBlock(first.base), PortBlock(first.base + BLOCK_SIZE)]
-    monkeypatch.setattr(network, "_shuffled_blocks", lambda: list(others))
-    with listener:
-        assert network.choose_port_block() == others[1]
-        with pytest.raises(PortsInUseError, match=str(first.control)):
-            network.reserve(first)
-    assert network.choose_port_block() == first
+@pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c"])
+def test_other_text_is_not_taken_for_ports(text):
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_HEAD_PORTS"):
+        HeadPorts.from_text(text)
 
 
-def test_a_block_with_a_strangers_port_is_passed_over(monkeypatch):
-    block = network.choose_port_block()
-    monkeypatch.setattr(network, "_shuffled_blocks", lambda: [block])
-    with socket.create_server(("", block.engine)), pytest.raises(PortsInUseError, match="consecutive free ports"):
-        network.choose_port_block()
+def test_ports_are_chosen_below_those_of_outgoing_connections_and_not_twice_alike():
+    first, second = network.choose_ports(8), network.choose_ports(8)
+    assert len(set(first)) == 8
+    assert all(10_240 <= port < network._ephemeral_start() for port in first)
+    assert first != second  # by chance alone once in 10^30
+
+
+def test_a_port_that_somebody_listens_on_is_said_to_be_taken_and_not_chosen(monkeypatch):
+    (taken, free) = network.choose_ports(2)
+    with socket.create_server(("", taken)):
+        with pytest.raises(PortsInUseError, match=str(taken)):
+            network.listen_on(taken)
+        monkeypatch.setattr(network, "_FIRST_PORT", 0)
+        monkeypatch.setattr(network, "_ephemeral_start", lambda: 2)
+        monkeypatch.setattr(network, "_in_use", lambda port, ask=network._in_use: ask((taken, free)[port]))
+        assert network.choose_ports(1) == (1,)
+
+
+def test_a_stranger_who_listens_all_over_the_node_stops_no_start():
+    """One socket in every 256 ports, which left no block of that size free, stops nobody any more."""
+    with contextlib.ExitStack() as held:
+        for port in range(network._FIRST_PORT + 9, network._ephemeral_start(), 256):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("", port)))
+        ports = HeadPorts.choose()
+        network.listen_on(ports.control).close()
+
+
+def test_where_no_port_is_free_below_the_kernel_chooses(monkeypatch):
+    monkeypatch.setattr(network, "_in_use", lambda port: True)
+    ports = network.choose_ports(3)
+    assert len(set(ports)) == 3
+    assert all(port >= network._ephemeral_start() for port in ports)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():

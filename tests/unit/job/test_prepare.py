@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job import network
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.prepare import main, node_tmp_name, prepare
 from hpc_serve.rendezvous.store import ServiceStore
@@ -76,3 +77,27 @@ def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypa
     assert (record.state, record.failed_part, record.exit_code) == ("failed", "launcher", 2)
     assert why in record.reason
     assert not (Path(environ["HPC_SERVE_HOME"]) / "jobs").exists()
+
+
+def test_a_run_without_a_port_leaves_no_folder_with_its_token_behind(environ, monkeypatch):
+    def none_free(count: int) -> tuple[int, ...]:
+        raise network.PortsInUseError("This node has no free port left.")
+
+    monkeypatch.setattr(network, "choose_ports", none_free)
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    assert main(["--service", "8b"]) == 75
+    assert not list((Path(environ["HPC_SERVE_HOME"]) / "jobs").glob("*"))
+
+
+def test_under_any_umask_everything_that_it_makes_is_the_users_alone(environ, monkeypatch, tmp_path):
+    for name, text in {**environ, "HPC_SERVE_LOG_DIR": str(tmp_path / "a" / "b")}.items():
+        monkeypatch.setenv(name, text)
+    before = os.umask(0)
+    try:
+        assert main(["--service", "8b"]) == 0
+    finally:
+        os.umask(before)
+    made = [path for root in ("home", "a") for path in (tmp_path / root, *(tmp_path / root).rglob("*"))]
+    assert [path for path in made if mode(path) & 0o077] == []
+    assert any(path.name == "ray_token" for path in made)

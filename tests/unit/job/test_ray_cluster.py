@@ -1,4 +1,4 @@
-"""Ray's command lines: every port of the block, the job's share and no more, nothing secret."""
+"""Ray's command lines: every port is given, the job's share and no more, nothing secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import PortBlock
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
 
 ALLOCATION = Allocation(
@@ -25,7 +24,6 @@ ALLOCATION = Allocation(
 NODE = ray_start_options(
     ALLOCATION,
     address="10.0.0.1",
-    ports=PortBlock(20_000),
     temp_dir="/tmp/hs-1/ray",
     device="GPU",
     num_devices=8,
@@ -38,13 +36,12 @@ def options(argv: list[str]) -> dict[str, str]:
 
 
 def test_ray_gets_the_jobs_share_and_not_the_machines():
-    said = options(head_argv(NODE))
+    said = options(head_argv(NODE, gcs_port=20_001, client_port=20_002))
     assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
     assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * 1024**3
     unlimited = ray_start_options(
         replace(ALLOCATION, memory_bytes=None),
         address="a",
-        ports=PortBlock(1),
         temp_dir="t",
         device="GPU",
         num_devices=0,
@@ -88,11 +85,19 @@ def test_ray_still_refuses_rocms_own_name(monkeypatch):
         manager.get_visible_accelerator_ids_env_var()
 
 
-def test_every_port_is_said_aloud_and_from_the_block():
-    for argv in (head_argv(NODE), worker_argv(NODE, head="10.0.0.9:1")):
-        ports = [int(value) for name, value in options(argv).items() if name.endswith("port")]
-        assert len(ports) == len(set(ports)) >= 8
-        assert all(20_000 < port < 20_256 for port in ports)
+def test_every_port_is_given_the_heads_two_and_zero_for_what_tells_the_others_by_itself():
+    for argv in (head_argv(NODE, gcs_port=20_001, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+        ports = {name: int(value) for name, value in options(argv).items() if name.endswith("port")}
+        chosen = {name: port for name, port in ports.items() if port}
+        assert chosen in ({}, {"port": 20_001, "ray-client-server-port": 20_002})
+        assert len(ports) - len(chosen) == 8
+
+
+def test_ray_knows_every_port_option():
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    known = {name for option in scripts.start.params for name in option.opts}
+    for argv in (head_argv(NODE, gcs_port=20_001, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+        assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= known
 
 
 def test_a_worker_joins_the_head_it_is_told():

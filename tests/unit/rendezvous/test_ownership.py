@@ -1,6 +1,6 @@
-"""A stranger's folder, file or link is not used, wherever it stands on the way. The stranger is played by a user number.
+"""A stranger's folder, file or link is not used, wherever it stands on the way.
 
-As root, files are given away for real; another user of the tests plays the stranger by the owner that he is not.
+As root, files are given away for real.
 """
 
 from __future__ import annotations
@@ -116,5 +116,7 @@ def test_in_a_container_that_shows_no_root_the_unknown_owner_of_a_parent_is_root
 
 def test_the_error_says_what_and_what_next(home):
     home.chmod(0o777)
-    with pytest.raises(InvalidRequestError, match=r"^HPC_SERVE_X=\S+ is not used: .* by everybody .* Set it elsewhere\.$"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^HPC_SERVE_X=\S+ is not used: .* by everybody .* Set it elsewhere\.$"
+    ):
         require(home, "own", called=f"HPC_SERVE_X={home}", advice="Set it elsewhere.")

@@ -1,0 +1,139 @@
+"""No start uses a folder that another user can change: for its token, its logs, its node-local files or its code.
+
+The stranger is anybody who can write to the folder, or (as root) the owner that it is given to.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
+from hpc_serve.job import node_dir
+from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.launcher import launch
+from hpc_serve.job.network import HeadPorts
+from hpc_serve.job.node import LaunchOptions, Node, read_token
+from hpc_serve.job.prepare import prepare
+from hpc_serve.vllm.command import ServeCommand
+
+STRANGER = 64_999
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": "local-1"}
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Path:
+    """A folder that everybody can write to, as a careless project folder."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+def prepared(environ: dict[str, str]) -> dict[str, str]:
+    return prepare("8b", read_allocation(environ), environ)
+
+
+def test_a_home_below_a_folder_that_others_write_to_is_refused(environ, open_folder):
+    with pytest.raises(StoreError, match=r"open can be changed by everybody .* Set HPC_SERVE_HOME"):
+        prepared({**environ, "HPC_SERVE_HOME": str(open_folder / "home")})
+
+
+@needs_root
+def test_the_token_of_a_strangers_jobs_folder_is_not_made_or_read(environ, tmp_path):
+    exports = prepared(environ)
+    jobs = Path(exports["HPC_SERVE_JOB_DIR"]).parent
+    os.chown(jobs, STRANGER, STRANGER)
+    with pytest.raises(StoreError, match=f"jobs belongs to user {STRANGER}"):
+        prepared(environ)
+    with pytest.raises(StoreError, match=f"jobs belongs to user {STRANGER}"):
+        read_token(exports)
+
+
+def test_a_token_that_others_can_read_is_not_used(environ):
+    exports = prepared(environ)
+    Path(exports["RAY_AUTH_TOKEN_PATH"]).chmod(0o644)
+    with pytest.raises(RecordError, match="no secret any more"):
+        read_token(exports)
+
+
+def test_logs_are_not_written_where_others_can_put_links(environ, open_folder):
+    for named in (open_folder, open_folder / "logs"):
+        with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_LOG_DIR=\S+ is not used: .* changed by everybody"):
+            prepared({**environ, "HPC_SERVE_LOG_DIR": str(named)})
+    open_folder.chmod(0o1777)  # as /tmp: in it a folder of ours is ours
+    assert prepared({**environ, "HPC_SERVE_LOG_DIR": str(open_folder / "logs")})
+    with pytest.raises(InvalidRequestError, match="can be changed by everybody"):
+        prepared({**environ, "HPC_SERVE_LOG_DIR": str(open_folder)})
+
+
+def test_a_node_local_root_without_a_sticky_bit_is_refused(open_folder):
+    owner = node_dir.Owner(mark="m")
+    with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_TMPDIR=\S+ on .* is not used: .*without the sticky bit"):
+        node_dir.make(open_folder / "hs-12345678", owner)
+    assert list(open_folder.iterdir()) == []
+    open_folder.chmod(0o1777)
+    lock = node_dir.make(open_folder / "hs-12345678", owner)
+    assert lock is not None
+    os.close(lock)
+
+
+def node(environ: dict[str, str], tmp_path: Path) -> Node:
+    command = ServeCommand(
+        argv=("vllm", "serve", "m"),
+        model="m",
+        served_model_names=("m",),
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        port=None,
+    )
+    return Node(
+        options=LaunchOptions(service="8b", backend="mp", gpus_per_node=1),
+        allocation=read_allocation(environ),
+        command=command,
+        backend="mp",
+        head="127.0.0.1",
+        head_ports=HeadPorts(control=1, gcs=2, torch_master=3),
+        silence_s=60,
+        temp_dir=tmp_path,
+        mark="m",
+        token="t",
+        environ=environ,
+    )
+
+
+def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_folder, tmp_path):
+    for named in (open_folder, open_folder / "cache"):
+        with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
+            node({**environ, "HPC_SERVE_CACHE_DIR": str(named)}, tmp_path).child_environ(address="127.0.0.1")
+    own = tmp_path / "cache"
+    child = node({**environ, "HPC_SERVE_CACHE_DIR": str(own)}, tmp_path).child_environ(address="127.0.0.1")
+    assert child["VLLM_CACHE_ROOT"] == str(own / "vllm")
+
+
+@pytest.mark.parametrize("who", ["everybody writes the file", "everybody writes the folder", "a stranger's folder"])
+def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, who):
+    model = tmp_path / "model"
+    model.mkdir(mode=0o755)
+    args = model / "hpc-serve-args.txt"
+    args.write_text("--max-num-seqs 8")
+    args.chmod(0o644)
+    if who == "everybody writes the file":
+        args.chmod(0o666)
+    elif who == "everybody writes the folder":
+        model.chmod(0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    else:
+        os.chown(model, STRANGER, STRANGER)
+    exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model)}
+    options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
+    with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):
+        launch(options, ["vllm", "serve", "8b"], read_allocation(environ), exports)
