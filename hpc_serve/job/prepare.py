@@ -20,6 +20,7 @@ from hpc_serve.job.network import HeadPorts, node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_job_dir, sweep_job_dirs
+from hpc_serve.rendezvous.files import make_folders
 from hpc_serve.rendezvous.ownership import check_log_dir
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -31,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.job.prepare", description=__doc__)
     parser.add_argument("--service", required=True)
     options = parser.parse_args(argv)
-    os.umask(0o077)  # the script says so too, but this program may be run by hand
     allocation = None
     try:
         allocation = read_allocation(os.environ)
@@ -77,7 +77,7 @@ def make_log_dir(path: Path) -> Path:
     """The folder of logs, made if it is missing. Raises InvalidRequestError: srun would only say that IO failed."""
     check_log_dir(path, called=f"HPC_SERVE_LOG_DIR={path}")
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path)
     except OSError as error:
         raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={path} cannot be made: {error.strerror}.") from error
     if not os.access(path, os.W_OK | os.X_OK):

@@ -33,19 +33,29 @@ def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
     Returns `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
     """
     with _explained("make the folder", path):
-        if not path.parent.exists():
-            make_private_folder(path.parent)
         try:
-            os.mkdir(path, 0o700)
+            make_folders(path)
         except FileExistsError:
-            pass
+            raise StoreError(
+                f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere."
+            ) from None
         found = os.stat(path)
-        if not stat.S_ISDIR(found.st_mode):
-            raise StoreError(f"{path} is in the way: it is not a folder. Move it, or set HPC_SERVE_HOME elsewhere.")
         if tighten and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
             os.chmod(path, 0o700)
     check_folder(path)
     return path
+
+
+def make_folders(path: Path) -> None:
+    """Make `path` and its missing parents, 0700 under any umask; OSErrors are the caller's to explain."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        make_folders(path.parent)
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
 
 
 def check_folder(path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, StoreError
 from hpc_serve.plan import ServePlan
+from hpc_serve.rendezvous.files import make_folders
 from hpc_serve.rendezvous.ownership import check_log_dir
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
@@ -46,7 +47,7 @@ def make_log_dir(request: ServeRequest) -> Path:
     folder = Path(request.log_dir)
     check_log_dir(folder, called=f"--log-dir {folder}")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(folder)
     except OSError as error:
         raise StoreError(f"the log folder {folder} cannot be made: {error.strerror}. Set --log-dir.") from error
     if not os.access(folder, os.W_OK | os.X_OK):
