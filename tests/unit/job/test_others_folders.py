@@ -60,7 +60,7 @@ def test_the_token_of_a_strangers_jobs_folder_is_not_made_or_read(environ, tmp_p
 def test_a_token_that_others_can_read_is_not_used(environ):
     exports = prepared(environ)
     Path(exports["RAY_AUTH_TOKEN_PATH"]).chmod(0o644)
-    with pytest.raises(RecordError, match="no secret any more"):
+    with pytest.raises(RecordError, match="not secret any more"):
         read_token(exports)
 
 
