@@ -93,6 +93,7 @@ def node(environ: dict[str, str], tmp_path: Path) -> Node:
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         port=None,
+        executor=None,
     )
     return Node(
         options=LaunchOptions(service="8b", backend="mp", gpus_per_node=1),
