@@ -33,6 +33,9 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     """
     from hpc_serve.cli import show
     from hpc_serve.submit import services
+    from hpc_serve.submit.status_reader import find
+    from hpc_serve.submit.stop import stop
+    from hpc_serve.submit.wait import wait
 
     store = ServiceStore(default_home(os.environ))
     for name, value in _CPU_ENGINE.items():
@@ -42,14 +45,14 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     job_id, answered = submission.job.job_id, False
     try:
         with show.Stages(SERVICE) as stages:
-            services.wait(store, SERVICE, job_id=job_id, on_change=stages.show)
+            wait(store, SERVICE, job_id=job_id, on_change=stages.show)
         click.echo(_ask())
         click.echo(_how_to_call())
         answered = True
     finally:
         if not (keep and answered):
             click.echo("\nStopping it ...")
-            for status in services.stop(store, services.find(store, job_id)):
+            for status in stop(store, find(store, job_id)):
                 click.echo(f"{SERVICE} is over: {status.sentence}")
 
 

@@ -1,4 +1,4 @@
-"""What is shown on the screen: a submission, the way to ready, services. Text for people, JSON for scripts."""
+"""What is shown on the screen: a submission, the stages of a start, services. Text for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
+    from hpc_serve.client.status import ReplicaStatus
     from hpc_serve.plan.catalog import CatalogModel
+    from hpc_serve.submit.job_status import StatusReport
     from hpc_serve.submit.services import Submission
-    from hpc_serve.submit.status import ServiceStatus, StatusReport
 
 _COLOURS = {
     "ready": "green",
@@ -35,7 +36,7 @@ _COLOURS = {
     "unknown": "magenta",
     "stopped": "dim",
 }
-_LEAST_SUMMARY = 24  # columns that what there is to say of a service needs beside its name, job and state
+_LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state
 _WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 
 
@@ -91,14 +92,14 @@ def submission_text(submission: Submission) -> str:
 
 def follow_until_ready(
     environ: Mapping[str, str], service: str, *, job_id: str | None = None, timeout_s: float | None = None
-) -> ServiceStatus:
-    """Show the stages of a service until it is ready. Ctrl-C leaves it as it is. Raises what `services.wait` raises."""
-    from hpc_serve.submit import services
+) -> ReplicaStatus:
+    """Show the stages of a service until it is ready. Ctrl-C leaves it as it is. Raises what `wait` raises."""
+    from hpc_serve.submit.wait import wait
 
     store = ServiceStore(default_home(environ))
     try:
         with Stages(service) as stages:
-            status = services.wait(store, service, job_id=job_id, timeout_s=timeout_s, on_change=stages.show)
+            status = wait(store, service, job_id=job_id, timeout_s=timeout_s, on_change=stages.show)
     except KeyboardInterrupt:
         click.echo(
             f"\nNo longer watching; {service} goes on. Come back: hpc-serve wait {service}. "
@@ -111,7 +112,7 @@ def follow_until_ready(
 
 
 class _Console(Console):
-    """A console without highlighting that leaves a broken pipe to `main`, as everything else that is printed does."""
+    """A console without highlighting. It leaves a broken pipe to `main`, like everything else that is printed."""
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False)
@@ -121,7 +122,7 @@ class _Console(Console):
 
 
 class Stages:
-    """The stages of a start, on stderr: a line that moves on a terminal, elsewhere a line for each new stage."""
+    """The stages of a start, on stderr: on a terminal one line that changes, elsewhere a line for each new stage."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -148,10 +149,10 @@ class Stages:
     ) -> None:
         self._progress.stop()
 
-    def show(self, status: ServiceStatus) -> None:
-        """Show a status; a stage that only got further is no line of its own."""
-        stage, now_s = status.detail if status.state == "starting" else status.sentence, time.monotonic()
-        self._progress.update(self._task, description=f"{self._service} {stage}{_progress_text(status)}")
+    def show(self, status: ReplicaStatus) -> None:
+        """Show a status. A stage whose progress alone has changed gets no new line."""
+        self._progress.update(self._task, description=f"{self._service} {_stage(status)}")
+        stage, now_s = _stage(dataclasses.replace(status, progress=None)), time.monotonic()
         if stage == self._stage:
             return
         if not self._console.is_terminal:
@@ -163,23 +164,28 @@ class Stages:
 
 def report_json(report: StatusReport) -> dict[str, Any]:
     """A report under stable keys."""
-    return {"services": [status_json(status) for status in report.services], "problems": list(report.problems)}
+    return {"services": [status_json(status) for status in report.replicas], "problems": list(report.problems)}
 
 
-def status_json(status: ServiceStatus) -> dict[str, Any]:
-    """A status under stable keys: those of ServiceStatus, and `logs`."""
-    return dataclasses.asdict(status) | {"logs": [str(path) for path in status.log_files()]}
+def status_json(status: ReplicaStatus) -> dict[str, Any]:
+    """A status under stable keys: the fields of ReplicaStatus but what it was derived from, `address` and `logs`."""
+    from hpc_serve.submit.log_files import files_of
+
+    keys = dataclasses.asdict(dataclasses.replace(status, record=None, probe=None))
+    for name in ("record", "record_age_s", "probe"):
+        del keys[name]
+    return keys | {"address": status.address, "logs": [str(path) for path in files_of(status)]}
 
 
-def print_table(statuses: Sequence[ServiceStatus]) -> None:
-    """One line a service, in the width of the terminal; where that is too narrow, what there is to say goes below."""
+def print_table(statuses: Sequence[ReplicaStatus]) -> None:
+    """One line a replica, in the width of the terminal. On a narrow terminal the details go on a line below."""
     console = _Console()
     in_columns = max(len(f"{status.service} {status.job_id} {status.state}") for status in statuses) + 8
     if console.width < in_columns + _LEAST_SUMMARY:
         for status in statuses:
             name = f"{status.service} {status.job_id} "
             console.print(Text.assemble(name, (status.state, _COLOURS[status.state])), overflow="fold")
-            console.print(Padding(Text(_summary(status), overflow="fold"), (0, 0, 0, 2)))
+            console.print(Padding(Text(_state_detail(status), overflow="fold"), (0, 0, 0, 2)))
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for heading in ("SERVICE", "JOB", "STATE"):
@@ -187,12 +193,14 @@ def print_table(statuses: Sequence[ServiceStatus]) -> None:
     table.add_column("")
     for status in statuses:
         state = Text(status.state, style=_COLOURS[status.state])
-        table.add_row(Text(status.service), Text(status.job_id), state, Text(_summary(status), overflow="fold"))
+        table.add_row(Text(status.service), Text(status.job_id), state, Text(_state_detail(status), overflow="fold"))
     console.print(table)
 
 
-def print_details(status: ServiceStatus) -> None:
+def print_details(status: ReplicaStatus) -> None:
     """All there is to say about one replica."""
+    from hpc_serve.submit.log_files import files_of, places_of
+
     console = _Console(soft_wrap=True)
     layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
     nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
@@ -200,7 +208,7 @@ def print_details(status: ServiceStatus) -> None:
     rows = {
         "model": status.model,
         "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
-        "state": status.sentence + _progress_text(status),
+        "state": status.sentence,
         "address": status.address,
         "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,
         "layout": layout,
@@ -208,7 +216,7 @@ def print_details(status: ServiceStatus) -> None:
         "started": _when(status.started_at),
         "time left": status.time_left or "",
         "exit code": "" if status.exit_code is None else str(status.exit_code),
-        "logs": "\n".join(map(str, status.log_files() or status.log_places)),
+        "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
     heading = Text(f"{status.service}  job {status.job_id}", style=f"bold {_COLOURS[status.state]}")
     console.print(heading)
@@ -225,7 +233,7 @@ def print_details(status: ServiceStatus) -> None:
             console.print(Text(f"    {line}", style="dim"))
 
 
-def _print_figures(console: Console, status: ServiceStatus) -> None:
+def _print_figures(console: Console, status: ReplicaStatus) -> None:
     names = [name for name in status.predicted if name in status.measured]
     if not names:
         return
@@ -235,15 +243,15 @@ def _print_figures(console: Console, status: ServiceStatus) -> None:
         console.print(Text(f"  {name:<24} {predicted:>14} {measured:>14}"))
 
 
-def _progress_text(status: ServiceStatus) -> str:
-    return f" {status.progress.done}/{status.progress.total}" if status.progress else ""
+def _stage(status: ReplicaStatus) -> str:
+    return status.detail if status.state == "starting" else status.sentence
 
 
-def _summary(status: ServiceStatus) -> str:
+def _state_detail(status: ReplicaStatus) -> str:
     if status.state == "ready":
         left = f", {status.time_left} left" if status.time_left else ""
         return f"{status.model} at {status.address}{left}"
-    return status.detail + _progress_text(status)
+    return status.detail
 
 
 def _clock(seconds: float) -> str:
@@ -261,7 +269,7 @@ def _when(seconds: float | None) -> str:
 
 
 def warn(lines: Sequence[str]) -> None:
-    """Say what is not as it should be, on stderr."""
+    """Print warnings on stderr."""
     for line in lines:
         click.echo(f"warning: {line}", err=True)
 

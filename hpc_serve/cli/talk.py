@@ -1,4 +1,4 @@
-"""`env` and `chat`: talking to a service, with another tool or at once."""
+"""`env` and `chat`: the address of a service for another tool, and a conversation with it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 
     eval "$(hpc-serve env 405b)"
 
-    Without a name the one live service is meant. It is the address of one replica, now; programs in Python do better
-    with hpc_serve.client.connect(), which follows the service when it moves.
+    Without a name the one service that is ready is meant. The address is that of one replica, as it is now. Programs
+    in Python should use hpc_serve.client.connect(), which follows the service when it moves.
     """
     from hpc_serve.cli import show
     from hpc_serve.client import endpoint
@@ -60,7 +60,7 @@ def chat_command(
     """Ask a service one thing, or talk to it.
 
     The question is PROMPT, or what comes through a pipe; on a terminal without either it is a conversation. Without a
-    name the one live service is meant: `hpc-serve chat "Why is the sky blue?"`.
+    name the one service that is ready is meant: `hpc-serve chat "Why is the sky blue?"`.
     """
     import hpc_serve.client
 
@@ -92,14 +92,14 @@ def _can_name_a_service(word: str) -> bool:
 
 
 def _name_first(word: str) -> str:
-    """What to say to a person who may have meant a question by a word that names no service."""
+    """Advice for a person who may have meant `word` as a question, when no service has that name."""
     from hpc_serve.client import services
 
-    there = services()
-    if any(view.service == word for view in there):
+    known = services()
+    if any(status.service == word for status in known):
         return ""
-    live = [view.service for view in there if view.live]
-    example = f"hpc-serve chat {live[0] if len(live) == 1 else 'SERVICE'} {shlex.quote(word)}"
+    ready = [status.service for status in known if status.ready]
+    example = f"hpc-serve chat {ready[0] if len(ready) == 1 else 'SERVICE'} {shlex.quote(word)}"
     return f"\nIf {word!r} is what you want to ask, a service's name comes first: {example}"
 
 

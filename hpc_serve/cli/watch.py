@@ -1,4 +1,4 @@
-"""`status`, `wait`, `logs` and `stop`: looking after services that were submitted."""
+"""`status`, `wait`, `logs` and `stop`: the commands for services that were submitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_serve.cli.options import Duration
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
-    from hpc_serve.submit.status import ServiceStatus
+    from hpc_serve.client.status import ReplicaStatus
 
 _A_DAY_S = 24 * 3600.0
 
@@ -32,26 +32,24 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     whose records are not in this HPC_SERVE_HOME).
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit import services
-    from hpc_serve.submit.look import look
-    from hpc_serve.submit.status import StatusReport
+    from hpc_serve.submit.job_status import StatusReport
+    from hpc_serve.submit.status_reader import find, read_status
 
     store = _store()
-    report = look(store, service)
-    if service is not None and not report.services:
-        found = tuple(services.find(store, service))
-        report, everything = StatusReport(services=found, problems=report.problems), True
+    report = read_status(store, service)
+    if service is not None and not report.replicas:
+        report, everything = StatusReport(replicas=tuple(find(store, service)), problems=report.problems), True
     if not everything:
         within_s = math.inf if service else _A_DAY_S
-        report = StatusReport(services=tuple(_latest(report.services, within_s)), problems=report.problems)
+        report = StatusReport(replicas=tuple(_latest(report.replicas, within_s)), problems=report.problems)
     if as_json:
         show.print_json(show.report_json(report))
         return
     if service is not None:
-        for status in report.services:
+        for status in report.replicas:
             show.print_details(status)
-    elif report.services:
-        show.print_table(report.services)
+    elif report.replicas:
+        show.print_table(report.replicas)
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
     show.warn(report.problems)
@@ -85,7 +83,7 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
     Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
     that ended; those of another by its JOB.
     """
-    from hpc_serve.submit import job_logs, logs
+    from hpc_serve.submit import job_logs, log_files
 
     store = _store()
     status, others = job_logs.find_job(store, target, to_follow=follow)
@@ -94,21 +92,21 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 
     def find_files() -> list[Path]:
         of_node = f"{status.job_id}-node{node}.log"
-        return [path for path in status.log_files() if node is None or path.name == of_node]
+        return [path for path in log_files.files_of(status) if node is None or path.name == of_node]
 
     found = find_files()
     if not found and not follow:
         of_which = "" if node is None else f" of node {node}"
         raise click.ClickException(
             f"{status.service} (job {status.job_id}, {status.sentence}) has no logs{of_which} that this host can see; "
-            f"they would be {' and '.join(status.log_places)}."
+            f"they would be {' and '.join(log_files.places_of(status))}."
         )
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
-        _print_lines(logs.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status)))
+        _print_lines(log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status)))
     else:
-        _print_lines((path, line) for path in found for line in logs.tail(path, lines))
+        _print_lines((path, line) for path in found for line in log_files.tail(path, lines))
 
 
 @click.command("stop")
@@ -119,17 +117,18 @@ def stop_command(targets: Sequence[str], timeout: float) -> None:
 
     A service gets the time it needs to end in order; Slurm kills what is left.
     """
-    from hpc_serve.submit import services
+    from hpc_serve.submit.status_reader import find
+    from hpc_serve.submit.stop import stop
 
     store = _store()
     for target in targets:
-        found = services.find(store, target)
+        found = find(store, target)
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
         for status in live:
             click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
-        for status in services.stop(store, found, timeout_s=timeout):
+        for status in stop(store, found, timeout_s=timeout):
             click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
 
 
@@ -137,7 +136,7 @@ def _store() -> ServiceStore:
     return ServiceStore(default_home(os.environ))
 
 
-def _latest(statuses: Sequence[ServiceStatus], within_s: float) -> Iterator[ServiceStatus]:
+def _latest(statuses: Sequence[ReplicaStatus], within_s: float) -> Iterator[ReplicaStatus]:
     """What is not over, and of a service that has ended its last replica, if that was within `within_s` seconds."""
     last = {status.service: status for status in statuses}
     for status in statuses:
@@ -146,7 +145,7 @@ def _latest(statuses: Sequence[ServiceStatus], within_s: float) -> Iterator[Serv
             yield status
 
 
-def _which_is_shown(status: ServiceStatus, others: Sequence[ServiceStatus]) -> str:
+def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:
     latest = ", ".join(f"{one.job_id} ({one.state})" for one in list(reversed(others))[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     shown = f"These are the logs of job {status.job_id}, which is {status.state}."

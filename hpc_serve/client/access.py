@@ -1,4 +1,4 @@
-"""The calls a program makes: a client for a service, its address for another tool, a list of what there is."""
+"""The calls that a program makes: a client for a service, its address for another tool, a list of all services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.client.discovery import ServiceWatch, discover_services
-from hpc_serve.client.views import ServiceView, listing
+from hpc_serve.client.messages import listing
+from hpc_serve.client.status import ServiceStatus
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 def connect(
     service: str | None = None, *, wait: Wait = None, home: str | Path | None = None, **options: Any
 ) -> ServiceClient:
-    """An `openai.OpenAI` client of a service: requests go to its live replicas, `client.model` is its model's name.
+    """An `openai.OpenAI` client of a service: requests go to its ready replicas, `client.model` is its model's name.
 
-    Without a name, the one live service is taken. `wait` is seconds to wait for a replica that is coming (True: as
-    long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless given. `options` are
-    the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError, AmbiguousServiceError,
-    ServiceFailedError, WaitTimeoutError, StoreError.
+    Without a name, the one service that is ready is taken. `wait` is how many seconds to wait for a replica that is
+    coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless given.
+    `options` are the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError,
+    AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError.
     """
     from hpc_serve.client.openai_client import ServiceClient
 
-    store, patience = _store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=patience.waits))
-    wait_for_replica(watch, patience)
+    store, policy = _store(home), WaitPolicy(wait)
+    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=policy.waits))
+    wait_for_replica(watch, policy)
     return ServiceClient(watch=watch, wait=wait, **options)
 
 
@@ -44,17 +45,17 @@ async def connect_async(
 
     from hpc_serve.client.openai_client import AsyncServiceClient
 
-    store, patience = _store(home), WaitPolicy(wait)
+    store, policy = _store(home), WaitPolicy(wait)
     if service is None:
-        service = pick_service(await anyio.to_thread.run_sync(discover_services, store), store, waits=patience.waits)
+        service = pick_service(await anyio.to_thread.run_sync(discover_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service)
-    await wait_for_replica_async(watch, patience)
+    await wait_for_replica_async(watch, policy)
     return AsyncServiceClient(watch=watch, wait=wait, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One live replica as any OpenAI-compatible tool wants it: the base URL ends in /v1."""
+    """One ready replica, for any tool that speaks to OpenAI. The base URL ends in /v1."""
 
     service: str
     model: str
@@ -63,35 +64,35 @@ class Endpoint:
 
 
 def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path | None = None) -> Endpoint:
-    """The address, model name and key of a live replica of a service. Waits and raises as `connect` does."""
-    store, patience = _store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=patience.waits))
-    wait_for_replica(watch, patience)
+    """The address, model name and key of a ready replica of a service. Waits and raises as `connect` does."""
+    store, policy = _store(home), WaitPolicy(wait)
+    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=policy.waits))
+    wait_for_replica(watch, policy)
     return Endpoint(
-        service=watch.service, model=watch.model, base_url=watch.view.live[-1].base_url, api_key=watch.api_key
+        service=watch.service, model=watch.model, base_url=watch.status.ready[-1].base_url, api_key=watch.api_key
     )
 
 
-def services(*, home: str | Path | None = None) -> tuple[ServiceView, ...]:
+def services(*, home: str | Path | None = None) -> tuple[ServiceStatus, ...]:
     """Every service that has a record or a submitted job, and how it is now. Raises StoreError."""
-    return tuple(view for view in discover_services(_store(home)) if view.exists or view.problems)
+    return tuple(status for status in discover_services(_store(home)) if status.exists or status.problems)
 
 
-def pick_service(views: Sequence[ServiceView], store: ServiceStore, *, waits: bool) -> str:
-    """The one service that can be meant without a name: the one that is live or, if `waits`, the one that is coming.
+def pick_service(found: Sequence[ServiceStatus], store: ServiceStore, *, waits: bool) -> str:
+    """The service that is meant without a name: the only one that is ready or, if `waits`, the only one that is coming.
 
     Raises ServiceNotFoundError when there is none, AmbiguousServiceError when there are several.
     """
-    there = [view for view in views if view.exists or view.problems]
-    found = [view for view in there if view.live] or [view for view in there if waits and view.is_coming]
-    if len(found) == 1:
-        return found[0].service
-    if found:
-        raise AmbiguousServiceError(f"Several services are there, name one:\n{listing(found)}")
-    if not there:
+    known = [status for status in found if status.exists or status.problems]
+    meant = [status for status in known if status.ready] or [status for status in known if waits and status.is_coming]
+    if len(meant) == 1:
+        return meant[0].service
+    if meant:
+        raise AmbiguousServiceError(f"There are several services, name one:\n{listing(meant)}")
+    if not known:
         raise ServiceNotFoundError(f"There is no service in {store.home}. Start one: hpc-serve submit")
-    advice = " Name one and wait for it: connect(NAME, wait=600)." if any(view.is_coming for view in there) else ""
-    raise ServiceNotFoundError(f"No service is live.{advice}\n{listing(there)}")
+    advice = " Name one and wait for it: connect(NAME, wait=600)." if any(s.is_coming for s in known) else ""
+    raise ServiceNotFoundError(f"No service is ready.{advice}\n{listing(known)}")
 
 
 def _store(home: str | Path | None) -> ServiceStore:

@@ -1,7 +1,7 @@
-"""One service, looked at again and again: its records read, its engines asked, the live ones kept in a pool.
+"""Finds the ready replicas of one service, again and again: reads its records, probes its engines, fills the pool.
 
-It decides when to look and whom to ask; which replica a request goes to is the pool's choice, how long to be patient
-the caller's. It never touches the scheduler.
+This decides when to read and whom to probe. The pool chooses the replica for a request, and the caller decides how
+long to wait. The scheduler is never asked.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 
-from hpc_serve.client.pool import ReplicaPool, Target
+from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
-from hpc_serve.client.views import Answer, ReplicaView, ServiceView, assess_replica
+from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
@@ -21,13 +21,16 @@ from hpc_serve.rendezvous.store import ServiceStore
 REFRESH_S = 10.0
 REVERIFY_S = 60.0
 
-Probe = Callable[[Sequence[EndpointRecord], str], dict[str, Answer]]
+Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
 
 _log = logging.getLogger("hpc_serve.client")
 
 
 class ServiceWatch:
-    """Safe to share between threads. `look` waits for files and probes, `is_being_stopped` for files."""
+    """What is known of one service, and its pool of ready replicas. Safe to share between threads.
+
+    `refresh` waits for files and probes, `is_being_stopped` for files.
+    """
 
     def __init__(
         self,
@@ -42,16 +45,16 @@ class ServiceWatch:
         self.store = store
         self.service = service
         self.pool = ReplicaPool()
-        self.view = ServiceView(service=service, home=str(store.home))
+        self.status = ServiceStatus(service=service, home=str(store.home))
         self.api_key = ""
         self._probe = probe
         self._clock = clock
         self._wall_clock = wall_clock
         self._lease = LeaseWatch()
-        self._verified: dict[str, tuple[Answer, float]] = {}
-        self._looking = threading.Lock()
-        self._looked_at_s = float("-inf")
-        self._refreshing = threading.Lock()
+        self._verified: dict[str, tuple[ProbeResult, float]] = {}
+        self._refresh_lock = threading.Lock()
+        self._refreshed_at_s = float("-inf")
+        self._background_lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"ServiceWatch({self.service!r} in {str(self.store.home)!r})"
@@ -59,110 +62,115 @@ class ServiceWatch:
     @property
     def model(self) -> str:
         """The name to ask the engines for: the first that all of them serve under."""
-        records = [replica.record for replica in self.view.live or self.view.replicas]
+        replicas = self.status.ready or self.status.replicas
+        records = [replica.record for replica in replicas if replica.record is not None]
         for name in records[-1].served_model_names if records else ():
             if all(name in record.served_model_names for record in records):
                 return name
         return records[-1].model if records else ""
 
-    def look(self) -> ServiceView:
-        """Read the records, ask the engines that need asking, and refill the pool. Raises StoreError."""
+    def refresh(self) -> ServiceStatus:
+        """Read the records, probe the engines that need it, and refill the pool. Raises StoreError."""
         asked_at_s = self._clock()
-        with self._looking:
-            if self._looked_at_s > asked_at_s:  # another thread looked while this one waited for its turn
-                return self.view
-            self._looked_at_s = self._clock()
-            self.view = self._look()
-            self.pool.fill(_target(replica) for replica in self.view.live)
-            return self.view
+        with self._refresh_lock:
+            if self._refreshed_at_s > asked_at_s:  # another thread refreshed while this one waited for the lock
+                return self.status
+            self._refreshed_at_s = self._clock()
+            self.status = self._read_status()
+            self.pool.fill(map(_address, self.status.ready))
+            return self.status
 
-    def pick(self, tried: Set[str] = frozenset()) -> Target | None:
-        """Take the least loaded replica not in `tried`; looks again in the background when the last look is old."""
-        if self._clock() - self._looked_at_s > REFRESH_S and self._refreshing.acquire(blocking=False):
-            threading.Thread(target=self._refresh, daemon=True, name="hpc-serve-refresh").start()
+    def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+        """Take the least loaded replica not in `tried`; refreshes in the background when that is due."""
+        if self._clock() - self._refreshed_at_s > REFRESH_S and self._background_lock.acquire(blocking=False):
+            threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
         return self.pool.take(tried)
 
-    def doubt(self, target: Target) -> None:
-        """Offer a replica no more until it has been asked again."""
-        self._verified.pop(target.name, None)
-        self.pool.drop(target.name)
+    def mark_suspect(self, replica: ReplicaAddress) -> None:
+        """Offer a replica no more until it has been probed again."""
+        self._verified.pop(replica.name, None)
+        self.pool.drop(replica.name)
 
-    def is_being_stopped(self, target: Target) -> bool:
-        """Whether the replica's record says that it drains or was stopped: what it answers now is its farewell."""
+    def is_being_stopped(self, replica: ReplicaAddress) -> bool:
+        """Whether the replica's record says that it drains or was stopped. Reads the records."""
         try:
             records = self.store.read(self.service).records
         except HpcServeError:
             return False
-        return any(record.name == target.name and record.state in ("draining", "stopped") for record in records)
+        return any(record.name == replica.name and record.state in ("draining", "stopped") for record in records)
 
-    def _refresh(self) -> None:
+    def _refresh_in_background(self) -> None:
         try:
-            self.look()
-        except HpcServeError as error:  # the replicas known so far may be well: go on with them
+            self.refresh()
+        except HpcServeError as error:  # go on with the replicas that are known
             _log.debug("looking for replicas of %s: %s", self.service, error)
         finally:
-            self._refreshing.release()
+            self._background_lock.release()
 
-    def _look(self) -> ServiceView:
+    def _read_status(self) -> ServiceStatus:
         found = self.store.read(self.service)
         now_s, wall_s = self._clock(), self._wall_clock()
         ages = {record.name: self._lease.age_s(record, now_s) for record in found.records}
-        ready = [record for record in found.records if record.state == "ready"]
-        answers = self._ask(ready, ages, now_s) if ready else {}
-        return ServiceView(
+        probes = self._probe_ready([record for record in found.records if record.state == "ready"], ages, now_s)
+        replicas = [
+            assess_replica(
+                record,
+                probe=probes.get(record.name),
+                lease_age_s=ages[record.name],
+                wall_age_s=wall_s - record.updated_at,
+            )
+            for record in found.records
+        ]
+        replicas += map(assess_submitted, found.without_record())
+        return ServiceStatus(
             service=self.service,
             home=str(self.store.home),
-            replicas=tuple(
-                assess_replica(
-                    record,
-                    lease_age_s=ages[record.name],
-                    wall_age_s=wall_s - record.updated_at,
-                    answer=answers.get(record.name),
-                )
-                for record in found.records
-            ),
-            queued=found.awaiting_record(),
-            withdrawn=tuple(job for job in found.without_record() if job.end is not None),
+            replicas=tuple(sorted(replicas, key=lambda replica: replica.began_or_ended_at)),
             problems=found.problems,
         )
 
-    def _ask(self, ready: list[EndpointRecord], ages: dict[str, float], now_s: float) -> dict[str, Answer]:
-        """Probe whom we have not believed lately, or whose record is not renewed."""
+    def _probe_ready(
+        self, records: Sequence[EndpointRecord], ages: dict[str, float], now_s: float
+    ) -> dict[str, ProbeResult]:
+        """Probe the replicas that were not verified lately, and those that do not renew their record."""
+        if not records:
+            return {}
         self.api_key = self.store.read_api_key(self.service)
         known = {
-            record.name: answer
-            for record in ready
-            for answer, at_s in [self._verified.get(record.name, (None, 0.0))]
-            if answer is not None and now_s - at_s < REVERIFY_S and ages[record.name] <= record.lease_s
+            record.name: result
+            for record in records
+            for result, at_s in [self._verified.get(record.name, (None, 0.0))]
+            if result is not None and now_s - at_s < REVERIFY_S and ages[record.name] <= record.lease_s
         }
-        answers = self._probe([record for record in ready if record.name not in known], self.api_key)
-        for name, answer in answers.items():
-            if answer.verdict == "live":
-                self._verified[name] = (answer, now_s)
+        fresh = self._probe([record for record in records if record.name not in known], self.api_key)
+        for name, result in fresh.items():
+            if result.status == "ready":
+                self._verified[name] = (result, now_s)
             else:
                 self._verified.pop(name, None)
-        return {**known, **answers}
+        return {**known, **fresh}
 
 
-def _target(replica: ReplicaView) -> Target:
+def _address(replica: ReplicaStatus) -> ReplicaAddress:
+    assert replica.record is not None
     assert replica.host is not None
-    return Target(name=replica.record.name, host=replica.host, port=replica.record.port)
+    return ReplicaAddress(name=replica.record.name, host=replica.host, port=replica.record.port)
 
 
-def discover_services(store: ServiceStore) -> tuple[ServiceView, ...]:
-    """Every service of the store, looked at once, all at the same time. Raises StoreError."""
-    views: dict[str, ServiceView] = {}
+def discover_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:
+    """Every service of the store, all read and probed at the same time. Raises StoreError."""
+    found: dict[str, ServiceStatus] = {}
 
-    def look(service: str) -> None:
+    def read(service: str) -> None:
         try:
-            views[service] = ServiceWatch(store, service).look()
+            found[service] = ServiceWatch(store, service).refresh()
         except HpcServeError as error:
-            views[service] = ServiceView(service=service, home=str(store.home), problems=(str(error),))
+            found[service] = ServiceStatus(service=service, home=str(store.home), problems=(str(error),))
 
     services = store.services()
-    threads = [threading.Thread(target=look, args=(service,), daemon=True) for service in services]
+    threads = [threading.Thread(target=read, args=(service,), daemon=True) for service in services]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return tuple(views[service] for service in services)
+    return tuple(found[service] for service in services)

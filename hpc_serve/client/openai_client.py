@@ -1,6 +1,6 @@
-"""OpenAI clients that know their service: the SDK's own classes, with a transport that finds the replicas.
+"""OpenAI clients of one service: the SDK's own classes, with a transport that finds the replicas.
 
-They add the service's name and model, and say in our words when there is no replica; all else is the SDK's.
+They add the service's name and model, and an error of ours when there is no replica. Everything else is the SDK's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hpc_serve.client.sdk import openai
 from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 
-# A replica that was there a moment ago and is gone when the request comes: look again, but not for ever.
+# A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3
 
 
@@ -52,10 +52,10 @@ class ServiceClient(_OfService, openai.OpenAI):
     with_options = copy
 
     def request(self, *args: Any, **options: Any) -> Any:
-        """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        patience = WaitPolicy(self._wait)
+        """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
+        policy = WaitPolicy(self._wait)
         for rounds_left in reversed(range(_MOST_ROUNDS)):
-            wait_for_replica(self._watch, patience)
+            wait_for_replica(self._watch, policy)
             try:
                 return super().request(*args, **options)
             except openai.APIConnectionError as error:
@@ -81,10 +81,10 @@ class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
     with_options = copy
 
     async def request(self, *args: Any, **options: Any) -> Any:
-        """The SDK's own, once a replica is there. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
-        patience = WaitPolicy(self._wait)
+        """The SDK's own, once a replica is ready. Raises ServiceNotFoundError, ServiceFailedError, WaitTimeoutError."""
+        policy = WaitPolicy(self._wait)
         for rounds_left in reversed(range(_MOST_ROUNDS)):
-            await wait_for_replica_async(self._watch, patience)
+            await wait_for_replica_async(self._watch, policy)
             try:
                 return await super().request(*args, **options)
             except openai.APIConnectionError as error:
@@ -93,7 +93,7 @@ class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
 
 
 def _with_endpoint(watch: ServiceWatch, options: dict[str, Any]) -> dict[str, Any]:
-    """The SDK wants an address and a key; the transport puts in those of the moment."""
+    """The options with an address and a key, which the SDK requires. The transport replaces both in every request."""
     if "base_url" in options:  # a copy has both
         return options
-    return {**options, "base_url": watch.view.live[0].base_url, "api_key": watch.api_key}
+    return {**options, "base_url": watch.status.ready[0].base_url, "api_key": watch.api_key}

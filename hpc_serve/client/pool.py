@@ -1,4 +1,7 @@
-"""Which live replica a request goes to: the one with the fewest of our requests under way. Pure, but for chance."""
+"""Which ready replica a request goes to: the one with the fewest requests of this client under way.
+
+Pure, apart from a random choice among equals.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ReplicaAddress:
     """Where a replica answers; `name` is its record's."""
 
     name: str
@@ -22,40 +25,42 @@ class ReplicaPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._targets: dict[str, Target] = {}
+        self._replicas: dict[str, ReplicaAddress] = {}
         self._under_way: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._replicas)
 
-    def fill(self, targets: Iterable[Target]) -> None:
-        """Offer these replicas and no others; counts of those that stay go on."""
+    def fill(self, replicas: Iterable[ReplicaAddress]) -> None:
+        """Offer these replicas and no others. Counts of replicas that stay go on."""
         with self._lock:
-            self._targets = {target.name: target for target in targets}
+            self._replicas = {replica.name: replica for replica in replicas}
 
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:
-            self._targets.pop(name, None)
+            self._replicas.pop(name, None)
 
-    def take(self, tried: Set[str] = frozenset()) -> Target | None:
-        """The least loaded replica not in `tried`, one of equals at random, to be given back; None if there is none."""
+    def take(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+        """The least loaded replica not in `tried`, to be given back; None if there is none.
+
+        Of equals one is chosen at random: many clients with one request each would all choose the same replica.
+        """
         with self._lock:
-            # By chance among equals: many clients with one request each would all meet at the same replica.
-            target = min(
-                (target for name, target in self._targets.items() if name not in tried),
-                key=lambda target: (self._under_way.get(target.name, 0), random.random()),
+            replica = min(
+                (replica for name, replica in self._replicas.items() if name not in tried),
+                key=lambda replica: (self._under_way.get(replica.name, 0), random.random()),
                 default=None,
             )
-            if target is not None:
-                self._under_way[target.name] = self._under_way.get(target.name, 0) + 1
-            return target
+            if replica is not None:
+                self._under_way[replica.name] = self._under_way.get(replica.name, 0) + 1
+            return replica
 
-    def give_back(self, target: Target) -> None:
+    def give_back(self, replica: ReplicaAddress) -> None:
         """A request of `take` is over."""
         with self._lock:
-            left = self._under_way[target.name] - 1
+            left = self._under_way[replica.name] - 1
             if left:
-                self._under_way[target.name] = left
+                self._under_way[replica.name] = left
             else:
-                del self._under_way[target.name]
+                del self._under_way[replica.name]

@@ -1,8 +1,8 @@
-"""Is a replica there now? A record is a hint; this asks the engine, and watches whether the record is renewed.
+"""Asks a replica's engine whether it is there, and measures how long a record has not been renewed.
 
-An engine is believed when its /health answers and proves that it knows the service's API key: the port of an engine
-that died may be another user's by now, and the key must not be sent to them. What follows from it is left to
-`discovery`. Proxy variables are ignored: `http.client` knows none.
+An engine is believed when it answers /health and proves that it knows the service's API key. The key itself is not
+sent: after an engine has died, its port may belong to another user. status.py decides what an answer means.
+`http.client` ignores proxy variables.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from hpc_serve.client.views import Answer, ProbeStatus
+from hpc_serve.client.status import ProbeResult, ProbeStatus
 from hpc_serve.job.gate import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove
 from hpc_serve.rendezvous.record import EndpointRecord
 
 PROBE_TIMEOUT_S = 3.0
 
-# How long a host that answered waits for one that its record prefers.
+# After one address has answered, how long to wait for an address that the record prefers.
 _PREFERENCE_S = 0.1
 
-_ORDER: tuple[ProbeStatus, ...] = get_args(ProbeStatus)
-_SILENT = Answer(verdict="silent", detail="no answer in time")
+_BEST_FIRST: tuple[ProbeStatus, ...] = get_args(ProbeStatus)
+_NO_ANSWER = ProbeResult(status="no answer", detail="no answer in time")
 
 
-def probe(host: str, port: int, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Answer:
+def probe(host: str, port: int, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
     """Ask one address for its health, and for a proof that it knows `api_key`, which is not sent."""
     challenge = secrets.token_hex(16).encode()
     try:
@@ -38,60 +38,60 @@ def probe(host: str, port: int, api_key: str, *, timeout_s: float = PROBE_TIMEOU
             connection.request("GET", "/health", headers={CHALLENGE_HEADER.decode(): challenge.decode()})
             response = connection.getresponse()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Answer(verdict="silent", host=host, detail=str(error) or type(error).__name__)
+        return ProbeResult(status="no answer", host=host, detail=str(error) or type(error).__name__)
     proof = response.getheader(PROOF_HEADER.decode(), "").encode("latin-1")
     if not hmac.compare_digest(proof, prove(api_key.encode(), challenge)):
-        return Answer(verdict="other key" if proof else "stranger", host=host, detail=f"HTTP {response.status}")
+        return ProbeResult(status="other key" if proof else "not ours", host=host, detail=f"HTTP {response.status}")
     if response.getheader(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode():
-        return Answer(verdict="draining", host=host)
+        return ProbeResult(status="draining", host=host)
     if response.status != 200:
-        return Answer(verdict="unhealthy", host=host, detail=f"/health answers {response.status}")
-    return Answer(verdict="live", host=host)
+        return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {response.status}")
+    return ProbeResult(status="ready", host=host)
 
 
-def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Answer:
-    """Ask all addresses of a replica at once; the first that is this engine answers for it, preferred ones first."""
+def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    """Ask all addresses of a replica at once. Of those that are its engine, the one that the record prefers counts."""
     hosts = record.hosts
-    answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[int, ProbeResult]] = queue.SimpleQueue()
 
     def ask(rank: int) -> None:
-        answers.put((rank, probe(hosts[rank], record.port, api_key, timeout_s=timeout_s)))
+        results.put((rank, probe(hosts[rank], record.port, api_key, timeout_s=timeout_s)))
 
     for rank in range(len(hosts)):
         _in_background(ask, rank)
-    heard: dict[int, Answer] = {}
-    # The timeout is one of each step (connect, send, read): an address can take several of them.
+    heard: dict[int, ProbeResult] = {}
+    # Connecting, sending and reading may each take `timeout_s`.
     deadline = time.monotonic() + 2 * timeout_s
     while len(heard) < len(hosts) and (left_s := deadline - time.monotonic()) > 0:
         try:
-            rank, answer = answers.get(timeout=left_s)
+            rank, result = results.get(timeout=left_s)
         except queue.Empty:
             break
-        heard[rank] = answer
+        heard[rank] = result
         if ours := [rank for rank in sorted(heard) if heard[rank].is_ours]:
             if all(rank in heard for rank in range(ours[0])):
                 return heard[ours[0]]
             deadline = min(deadline, time.monotonic() + _PREFERENCE_S)
-    best_first = sorted(heard, key=lambda rank: (_ORDER.index(heard[rank].verdict), rank))
-    return heard[best_first[0]] if best_first else _SILENT
+    best_first = sorted(heard, key=lambda rank: (_BEST_FIRST.index(heard[rank].status), rank))
+    return heard[best_first[0]] if best_first else _NO_ANSWER
 
 
 def probe_records(
     records: Sequence[EndpointRecord], api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S
-) -> dict[str, Answer]:
-    """Ask several replicas at once; the answers by record name."""
-    answers: dict[str, Answer] = {}
+) -> dict[str, ProbeResult]:
+    """Ask several replicas at once; the results by record name."""
+    results: dict[str, ProbeResult] = {}
 
     def ask(record: EndpointRecord) -> None:
-        answers[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
+        results[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
 
     for thread in [_in_background(ask, record) for record in records]:
         thread.join()
-    return answers
+    return results
 
 
 class LeaseWatch:
-    """How long each record has not been renewed, by this process's own clock: the writer's may be another time."""
+    """How long each record has not been renewed, by this process's own clock: the writer's clock may differ."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -106,7 +106,7 @@ class LeaseWatch:
 
 
 def _in_background(call: Callable[..., None], *args: object) -> threading.Thread:
-    # Daemons: a probe of an address that swallows packets must not hold up the end of the program.
+    # Daemons: a probe of an address that drops packets must not delay the end of the program.
     thread = threading.Thread(target=call, args=args, daemon=True, name="hpc-serve-probe")
     thread.start()
     return thread

@@ -1,8 +1,9 @@
-"""Below the OpenAI client: every request goes to a live replica, and to another one if it never reached an engine.
+"""Below the OpenAI client: every request goes to a ready replica, and to another one if no engine began to work on it.
 
-What is safe to repeat is decided here. A refused connection, our gate's "draining" and the farewell of an engine that
-is being stopped have started no work: the next replica gets the request at once. Any other failure may have, so it
-goes back to the SDK, whose `max_retries` decides; its replica is not offered again before it was asked how it is.
+This decides which requests are safe to repeat. No work was begun after a refused connection, after our gate's
+"draining", and after an error of an engine that is being stopped: the next replica gets the request at once. After any
+other failure the engine may have worked on it, so the failure goes to the SDK, whose `max_retries` decides. A replica
+that failed is not offered again before it was probed.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import cast
 import anyio.to_thread
 
 from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.pool import Target
+from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import http
 from hpc_serve.job.gate import DRAINING_HEADER
 
 CONNECT_S = 5.0
 
-# As many connections as the SDK allows. vLLM closes idle ones after 5 s: drop them first, or a request meets the end.
+# As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
 _LIMITS = http.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=4.0)
 
 
 class NoReplicaError(http.ConnectError):
-    """No live replica is left for this request."""
+    """No ready replica is left for this request."""
 
 
 class ServiceTransport(http.BaseTransport):
@@ -35,22 +36,26 @@ class ServiceTransport(http.BaseTransport):
         self._inner = http.HTTPTransport(trust_env=False, limits=_LIMITS)
 
     def handle_request(self, request: http.Request) -> http.Response:
-        trip = _Trip(self._watch, request)
+        routing = _Routing(self._watch, request)
         while True:
-            if not trip.has_target():
-                self._watch.look()
-                trip.require_target()
+            attempt = routing.next_attempt()
+            if attempt is None:
+                self._watch.refresh()
+                attempt = routing.next_attempt_or_error()
             try:
                 response = self._inner.handle_request(request)
             except BaseException as error:
-                if trip.goes_on_after(error):
+                attempt.end_with(error)
+                if _never_arrived(error):
                     continue
                 raise
-            stream = _WatchedStream(cast(http.SyncByteStream, response.stream), trip.hand_over())
-            if response.status_code >= 500 and trip.was_turned_away(response):
-                stream.close()
-                continue
-            response.stream = stream
+            body = _CountedBody(cast(http.SyncByteStream, response.stream), attempt)
+            if response.status_code >= 500:
+                self._watch.mark_suspect(attempt.replica)
+                if routing.may_go_elsewhere(attempt, response):
+                    body.close()
+                    continue
+            response.stream = body
             return response
 
     def close(self) -> None:
@@ -58,163 +63,164 @@ class ServiceTransport(http.BaseTransport):
 
 
 class AsyncServiceTransport(http.AsyncBaseTransport):
-    """The same for an AsyncOpenAI; what blocks (files, probes) runs in threads."""
+    """The same for an AsyncOpenAI. Reading files and probing run in threads."""
 
     def __init__(self, watch: ServiceWatch) -> None:
         self._watch = watch
         self._inner = http.AsyncHTTPTransport(trust_env=False, limits=_LIMITS)
 
     async def handle_async_request(self, request: http.Request) -> http.Response:
-        trip = _Trip(self._watch, request)
+        routing = _Routing(self._watch, request)
         while True:
-            if not trip.has_target():
-                await anyio.to_thread.run_sync(self._watch.look)
-                trip.require_target()
+            attempt = routing.next_attempt()
+            if attempt is None:
+                await anyio.to_thread.run_sync(self._watch.refresh)
+                attempt = routing.next_attempt_or_error()
             try:
                 response = await self._inner.handle_async_request(request)
             except BaseException as error:
-                if trip.goes_on_after(error):
+                attempt.end_with(error)
+                if _never_arrived(error):
                     continue
                 raise
-            stream = _AsyncWatchedStream(cast(http.AsyncByteStream, response.stream), trip.hand_over())
+            body = _AsyncCountedBody(cast(http.AsyncByteStream, response.stream), attempt)
             try:
-                if response.status_code >= 500 and await anyio.to_thread.run_sync(trip.was_turned_away, response):
-                    await stream.aclose()
-                    continue
+                if response.status_code >= 500:
+                    self._watch.mark_suspect(attempt.replica)
+                    if await anyio.to_thread.run_sync(routing.may_go_elsewhere, attempt, response):
+                        await body.aclose()
+                        continue
             except BaseException:
-                await stream.aclose()
+                await body.aclose()
                 raise
-            response.stream = stream
+            response.stream = body
             return response
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class _Visit:
-    """A request at one replica; it ends once, well or not."""
+class _Attempt:
+    """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once."""
 
-    def __init__(self, watch: ServiceWatch, target: Target) -> None:
+    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress) -> None:
         self._watch = watch
-        self._under_way = True
-        self.target = target
+        self._is_under_way = True
+        self.replica = replica
 
-    def end(self, *, well: bool = True) -> None:
-        if not self._under_way:
+    def end(self, *, is_suspect: bool = False) -> None:
+        """The request is over; the replica may be at fault."""
+        if not self._is_under_way:
             return
-        self._under_way = False
-        self._watch.pool.give_back(self.target)
-        if not well:
-            self._watch.doubt(self.target)
+        self._is_under_way = False
+        self._watch.pool.give_back(self.replica)
+        if is_suspect:
+            self._watch.mark_suspect(self.replica)
+
+    def end_with(self, error: BaseException) -> None:
+        """The request failed. A failed connection makes the replica suspect; a full connection pool is our own."""
+        self.end(is_suspect=isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout))
 
 
-class _Trip:
-    """A request on its way from replica to replica: where it has been, and what each outcome means."""
+class _Routing:
+    """One request and the replicas it was sent to."""
 
     def __init__(self, watch: ServiceWatch, request: http.Request) -> None:
         self._watch = watch
         self._request = request
         self._tried: set[str] = set()
-        self._visit: _Visit | None = None
 
-    def has_target(self) -> bool:
-        """Address the request to a replica it has not tried; False if none is known."""
-        target = self._watch.pick(self._tried)
-        if target is None:
-            return False
-        self._visit = _Visit(self._watch, target)
-        self._tried.add(target.name)
-        self._address(target)
-        return True
+    def next_attempt(self) -> _Attempt | None:
+        """Choose a replica that was not tried and address the request to it; None if none is known."""
+        replica = self._watch.pick(self._tried)
+        if replica is None:
+            return None
+        self._tried.add(replica.name)
+        _send_to(self._request, replica, self._watch.api_key)
+        return _Attempt(self._watch, replica)
 
-    def require_target(self) -> None:
-        """The same, or NoReplicaError."""
-        if not self.has_target():
-            tried = f" ({len(self._tried)} tried)" if self._tried else ""
-            raise NoReplicaError(f"no live replica of {self._watch.service} is left for this request{tried}")
+    def next_attempt_or_error(self) -> _Attempt:
+        """The same. Raises NoReplicaError if none is known."""
+        if (attempt := self.next_attempt()) is not None:
+            return attempt
+        tried = f" ({len(self._tried)} tried)" if self._tried else ""
+        raise NoReplicaError(f"no ready replica of {self._watch.service} is left for this request{tried}")
 
-    def goes_on_after(self, error: BaseException) -> bool:
-        """End the visit; whether the request may be repeated elsewhere because it reached nobody."""
-        is_the_replicas = isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout)
-        self.hand_over().end(well=not is_the_replicas)
-        return isinstance(error, http.ConnectError | http.ConnectTimeout)
+    def may_go_elsewhere(self, attempt: _Attempt, response: http.Response) -> bool:
+        """Whether this 5xx means that no work was begun, so that another replica may get the request.
 
-    def hand_over(self) -> _Visit:
-        """The visit under way; who takes it ends it."""
-        assert self._visit is not None
-        return self._visit
-
-    def was_turned_away(self, response: http.Response) -> bool:
-        """Whether this 5xx means that no work was begun and the request can go elsewhere. Reads records for a 500.
-
-        vLLM answers 500 to requests that come while it shuts down, and to those that broke it: only a record that
-        says so tells the first from the second, and the second must not be taken to the next replica.
+        vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
+        which: a request that broke one engine must not be sent to the next. Reads the records for a 500.
         """
-        target = self.hand_over().target
-        self._watch.doubt(target)
         if not _is_replayable(self._request):
             return False
         if response.status_code == 503:
             return response.headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
-        return response.status_code == 500 and self._watch.is_being_stopped(target)
-
-    def _address(self, target: Target) -> None:
-        request = self._request
-        request.url = request.url.copy_with(scheme="http", host=target.host, port=target.port)
-        request.headers["Host"] = request.url.netloc.decode("ascii")
-        # Always the service's own: the SDK would also take keys and headers meant for OpenAI from the environment.
-        request.headers["Authorization"] = f"Bearer {self._watch.api_key}"
-        timeout = dict(request.extensions.get("timeout") or {})
-        timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
-        request.extensions = {**request.extensions, "timeout": timeout}
+        return response.status_code == 500 and self._watch.is_being_stopped(attempt.replica)
 
 
-class _WatchedStream(http.SyncByteStream):
-    """A response's body that ends its visit when it ends, and tells when it broke."""
-
-    def __init__(self, stream: http.SyncByteStream, visit: _Visit) -> None:
-        self._stream = stream
-        self._visit = visit
-
-    def __iter__(self) -> Iterator[bytes]:
-        try:
-            yield from self._stream
-        except http.TransportError:
-            self._visit.end(well=False)
-            raise
-
-    def close(self) -> None:
-        self._visit.end()
-        self._stream.close()
-
-    def __del__(self) -> None:
-        self._visit.end()
+def _send_to(request: http.Request, replica: ReplicaAddress, api_key: str) -> None:
+    """Rewrite the request's URL and headers for that replica."""
+    request.url = request.url.copy_with(scheme="http", host=replica.host, port=replica.port)
+    request.headers["Host"] = request.url.netloc.decode("ascii")
+    # Always the service's own key: the SDK may have taken keys and headers meant for OpenAI from the environment.
+    request.headers["Authorization"] = f"Bearer {api_key}"
+    timeout = dict(request.extensions.get("timeout") or {})
+    timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
+    request.extensions = {**request.extensions, "timeout": timeout}
 
 
-class _AsyncWatchedStream(http.AsyncByteStream):
-    def __init__(self, stream: http.AsyncByteStream, visit: _Visit) -> None:
-        self._stream = stream
-        self._visit = visit
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._stream:
-                yield chunk
-        except http.TransportError:
-            self._visit.end(well=False)
-            raise
-
-    async def aclose(self) -> None:
-        self._visit.end()
-        await self._stream.aclose()
-
-    def __del__(self) -> None:
-        self._visit.end()
+def _never_arrived(error: BaseException) -> bool:
+    """Whether no engine received anything of the request."""
+    return isinstance(error, http.ConnectError | http.ConnectTimeout)
 
 
 def _is_replayable(request: http.Request) -> bool:
-    """Whether the body is held in memory; an upload that was streamed is gone."""
+    """Whether the body is held in memory. An upload that was streamed is gone."""
     try:
         return request.content is not None
     except http.RequestNotRead:
         return False
+
+
+class _CountedBody(http.SyncByteStream):
+    """A response's body. Its end ends the attempt; a body that breaks makes the replica suspect."""
+
+    def __init__(self, body: http.SyncByteStream, attempt: _Attempt) -> None:
+        self._body = body
+        self._attempt = attempt
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            yield from self._body
+        except http.TransportError as error:
+            self._attempt.end_with(error)
+            raise
+
+    def close(self) -> None:
+        self._attempt.end()
+        self._body.close()
+
+    def __del__(self) -> None:
+        self._attempt.end()
+
+
+class _AsyncCountedBody(http.AsyncByteStream):
+    def __init__(self, body: http.AsyncByteStream, attempt: _Attempt) -> None:
+        self._body = body
+        self._attempt = attempt
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._body:
+                yield chunk
+        except http.TransportError as error:
+            self._attempt.end_with(error)
+            raise
+
+    async def aclose(self) -> None:
+        self._attempt.end()
+        await self._body.aclose()
+
+    def __del__(self) -> None:
+        self._attempt.end()

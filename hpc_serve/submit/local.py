@@ -1,6 +1,7 @@
-"""A job on this machine, judged and stopped from any process: its pid and start time are written down when it starts.
+"""A job on this machine: whether it runs, and how to stop it, from any process.
 
-A pid alone would be used again by somebody else's process; together with the start time it is not.
+`submit` writes down the pid and the start time of the job's process. A pid alone may belong to another process by now;
+pid and start time together identify the process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def process_start_time(pid: int) -> int | None:
 
 
 def local_job_state(job: SubmittedJob) -> JobState:
-    """RUNNING or GONE; UNKNOWN from any other machine than its own, whose processes cannot be seen from here."""
+    """RUNNING or GONE; UNKNOWN on another machine than the job's, because its processes cannot be seen there."""
     if job.host != socket.gethostname():
         detail = f"it runs on {job.host}, and this is {socket.gethostname()}: ask there"
         return JobState(job_id=job.job_id, state=UNKNOWN, source="process", detail=detail)
@@ -39,9 +40,9 @@ def local_job_state(job: SubmittedJob) -> JobState:
 
 
 def stop_local_job(job: SubmittedJob, *, grace_s: float) -> None:
-    """SIGTERM to the script and its launcher, which end in order; SIGKILL to what is left after `grace_s` seconds.
+    """Send SIGTERM to the script and its launcher, which shut down in order; SIGKILL after `grace_s` seconds.
 
-    One that is over already is no error. Raises SchedulerError from another machine, or if it cannot be ended.
+    A job that is over already is no error. Raises SchedulerError on another machine, or if the job cannot be ended.
     """
     state = local_job_state(job)
     if state.state == UNKNOWN:
@@ -66,4 +67,4 @@ def _is_alive(job: SubmittedJob) -> bool:
 def _signal_group(job: SubmittedJob, number: signal.Signals) -> None:
     assert job.pid is not None
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, number)  # its script began a session, so its pid is the group's
+        os.killpg(job.pid, number)  # the script is the leader of its session, so its pid is the group's

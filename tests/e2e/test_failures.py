@@ -197,7 +197,7 @@ def test_a_frozen_head_is_left_by_the_others_and_told_by_status(alice):
         wait_for(lambda: not on(alice, worker), 60, what="the worker's launcher to end")
         (status,) = json.loads(alice.hpc_serve("status", "frozen-head", "--json").stdout)["services"]
         assert status["state"] == "unresponsive"
-        assert "nobody answers at" in status["reason"]
+        assert "no answer from" in status["reason"]
     record = failed(alice, "frozen-head", job_id)
     assert record["failed_part"] == f"node {worker}"
     assert not folders_left(alice)

@@ -108,7 +108,7 @@ def test_a_script_by_hand_that_fails_before_python_is_known_with_its_output(alic
 
 def test_a_job_that_was_stopped_in_the_queue_is_known_to_everybody(alice):
     submitted(alice, "queued", *HOLD)
-    assert "is submitted: job" in alice.hpc_serve("chat", "queued", "hello").stderr
+    assert "is pending: it has not started" in alice.hpc_serve("chat", "queued", "hello").stderr
     assert alice.hpc_serve("stop", "queued").returncode == 0
     told = "queued is stopped: it was cancelled before it began (CANCELLED)"
     assert told in alice.hpc_serve("chat", "queued", "hello").stderr

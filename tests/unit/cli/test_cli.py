@@ -18,7 +18,7 @@ from hpc_serve.cli.main import COMMANDS, run
 from hpc_serve.cli.options import Duration, default_service
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import services
+from hpc_serve.submit import stop, wait
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
@@ -44,7 +44,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(services, "_RECORDS_S", 0.02)
+    monkeypatch.setattr(wait, "_RECORDS_S", 0.02)
+    monkeypatch.setattr(stop, "_RECORDS_S", 0.02)
     return fake
 
 
@@ -229,7 +230,7 @@ def test_exit_codes_of_what_does_not_fit_and_of_a_name_that_is_taken(place, caps
 
 
 def test_submit_and_wait_ends_with_the_failure_of_the_job(place, capsys, monkeypatch, store):
-    monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 0.0)
+    monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 0.0)
     place.job("101", "FAILED", exit_code="78:0")
     queue = place.bin / "squeue"
     queue.write_text("#!/bin/bash\n")  # the job is in no queue any more when it is first looked for
@@ -248,7 +249,7 @@ def test_ctrl_c_only_detaches(place, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(services, "wait", interrupted)
+    monkeypatch.setattr(wait, "wait", interrupted)
     assert run(["submit", "--model", "8b", "--wait"]) == 130
     assert "8b goes on. Come back: hpc-serve wait 8b" in capsys.readouterr().err
     assert place.cancelled == []
@@ -364,7 +365,7 @@ def test_logs_of_the_latest_job_and_of_one_node(store, capsys, place):
 
 
 def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 0.0)
+    monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 0.0)
     log = tmp_path / "hpc-serve-8b-9.log"
     place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
     assert run(["logs", "8b"]) == 1
@@ -458,7 +459,7 @@ def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, ca
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["status", "nonesuch", "--json"], 5, "no service or job 'nonesuch'"),
+        (["status", "nonesuch", "--json"], 5, "No service or job 'nonesuch'"),
         (["wait", "nonesuch", "--json"], 5, "nonesuch"),
         (["wait", "--json"], 2, "Missing argument"),
         (["env", "nonesuch", "--json"], 5, "No service 'nonesuch'"),

@@ -14,9 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, endpoint, services
-from hpc_serve.client import discovery as watch
-from hpc_serve.client import wait as patience
+from hpc_serve.client import connect, connect_async, discovery, endpoint, services
+from hpc_serve.client import wait as waiting
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.probe import LeaseWatch, probe, probe_record
 from hpc_serve.client.sdk import http
@@ -47,7 +46,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer sk-of-openai")
-    monkeypatch.setattr(patience, "STEP_S", 0.05)
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
     return home
 
 
@@ -194,7 +193,7 @@ def test_a_stream_under_way_outlives_the_drain(service):
     assert len([chunk for chunk in stream if chunk.choices]) == 7
 
 
-def test_the_farewell_of_an_engine_that_is_stopped_goes_elsewhere(service):
+def test_a_request_to_an_engine_that_is_being_stopped_goes_elsewhere(service):
     leaving, other = service.start("--stub-error", "500"), service.start()
     client = connect("405b", max_retries=0)
     service.publish(leaving, state="draining", counter=2)
@@ -270,7 +269,7 @@ async def _under_way(client):
 
 
 def test_a_replica_that_comes_later_is_found(service, monkeypatch):
-    monkeypatch.setattr(watch, "REFRESH_S", 0.0)
+    monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
     service.start()
     client = connect("405b")
     later = service.start()
@@ -280,7 +279,7 @@ def test_a_replica_that_comes_later_is_found(service, monkeypatch):
 
 
 def test_a_replica_that_says_it_drains_is_left(service, monkeypatch):
-    monkeypatch.setattr(watch, "REFRESH_S", 0.0)
+    monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
     leaving, other = service.start(), service.start()
     client = connect("405b")
     service.publish(leaving, state="draining", counter=2)
@@ -385,7 +384,7 @@ def test_several_services_need_a_name(services_of):
 def test_the_one_that_is_live_is_meant_among_others(services_of):
     services_of("8b").start(state="failed", reason="CUDA out of memory", failed_part="engine")
     services_of("70b").start(state="starting", stage="waiting for Ray nodes")
-    with pytest.raises(ServiceNotFoundError, match="No service is live") as refusal:
+    with pytest.raises(ServiceNotFoundError, match="No service is ready") as refusal:
         connect()
     assert "  70b: starting: waiting for Ray nodes (job 100)\n  8b: failed: engine: CUDA" in str(refusal.value)
     with pytest.raises(WaitTimeoutError, match="70b was not ready"):
@@ -408,7 +407,7 @@ def test_none_at_all_is_said_plainly(home):
 def test_services_are_listed_with_their_state(services_of):
     services_of("405b").start()
     services_of("8b").start(state="stopped")
-    assert [(view.service, len(view.live)) for view in services()] == [("405b", 1), ("8b", 0)]
+    assert [(status.service, len(status.ready)) for status in services()] == [("405b", 1), ("8b", 0)]
 
 
 def test_an_endpoint_is_what_any_tool_needs(service):
@@ -434,7 +433,7 @@ def test_the_key_is_in_no_text(service, caplog):
     key = service.store.read_api_key("405b")
     client = connect("405b", max_retries=0)
     say(client)
-    texts = [repr(client), repr(client._watch), repr(endpoint("405b")), repr(client._watch.view), caplog.text]
+    texts = [repr(client), repr(client._watch), repr(endpoint("405b")), repr(client._watch.status), caplog.text]
     engine.kill()
     with pytest.raises(ServiceNotFoundError) as gone:
         say(client)
@@ -518,8 +517,8 @@ def test_the_first_address_that_answers_is_taken(service):
     assert probe_record(record, key, timeout_s=5.0).host == "127.0.0.1"
     both = make_record(hosts=("127.0.0.2", "127.0.0.1"), port=engine.port)
     assert probe_record(both, key).host == "127.0.0.1"
-    assert probe_record(make_record(hosts=()), key).verdict == "silent"
-    assert probe("no such host.invalid", engine.port, key).verdict == "silent"
+    assert probe_record(make_record(hosts=()), key).status == "no answer"
+    assert probe("no such host.invalid", engine.port, key).status == "no answer"
 
 
 def test_an_engine_that_is_not_well_is_not_offered(services_of, tmp_path):
@@ -548,14 +547,14 @@ def test_an_engine_is_asked_again_when_its_record_falls_silent_or_after_a_while(
 
     def ask(records, key):
         asked.extend(record.counter for record in records)
-        return watch.probe_records(records, key)
+        return discovery.probe_records(records, key)
 
-    looking = ServiceWatch(service.store, "405b", probe=ask, clock=lambda: now[0])
+    watch = ServiceWatch(service.store, "405b", probe=ask, clock=lambda: now[0])
     for seconds, renewed, expected in [(0, False, 1), (20, False, 1), (20, False, 2), (1, True, 2), (70, True, 3)]:
         now[0] += seconds
         if renewed:
             record = service.renew(record)
-        assert len(looking.look().live) == 1
+        assert len(watch.refresh().ready) == 1
         assert len(asked) == expected, (seconds, renewed)
 
 
@@ -565,9 +564,9 @@ def test_the_model_is_a_name_that_all_replicas_serve(service):
     assert connect("405b").model == "405b"
 
 
-def test_those_who_look_at_once_share_a_look(service, monkeypatch):
+def test_threads_that_refresh_at_once_share_one_refresh(service, monkeypatch):
     service.start()
-    looking = ServiceWatch(service.store, "405b")
+    watch = ServiceWatch(service.store, "405b")
     reads, together = [], threading.Barrier(16)
     reading = service.store.read
 
@@ -578,12 +577,12 @@ def test_those_who_look_at_once_share_a_look(service, monkeypatch):
 
     monkeypatch.setattr(service.store, "read", slow_read)
 
-    def look(_):
+    def refresh(_):
         together.wait()
-        return looking.look().live
+        return watch.refresh().ready
 
     with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(look, range(16)))
+        assert all(pool.map(refresh, range(16)))
     assert len(reads) < 8
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.views import Answer
+from hpc_serve.client.status import ProbeResult, ReplicaStatus
 from hpc_serve.errors import (
     DoesNotFitError,
     InvalidRequestError,
@@ -25,11 +25,12 @@ from hpc_serve.errors import (
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import job_logs, scheduler, services
-from hpc_serve.submit.look import look
+from hpc_serve.submit import job_logs, scheduler, services, wait
+from hpc_serve.submit import stop as stopping
+from hpc_serve.submit.log_files import files_of
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.status import ServiceStatus
+from hpc_serve.submit.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
@@ -39,7 +40,8 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
     for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
-        monkeypatch.setattr(services, name, 0.02)
+        monkeypatch.setattr(wait, name, 0.02)
+    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def request(**fields) -> ServeRequest:
     return ServeRequest(**{"model": "8b", "service": "8b", **fields})
 
 
-def note(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
+def submitted_job(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
     usual = {"service": "8b", "model": MODEL, "cluster": "slurm", "submitted_at": time.time(), "job_id": job_id}
     job = SubmittedJob(**{**usual, **fields})
     store.write_submitted(job)
@@ -82,8 +84,8 @@ def record(store: ServiceStore, job_id: str = "7", **fields):
     return made
 
 
-def the_one(store: ServiceStore) -> ServiceStatus:
-    (status,) = look(store).services
+def the_one(store: ServiceStore) -> ReplicaStatus:
+    (status,) = read_status(store).replicas
     return status
 
 
@@ -209,18 +211,18 @@ class TestSubmit:
 
 class TestStatus:
     def test_a_job_in_the_queue_says_why_it_waits(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Resources"))
         status = the_one(store)
         assert (status.state, status.reason) == ("pending", "waiting for free nodes (Resources)")
 
     def test_a_script_that_has_begun(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "RUNNING", "None"))
         assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
 
     def test_a_record_says_how_far_a_start_is(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store)
         slurm.queue(("7", "RUNNING", "None"))
         status = the_one(store)
@@ -240,7 +242,7 @@ class TestStatus:
     def test_an_end_that_nobody_wrote_down_is_slurm_s_to_tell(
         self, store, slurm, state, exit_code, expected, reason, published
     ):
-        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        job = submitted_job(store, log_path=str(store.log_dir("8b") / "7.log"))
         Path(job.log_path or "").write_text("one\nno Python environment in /x\n")
         if published:
             record(store)
@@ -253,35 +255,35 @@ class TestStatus:
         assert status.exit_code == int(exit_code.partition(":")[0])
 
     def test_a_job_that_slurm_has_forgotten_is_over_but_how_is_not_known(self, store, slurm):
-        note(store)
+        submitted_job(store)
         status = the_one(store)
         assert status.state == "failed"
         assert "not known" in status.reason
 
     @pytest.mark.parametrize("with_record", [False, True])
     def test_silence_is_unknown_and_never_an_end(self, store, slurm, with_record):
-        note(store)
+        submitted_job(store)
         if with_record:
             record(store, updated_at=time.time() - 500)
         slurm.be_silent()
-        report = look(store)
-        assert report.services[0].state == "unknown"
-        assert not report.services[0].is_over
+        report = read_status(store)
+        assert report.replicas[0].state == "unknown"
+        assert not report.replicas[0].is_over
         assert "does not answer" in report.problems[-1]
 
     def test_a_fresh_record_is_believed_while_the_controller_is_silent(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store)
         slurm.be_silent()
         assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
 
     def test_the_last_word_of_a_launcher_is_kept_whatever_slurm_says(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store, state="failed", failed_part="engine", reason="engine exited with 3", exit_code=3)
         slurm.be_silent()
         status = the_one(store)
         assert (status.state, status.failed_part, status.exit_code) == ("failed", "engine", 3)
-        assert look(store).problems == ()
+        assert read_status(store).problems == ()
 
     @pytest.mark.parametrize(
         ("state", "reason"),
@@ -316,13 +318,13 @@ class TestStatus:
         record(store, "7", state="stopped", reason="SIGTERM")
         record(store, "8", state="stopped", reason="SIGTERM", updated_at=time.time() - 2 * 86400)
         slurm.account("7|CANCELLED by 1003|0:15|n1|alice|hpc-serve-8b")
-        reasons = {status.job_id: status.reason for status in look(store).services}
+        reasons = {status.job_id: status.reason for status in read_status(store).replicas}
         assert reasons == {"7": "it was cancelled by user 1003 (CANCELLED)", "8": "SIGTERM"}
 
     def test_where_there_is_no_accounting_it_is_asked_once(self, store, slurm):
         for job_id in ("7", "8", "9"):
             record(store, job_id, state="stopped", reason="SIGTERM")
-        assert {status.reason for status in look(store).services} == {"SIGTERM"}
+        assert {status.reason for status in read_status(store).replicas} == {"SIGTERM"}
         assert slurm.asked_accounting == 1
 
     def test_a_node_that_failed_is_told_beside_what_the_launcher_saw(self, store, slurm):
@@ -331,13 +333,13 @@ class TestStatus:
         assert the_one(store).reason == "its launcher fell silent; a node of it failed (NODE_FAIL)"
 
     def test_a_requeued_job_waits_again(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store, state="stopped", reason="SIGTERM")
         slurm.queue(("7", "PENDING", "BeginTime"))
         assert the_one(store).state == "pending"
 
     def test_a_requeued_job_that_runs_again_is_starting_before_it_says_so_itself(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store, state="failed", failed_part="engine", reason="x", exit_code=1)
         slurm.queue(("7", "RUNNING", "None"))
         slurm.job("7", "RUNNING", restart=1)
@@ -359,7 +361,7 @@ class TestStatus:
         slurm.name_in_queue("11", "hpc-serve-not a name")
         status = the_one(store)
         assert (status.service, status.job_id, status.state) == ("70b", "9", "pending")
-        assert look(store, "8b").services == ()
+        assert read_status(store, "8b").replicas == ()
 
     def test_a_job_submitted_by_hand_that_failed_before_it_could_say_so_is_known(self, store, slurm, tmp_path):
         log = tmp_path / "hpc-serve-70b-9.log"
@@ -369,7 +371,7 @@ class TestStatus:
         status = the_one(store)
         assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
         assert status.reason == "its script exited with code 78 (FAILED)"
-        assert (status.log_files(), status.last_log_lines) == ([log], ("no Python environment",))
+        assert (files_of(status), status.last_log_lines) == ([log], ("no Python environment",))
         assert status.updated_at is not None
 
     def test_a_running_job_without_a_record_may_have_another_home(self, store, slurm):
@@ -382,7 +384,7 @@ class TestStatus:
             f"Slurm runs it, but there is no record of it in {store.home} after 65 min: "
             "its script has not come so far, or it has another HPC_SERVE_HOME"
         )
-        note(store, "9", service="70b")
+        submitted_job(store, "9", service="70b")
         assert (the_one(store).state, the_one(store).stage) == ("starting", "its script has begun")
         assert "after 65 min" in the_one(store).reason
 
@@ -394,22 +396,22 @@ class TestStatus:
         )
         slurm.queue()
         slurm.job("9", "FAILED", name="hpc-serve-70b", log="/elsewhere/services/70b/logs/9.log")
-        assert look(store).services == ()
+        assert read_status(store).replicas == ()
         slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
         assert the_one(store).state == "failed"
 
     def test_a_record_that_cannot_be_read_is_told_and_hides_nothing_else(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         (store.service_dir("8b") / "8-r0-0.json").write_text('{"version": 1, "ser')
-        report = look(store)
-        assert [status.job_id for status in report.services] == ["7"]
+        report = read_status(store)
+        assert [status.job_id for status in report.replicas] == ["7"]
         assert "8-r0-0.json" in report.problems[0]
 
     def test_without_slurm_there_is_nothing_to_complain_about(self, store, monkeypatch):
         monkeypatch.setenv("PATH", "/nonexistent")
-        assert look(store).services == ()
-        assert look(store).problems == ()
+        assert read_status(store).replicas == ()
+        assert read_status(store).problems == ()
 
     def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm):
         slurm.queue(("7", "RUNNING", "None"))
@@ -425,11 +427,13 @@ class TestStatus:
         finally:
             service.close()
 
-    @pytest.mark.parametrize("verdict", ["silent", "unhealthy"])
+    @pytest.mark.parametrize("probe_status", ["no answer", "unhealthy"])
     @pytest.mark.parametrize("told_by", ["its record", "Slurm"])
-    def test_a_job_that_is_being_ended_is_not_called_unresponsive(self, store, slurm, monkeypatch, told_by, verdict):
+    def test_a_job_that_is_being_ended_is_not_called_unresponsive(
+        self, store, slurm, monkeypatch, told_by, probe_status
+    ):
         """The engine goes first: neither its record nor Slurm's list said anything a moment ago."""
-        note(store)
+        submitted_job(store)
         ready = record(store, state="ready", port=1)
         slurm.queue(("7", "RUNNING", "None"))
 
@@ -438,10 +442,10 @@ class TestStatus:
                 slurm.queue(("7", "COMPLETING", "None"))
             else:
                 store.write(dataclasses.replace(ready, state="draining", stage="stopping", reason="SIGTERM"))
-            return {one.name: Answer(verdict=verdict) for one in records}
+            return {one.name: ProbeResult(status=probe_status) for one in records}
 
         store.ensure_api_key("8b")
-        monkeypatch.setattr("hpc_serve.submit.look.probe_records", gone)
+        monkeypatch.setattr("hpc_serve.submit.status_reader.probe_records", gone)
         status = the_one(store)
         assert (status.state, status.stage) == ("draining", "stopping")
         assert not status.is_over
@@ -455,7 +459,7 @@ class TestStatus:
         monkeypatch.setattr(scheduler, "jobs", lambda: asked.append(1) or real())
         view = SchedulerView()
         for _ in range(3):
-            assert look(store, slurm=view).services[0].state == "unresponsive"
+            assert read_status(store, slurm=view).replicas[0].state == "unresponsive"
         assert len(asked) == 2
 
     def test_an_engine_that_answers_is_ready_though_the_controller_is_silent(self, store, slurm):
@@ -470,11 +474,11 @@ class TestStatus:
 
 class TestWait:
     def test_the_stages_are_told_and_a_failure_ends_it_with_the_last_words(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         told = []
 
-        def go_on(status: ServiceStatus) -> None:
+        def go_on(status: ReplicaStatus) -> None:
             told.append((status.state, status.stage))
             if status.state == "pending":
                 slurm.queue(("7", "RUNNING", "None"))
@@ -485,64 +489,64 @@ class TestWait:
                 record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_log_lines=words)
 
         with pytest.raises(ServiceFailedError) as caught:
-            services.wait(store, "8b", timeout_s=20, on_change=go_on)
+            wait.wait(store, "8b", timeout_s=20, on_change=go_on)
         assert told[:3] == [("pending", ""), ("starting", "its script has begun"), ("starting", "loading weights")]
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
     def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
-        monkeypatch.setattr(services, "_RECORD_MAY_FOLLOW_S", 20.0)
-        note(store)
+        monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 20.0)
+        submitted_job(store)
         slurm.job("7", "FAILED", exit_code="3:0")
 
-        def write_it(status: ServiceStatus) -> None:
+        def write_it(status: ReplicaStatus) -> None:
             record(store, state="failed", failed_part="engine", reason="the real reason")
 
         with pytest.raises(ServiceFailedError, match="the real reason"):
-            services.wait(store, "8b", on_change=write_it)
+            wait.wait(store, "8b", on_change=write_it)
 
     def test_not_ready_in_time_is_no_failure(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
-            services.wait(store, "8b", timeout_s=0)
+            wait.wait(store, "8b", timeout_s=0)
 
     def test_a_silent_controller_is_waited_out(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.be_silent()
         seen = []
 
-        def answer(status: ServiceStatus) -> None:
+        def answer(status: ReplicaStatus) -> None:
             seen.append(status.state)
             if status.state == "unknown":
                 slurm.be_silent(False)
                 slurm.queue(("7", "PENDING", "Priority"))
 
         with pytest.raises(WaitTimeoutError):
-            services.wait(store, "8b", timeout_s=0.5, on_change=answer)
+            wait.wait(store, "8b", timeout_s=0.5, on_change=answer)
         assert seen == ["unknown", "pending"]
 
     def test_an_older_failure_does_not_end_the_wait_for_a_new_job(self, store, slurm):
-        note(store, "7", submitted_at=time.time() - 100)
-        note(store, "8")
+        submitted_job(store, "7", submitted_at=time.time() - 100)
+        submitted_job(store, "8")
         slurm.job("7", "FAILED", exit_code="1:0")
         slurm.queue(("8", "PENDING", "Priority"))
         with pytest.raises(WaitTimeoutError, match="pending"):
-            services.wait(store, "8b", timeout_s=0)
+            wait.wait(store, "8b", timeout_s=0)
 
     def test_an_unknown_service_is_not_waited_for(self, store, slurm):
-        note(store)
-        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
-            services.wait(store, "70b")
+        submitted_job(store)
+        with pytest.raises(ServiceNotFoundError, match=r"There is:\n  8b: "):
+            wait.wait(store, "70b")
 
 
-def stop(store: ServiceStore, target: str, **options) -> tuple[ServiceStatus, ...]:
-    return services.stop(store, services.find(store, target), **options)
+def stop(store: ServiceStore, target: str, **options) -> tuple[ReplicaStatus, ...]:
+    return stopping.stop(store, find(store, target), **options)
 
 
 class TestStop:
     def test_a_job_is_cancelled_and_its_end_waited_for(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         slurm.job("7", "CANCELLED", after_cancel=True)
         (status,) = stop(store, "8b")
@@ -551,7 +555,7 @@ class TestStop:
 
     @pytest.mark.parametrize("by", ["stop", "scancel"])
     def test_a_job_that_never_began_stays_known_as_cancelled(self, store, slurm, by):
-        note(store)
+        submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
         if by == "scancel":
@@ -564,7 +568,7 @@ class TestStop:
         claim(store, "8b", "another-model")  # its name is free
 
     def test_what_a_job_without_a_record_left_is_known_after_slurm_has_forgotten_it(self, store, slurm):
-        job = note(store, log_path=str(store.log_dir("8b") / "7.log"))
+        job = submitted_job(store, log_path=str(store.log_dir("8b") / "7.log"))
         Path(job.log_path or "").write_text("no Python environment in /x\n")
         slurm.job("7", "FAILED", exit_code="78:0")
         stop(store, "8b")
@@ -575,13 +579,13 @@ class TestStop:
         assert status.last_log_lines == ("no Python environment in /x",)
 
     def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
-        note(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
+        submitted_job(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
         slurm.queue(("7", "PENDING", "Priority"))
         assert the_one(store).state == "pending"
 
     def test_one_job_of_a_service_is_stopped_by_its_id(self, store, slurm):
-        note(store, "7")
-        note(store, "8")
+        submitted_job(store, "7")
+        submitted_job(store, "8")
         slurm.queue(("7", "PENDING", "Priority"), ("8", "PENDING", "Priority"))
         slurm.job("8", "CANCELLED", after_cancel=True)
         stop(store, "8")
@@ -595,26 +599,26 @@ class TestStop:
         assert slurm.cancelled == ["9"]
 
     def test_what_is_over_is_left_alone(self, store, slurm):
-        note(store)
+        submitted_job(store)
         record(store, state="stopped")
         assert stop(store, "8b") == ()
         assert slurm.cancelled == []
 
     def test_a_job_that_does_not_end_is_told(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.job("7", "RUNNING")
         with pytest.raises(WaitTimeoutError, match="still RUNNING"):
             stop(store, "7", timeout_s=0.1)
 
     def test_a_silent_controller_cancels_nothing_and_says_so(self, store, slurm):
-        note(store)
+        submitted_job(store)
         slurm.be_silent()
         with pytest.raises(SchedulerUnavailableError, match="does not answer"):
             stop(store, "8b")
 
     def test_an_unknown_one_is_an_error_that_lists_what_there_is(self, store, slurm):
-        note(store)
-        with pytest.raises(ServiceNotFoundError, match="There are: 8b"):
+        submitted_job(store)
+        with pytest.raises(ServiceNotFoundError, match=r"There is:\n  8b: "):
             stop(store, "nonesuch")
 
 
@@ -635,7 +639,7 @@ class TestLogs:
 
     def test_one_that_waits_has_nothing_to_show_but_may_be_followed(self, store, slurm):
         record(store, "7", state="failed", reason="x")
-        note(store, "8")
+        submitted_job(store, "8")
         slurm.queue(("8", "PENDING", "Priority"))
         assert job_logs.find_job(store, "8b")[0].job_id == "7"
         assert job_logs.find_job(store, "8b", to_follow=True)[0].job_id == "8"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.submit.logs import follow, log_files, tail
+from hpc_serve.submit.log_files import follow, log_files, tail
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):

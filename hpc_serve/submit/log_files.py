@@ -1,7 +1,7 @@
-"""The logs of a job: which files they are, their last lines, and their new lines as they come.
+"""The log files of one job: which files there are, their last lines, and their new lines as they come.
 
-The batch script and the launcher of each node write one file each; a file may appear late, and on a shared filesystem
-later than that.
+The batch script writes one file, and the launcher of each node another. A file may appear late, and a shared filesystem
+may show it later still. job_logs.py decides which job's logs a person means.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import StoreError
 
 _POLL_S = 0.5
@@ -18,10 +19,22 @@ _CHUNK_BYTES = 64 * 1024
 
 
 def log_files(job_id: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
-    """The files there are for a job: the batch script's first, then each node's launcher in order."""
+    """The files of a job that exist: the batch script's first, then each node's launcher in order."""
     nodes = sorted(log_dir.glob(f"{job_id}-node*.log"), key=lambda path: (len(path.name), path.name))
     batch = batch_log or log_dir / f"{job_id}.log"
     return [path for path in (batch, *nodes) if path.exists()]
+
+
+def files_of(status: ReplicaStatus) -> list[Path]:
+    """The log files of a replica's job that exist now."""
+    return log_files(status.job_id, Path(status.log_dir), Path(status.batch_log) if status.batch_log else None)
+
+
+def places_of(status: ReplicaStatus) -> tuple[str, ...]:
+    """Where a job's logs are or would be: the batch script's, if it lies elsewhere, and a pattern of the others."""
+    pattern = f"{status.log_dir}/{status.job_id}*.log"
+    is_elsewhere = status.batch_log is not None and Path(status.batch_log).parent != Path(status.log_dir)
+    return (status.batch_log, pattern) if status.batch_log and is_elsewhere else (pattern,)
 
 
 def tail(path: Path, lines: int, *, end: int | None = None) -> list[str]:
@@ -69,7 +82,7 @@ def follow(
 
 
 def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[str, int]]:
-    """Lines from `offset` on, each with the offset after it; one without an end only if nothing will follow."""
+    """Lines from `offset` on, each with the offset after it. With `whole_file`, the last line needs no line end."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -77,12 +90,12 @@ def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[s
                 if line.endswith(b"\n") or whole_file:
                     offset += len(line)
                     yield line.decode(errors="replace").rstrip("\r\n"), offset
-    except OSError:  # it is gone, or the filesystem does not answer: there may be more at the next look
+    except OSError:  # it is gone, or the filesystem does not answer: the next call may find more
         return
 
 
 def _whole_lines(path: Path) -> int:
-    """How many bytes of the file are lines with an end."""
+    """The length in bytes of all lines that have a line end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,0 +1,150 @@
+"""Adds what the scheduler says of a job to the status of its replica. Pure.
+
+The client's status.py has derived the state from the record and the probe already. Here it changes only where the
+scheduler knows more: a job that waits, has ended, is ending, or cannot be asked for. status_reader.py decides when to
+ask the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.submit.slurm import UNKNOWN, JobState
+from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence
+
+# A job that runs for so long has published a record.
+RECORD_EXPECTED_WITHIN_S = 60.0
+
+# Ends that Slurm brings about. Its word says more than the signal that a launcher saw.
+_ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusReport:
+    """All replicas that were found, and `problems`: files that are not trusted, a scheduler that does not answer."""
+
+    replicas: tuple[ReplicaStatus, ...]
+    problems: tuple[str, ...] = ()
+
+
+def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
+    """The same replica with what the scheduler says of its job; None where the scheduler adds nothing."""
+    if job is None:
+        return status
+    status = replace(status, scheduler_state=job.state, time_left=job.time_left if job.is_running else None)
+    was_requeued = job.is_pending or (status.is_over and job.restart > status.restart)
+    if status.record is None or was_requeued:
+        return _of_job_alone(_before_its_next_run(status, job), job)
+    if status.is_over:
+        return replace(status, reason=_end_reason(status, job))
+    if job.is_over:
+        return _ended(status, job)
+    if status.state == "ready":
+        return status
+    if job.state == "COMPLETING":
+        return _ending(status)
+    if job.state == UNKNOWN:
+        return _without_scheduler(status, job)
+    if status.state == "unknown":
+        return replace(status, state="unresponsive", reason=f"{status.reason}; its job still runs")
+    if status.is_overdue:
+        age = f"its record was last renewed {status.record_age_s:.0f} s ago"
+        return replace(status, reason="; ".join(words for words in (status.reason, age) if words))
+    return status
+
+
+def explain_missing_record(status: ReplicaStatus, job: JobState, *, home: Path) -> ReplicaStatus:
+    """Say so when a job of `submit` should have published a record in `home` by now, and has not."""
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
+        return replace(status, reason=_no_record(job, home))
+    return status
+
+
+def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, other_home: Path | None) -> ReplicaStatus:
+    """A job that is known by its name in the queue alone: without a record nobody can tell whether it serves."""
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
+        where = _no_record(job, home)
+        if other_home is not None:
+            where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
+        return replace(status, state="unknown", stage="", reason=f"Slurm runs it, but {where}")
+    return status
+
+
+def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    if job.is_pending:
+        expected = f"; expected to start at {job.start_time}" if job.start_time else ""
+        return replace(status, state="pending", reason=pending_sentence(job.reason) + expected)
+    if job.is_over:
+        return _ended(status, job)
+    if job.state == UNKNOWN:
+        return replace(status, state="unknown", reason=job.detail)
+    if job.state == "COMPLETING":
+        return _ending(status)
+    stage = "its nodes are being prepared" if job.state == "CONFIGURING" else "its script has begun"
+    return replace(status, state="starting", stage=stage)
+
+
+def _before_its_next_run(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """What remains true of a replica when its job begins anew, or has published nothing."""
+    return ReplicaStatus(
+        service=status.service,
+        job_id=status.job_id,
+        state="unknown",
+        cluster=status.cluster,
+        model=status.model,
+        num_nodes=status.num_nodes,
+        gpus_per_node=status.gpus_per_node,
+        restart=max(job.restart, status.restart),
+        submitted_at=status.submitted_at,
+        log_dir=status.log_dir,
+        batch_log=status.batch_log,
+        scheduler_state=status.scheduler_state,
+        time_left=status.time_left,
+        predicted=status.predicted,
+    )
+
+
+def _end_reason(status: ReplicaStatus, job: JobState) -> str:
+    """Why a replica ended. Its launcher saw a signal, or a part that ended; Slurm may know the cause."""
+    if job.state not in _ENDED_BY_SLURM:
+        return status.reason
+    if status.state == "stopped":
+        return ended_sentence(job)
+    return status.reason if job.state == "CANCELLED" else f"{status.reason}; {ended_sentence(job)}"
+
+
+def _ending(status: ReplicaStatus) -> ReplicaStatus:
+    return replace(status, state="draining", stage="stopping", progress=None, reason="Slurm ends its job (COMPLETING)")
+
+
+def _ended(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """A job that is over although no record says so."""
+    return replace(
+        status,
+        state="stopped" if job.state == "CANCELLED" else "failed",
+        stage="",
+        progress=None,
+        reason=ended_sentence(job),
+        exit_code=job.exit_code,
+        batch_log=status.batch_log or job.batch_log,
+        updated_at=job.ended_at or status.updated_at,
+    )
+
+
+def _without_scheduler(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """The scheduler does not answer: a record that is renewed and an engine that answers are believed, no others."""
+    has_no_answer = status.state == "unresponsive" and status.probe is not None and status.probe.status == "no answer"
+    if has_no_answer or status.state == "unknown":
+        return replace(status, state="unknown", reason=f"{status.reason}, and {job.detail}")
+    if status.is_overdue and status.state != "unresponsive":
+        return replace(status, state="unknown", reason=job.detail)
+    return status
+
+
+def _no_record(job: JobState, home: Path) -> str:
+    return (
+        f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
+        "its script has not come so far, or it has another HPC_SERVE_HOME"
+    )

@@ -1,0 +1,194 @@
+"""Reads how services are: their records, their engines' answers, and the scheduler's knowledge of their jobs.
+
+This decides who is asked, and when: an engine only where it may exist, Slurm as seldom as possible, and once more only
+when an engine that should answer does not. client/status.py and job_status.py decide what the answers mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_serve.client.messages import not_found
+from hpc_serve.client.probe import probe_records
+from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.errors import InvalidRequestError, RendezvousError, ServiceNotFoundError
+from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
+from hpc_serve.submit import scheduler
+from hpc_serve.submit.job_status import (
+    RECORD_EXPECTED_WITHIN_S,
+    StatusReport,
+    add_job_state,
+    explain_job_by_hand,
+    explain_missing_record,
+)
+from hpc_serve.submit.local import local_job_state
+from hpc_serve.submit.log_files import files_of, tail
+from hpc_serve.submit.scheduler import SchedulerView
+from hpc_serve.submit.slurm import UNKNOWN, JobState
+
+JOB_NAME_PREFIX = "hpc-serve-"
+_LAST_LINES = 10
+_JUST_ASKED_S = 1.0
+_RECENT_S = 24 * 3600.0
+
+
+def read_status(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
+    """The replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
+    slurm = slurm or SchedulerView()
+    found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
+    replicas = [status for records in found for status in _of_service(store, records, slurm)]
+    replicas += _by_hand(store, slurm, service, known={status.job_id for status in replicas})
+    replicas = [_with_logs(store, status) for status in replicas]
+    replicas.sort(key=lambda status: status.began_or_ended_at)
+    problems = [problem for records in found for problem in records.problems]
+    if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
+        problems.append(slurm.problem)
+    return StatusReport(replicas=tuple(replicas), problems=tuple(problems))
+
+
+def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
+    """The replicas of a service, or of a job by its id, oldest first. Raises ServiceNotFoundError."""
+    if replicas := read_status(store, target).replicas:
+        return list(replicas)
+    if of_job := [status for status in read_status(store).replicas if status.job_id == target]:
+        return of_job
+    raise not_found_error(store, target)
+
+
+def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
+    """The error that lists the services there are."""
+    report, home = read_status(store), str(store.home)
+    names = dict.fromkeys(status.service for status in report.replicas)
+    others = [
+        ServiceStatus(service=name, home=home, replicas=tuple(one for one in report.replicas if one.service == name))
+        for name in names
+    ]
+    missing = ServiceStatus(service=target, home=home, problems=report.problems)
+    return ServiceNotFoundError(not_found(missing, others, wanted="service or job"))
+
+
+def is_same_replica(one: ReplicaStatus, other: ReplicaStatus) -> bool:
+    return (one.job_id, one.replica) == (other.job_id, other.replica)
+
+
+def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: SchedulerView) -> JobState | None:
+    """What the scheduler says of an entry's job; None where it adds nothing to an end that the entry itself tells."""
+    if isinstance(entry, EndpointRecord) and entry.is_final:
+        return _after_its_end(entry, slurm) if entry.cluster == "slurm" else None
+    if isinstance(entry, SubmittedJob) and entry.end is not None:
+        return slurm.queued(entry.job_id) if entry.cluster == "slurm" else None
+    if entry.cluster == "slurm":
+        job = slurm.state(entry.job_id, submitted_at=submitted.submitted_at if submitted else None)
+        if isinstance(entry, EndpointRecord) and job.is_pending:  # it was requeued, or has begun since Slurm was asked
+            return slurm.queued(entry.job_id, max_age_s=_JUST_ASKED_S) or job
+        return job
+    if submitted is not None and submitted.pid is not None:
+        return local_job_state(submitted)
+    return JobState(job_id=entry.job_id, state=UNKNOWN, detail="it was not started by `hpc-serve submit`")
+
+
+def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ReplicaStatus]:
+    submitted = {job.job_id: job for job in found.submitted}
+    records = _last_runs(found)
+    jobs = {record.job_id: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
+    probes = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.job_id])])
+    unwell = [record.job_id for record in records if record.name in probes and not probes[record.name].is_well]
+    if unwell:  # the job may have been told to stop since its record was read
+        slurm.ask_again_for(unwell)
+        records = _last_runs(store.read(found.service))
+        jobs = {record.job_id: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
+    for record in records:
+        status = assess_replica(
+            record,
+            submitted=submitted.get(record.job_id),
+            probe=probes.get(record.name),
+            wall_age_s=time.time() - record.updated_at,
+        )
+        yield add_job_state(status, jobs[record.job_id])
+    for entry in found.without_record():
+        status, job = assess_submitted(entry), scheduled_job(entry, entry, slurm)
+        status = add_job_state(status, job)
+        yield explain_missing_record(status, job, home=store.home) if job is not None else status
+
+
+def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:
+    last_restart = {record.job_id: record.restart for record in found.records}  # the records are in order of time
+    return [record for record in found.records if record.restart == last_restart[record.job_id]]
+
+
+def _after_its_end(record: EndpointRecord, slurm: SchedulerView) -> JobState | None:
+    """The job of a record that has ended: waiting or running again if it was requeued, else as Slurm saw it end."""
+    queued = slurm.queued(record.job_id)
+    if queued is None:
+        ended_by_signal = record.state == "stopped" and time.time() - record.updated_at < _RECENT_S
+        return slurm.end(record.job_id, since=record.started_at if ended_by_signal else None)
+    if queued.is_pending:
+        return queued
+    job = scheduler.job_state(record.job_id)
+    return job if job.is_running and job.restart > record.restart else None
+
+
+def _may_answer(record: EndpointRecord, job: JobState | None) -> bool:
+    return record.state == "ready" and not (job and (job.is_over or job.is_pending))
+
+
+def _probe(store: ServiceStore, service: str, records: Sequence[EndpointRecord]) -> dict[str, ProbeResult]:
+    if not records:
+        return {}
+    try:
+        return probe_records(records, store.read_api_key(service))
+    except RendezvousError as error:  # without its key no engine can prove that it is ours
+        return {record.name: ProbeResult(status="no answer", detail=str(error)) for record in records}
+
+
+def _by_hand(
+    store: ServiceStore, slurm: SchedulerView, service: str | None, *, known: Collection[str]
+) -> Iterator[ReplicaStatus]:
+    """Jobs that a person gave to sbatch, by their name in the queue, while they have no record in this home."""
+    for job in slurm.jobs():
+        name = job.name.removeprefix(JOB_NAME_PREFIX)
+        if not job.name.startswith(JOB_NAME_PREFIX) or service not in (None, name) or job.job_id in known:
+            continue
+        try:
+            validate_service_name(name)
+        except InvalidRequestError:  # no service has such a name
+            continue
+        if job.is_over:
+            detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
+            job = replace(detail, ended_at=job.ended_at) if detail.state == job.state else job
+        elif job.run_time_s > RECORD_EXPECTED_WITHIN_S:
+            job = replace(job, batch_log=slurm.batch_log(job.job_id))
+        other_home = _home_of(job, name)
+        if other_home is not None and other_home.resolve() == store.home.resolve():
+            other_home = None
+        if other_home is not None and job.is_over:
+            continue
+        status = ReplicaStatus(
+            service=name,
+            job_id=job.job_id,
+            state="unknown",
+            submitted_at=job.submitted_at,
+            batch_log=job.batch_log,
+        )
+        yield explain_job_by_hand(add_job_state(status, job), job, home=store.home, other_home=other_home)
+
+
+def _home_of(job: JobState, service: str) -> Path | None:
+    """The HPC_SERVE_HOME that `submit` handed the job over from, where its output lies in the service's own folder."""
+    parts = Path(job.batch_log or "").parent.parts
+    return Path(*parts[:-3]) if parts[-3:] == ("services", service, "logs") else None
+
+
+def _with_logs(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
+    """The same with its log folder and, where no record tells how it ended, with the last lines of its logs."""
+    status = replace(status, log_dir=status.log_dir or str(store.log_dir(status.service)))
+    ended_without_record = status.is_over and (status.record is None or not status.record.is_final)
+    if not ended_without_record or status.last_log_lines:
+        return status
+    lines = (line for path in files_of(status)[:2] for line in tail(path, _LAST_LINES))
+    return replace(status, last_log_lines=tuple(lines))

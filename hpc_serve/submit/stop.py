@@ -1,0 +1,81 @@
+"""Stops jobs, waits until they have ended, and writes down the end of a job that published no record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.errors import InvalidRequestError, WaitTimeoutError
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import scheduler
+from hpc_serve.submit.local import local_job_state, stop_local_job
+from hpc_serve.submit.slurm_messages import ended_sentence
+from hpc_serve.submit.status_reader import is_same_replica, read_status
+
+_RECORDS_S = 1.0
+_LOCAL_GRACE_S = 60.0
+
+
+def stop(store: ServiceStore, found: Sequence[ReplicaStatus], *, timeout_s: float = 120.0) -> tuple[ReplicaStatus, ...]:
+    """End those of the jobs in `found` that are not over, and return how they ended, once they have.
+
+    The end of a job that had published nothing is written down, since clients do not ask Slurm, and Slurm forgets.
+    Raises SchedulerError, InvalidRequestError for one that was started by hand, WaitTimeoutError.
+    """
+    live = [status for status in found if not status.is_over]
+    services = dict.fromkeys(status.service for status in found)
+    submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
+    for job_id, cluster in {status.job_id: status.cluster for status in live}.items():
+        job = submitted.get(job_id)
+        if job is None and cluster == "local":
+            raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
+        end_job(job_id, job)
+    ended = tuple(_wait_until_over(store, status, submitted.get(status.job_id), timeout_s) for status in live)
+    for status in (*(status for status in found if status.is_over), *ended):
+        _write_end(store, status, submitted.get(status.job_id))
+    return ended
+
+
+def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
+    """Tell a job to end: a local one by signals, any other by scancel. Raises SchedulerError."""
+    if submitted is not None and submitted.cluster == "local":
+        stop_local_job(submitted, grace_s=_LOCAL_GRACE_S)
+    else:
+        scheduler.cancel(job_id)
+
+
+def _wait_until_over(
+    store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None, timeout_s: float
+) -> ReplicaStatus:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        is_local = submitted is not None and submitted.cluster == "local"
+        job = local_job_state(submitted) if is_local and submitted else scheduler.job_state(status.job_id)
+        seen = [found for found in read_status(store, status.service).replicas if is_same_replica(found, status)]
+        status = seen[0] if seen else status
+        if job.is_over and not seen:  # submitted by hand, and it had not begun
+            return replace(status, state="stopped", reason=ended_sentence(job))
+        if job.is_over and status.is_over:
+            return status
+        if time.monotonic() >= deadline:
+            detail = f" ({job.detail})" if job.detail else ""
+            raise WaitTimeoutError(
+                f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
+                f"look with `squeue --jobs={status.job_id}`."
+            )
+        time.sleep(_RECORDS_S)
+
+
+def _write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:
+    if submitted is None or submitted.end is not None or status.started_at is not None:
+        return
+    end = JobEnd(
+        state="failed" if status.state == "failed" else "stopped",
+        reason=status.reason,
+        at=status.updated_at or time.time(),
+        exit_code=status.exit_code,
+    )
+    store.write_submitted(replace(submitted, end=end))
