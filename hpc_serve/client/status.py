@@ -22,6 +22,16 @@ ReplicaState = Literal["pending", "starting", "ready", "unresponsive", "draining
 # How an engine answered a probe. "other key": it is an engine of ours that was started with another API key.
 ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours", "no answer"]
 
+# Fields of a record and of a submitted job that a status holds as they are written.
+_TAKEN_FROM_RECORD = (
+    *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
+    *("failed_part", "exit_code", "last_log_lines", "measured"),
+)
+_TAKEN_FROM_SUBMITTED = (
+    *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
@@ -196,18 +206,11 @@ def assess_replica(
 def assess_submitted(job: SubmittedJob) -> ReplicaStatus:
     """How a job is that has published no record: pending, or ended as it is written down."""
     status = ReplicaStatus(
-        service=job.service,
-        job_id=job.job_id,
+        **{name: getattr(job, name) for name in _TAKEN_FROM_SUBMITTED},
         state="pending",
         reason="it has not started, or its record cannot be seen yet",
-        cluster=job.cluster,
-        model=job.model,
-        num_nodes=job.num_nodes,
-        gpus_per_node=job.gpus_per_node,
-        submitted_at=job.submitted_at,
         log_dir=str(Path(job.log_path).parent) if job.log_path else "",
         batch_log=job.log_path,
-        predicted=job.predicted,
     )
     if job.end is None:
         return status
@@ -225,31 +228,12 @@ def _as_written(
     record: EndpointRecord, submitted: SubmittedJob | None, probe: ProbeResult | None, age_s: float
 ) -> ReplicaStatus:
     return ReplicaStatus(
-        service=record.service,
-        job_id=record.job_id,
+        **{name: getattr(record, name) for name in _TAKEN_FROM_RECORD},
         state="unknown",
-        cluster=record.cluster,
-        model=record.model,
-        stand_in=record.stand_in,
-        stage=record.stage,
-        progress=record.progress,
         reason=record.reason or "",
-        nodes=record.nodes,
-        num_nodes=record.num_nodes,
-        gpus_per_node=record.gpus_per_node,
-        tensor_parallel_size=record.tensor_parallel_size,
-        pipeline_parallel_size=record.pipeline_parallel_size,
-        restart=record.restart,
-        replica=record.replica,
         submitted_at=submitted.submitted_at if submitted else None,
-        started_at=record.started_at,
-        updated_at=record.updated_at,
-        failed_part=record.failed_part,
-        exit_code=record.exit_code,
-        last_log_lines=record.last_log_lines,
         log_dir=record.log_dir or "",
         batch_log=submitted.log_path if submitted else None,
-        measured=record.measured,
         predicted=record.predicted or (submitted.predicted if submitted else {}),
         record=record,
         record_age_s=age_s,

@@ -24,7 +24,8 @@ from submitit.local.local import LocalJob
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.submit import scheduler
-from hpc_serve.submit.slurm import parse_sbatch, says_unreachable, sbatch_argv
+from hpc_serve.submit.slurm import sbatch_argv
+from hpc_serve.submit.slurm_answers import parse_sbatch, says_unreachable
 from hpc_serve.submit.slurm_messages import refusal_hint
 
 

@@ -20,6 +20,12 @@ RECORD_EXPECTED_WITHIN_S = 60.0
 # Ends that Slurm brings about. Its word says more than the signal that a launcher saw.
 _ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
+# What is known of a replica apart from any single run of its job.
+_KEPT_FOR_NEXT_RUN = (
+    *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
+    *("log_dir", "batch_log", "scheduler_state", "time_left"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReport:
@@ -88,22 +94,8 @@ def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
 
 def _before_its_next_run(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     """What remains true of a replica when its job begins anew, or has published nothing."""
-    return ReplicaStatus(
-        service=status.service,
-        job_id=status.job_id,
-        state="unknown",
-        cluster=status.cluster,
-        model=status.model,
-        num_nodes=status.num_nodes,
-        gpus_per_node=status.gpus_per_node,
-        restart=max(job.restart, status.restart),
-        submitted_at=status.submitted_at,
-        log_dir=status.log_dir,
-        batch_log=status.batch_log,
-        scheduler_state=status.scheduler_state,
-        time_left=status.time_left,
-        predicted=status.predicted,
-    )
+    kept = {name: getattr(status, name) for name in _KEPT_FOR_NEXT_RUN}
+    return ReplicaStatus(**kept, state="unknown", restart=max(job.restart, status.restart))
 
 
 def _end_reason(status: ReplicaStatus, job: JobState) -> str:

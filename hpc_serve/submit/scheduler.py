@@ -1,6 +1,6 @@
-"""Asks Slurm: runs its commands, one small runner for all of them, and says what it answered or that it did not.
+"""Asks Slurm: one function runs all of its commands, and says what Slurm answered, or that it did not answer.
 
-Nothing is concluded from silence: a controller that does not answer makes a job's state UNKNOWN, never ended.
+A controller that does not answer makes a job's state UNKNOWN. It never means that the job has ended.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from hpc_serve.submit.slurm import (
     UNKNOWN,
     JobState,
     Partition,
-    parse_sacct,
-    parse_scontrol_job,
-    parse_sinfo,
-    parse_squeue,
     sacct_argv,
-    says_no_such_job,
-    says_unreachable,
     scancel_argv,
     scontrol_show_job_argv,
     sinfo_argv,
     squeue_argv,
+)
+from hpc_serve.submit.slurm_answers import (
+    parse_sacct,
+    parse_scontrol_job,
+    parse_sinfo,
+    parse_squeue,
+    says_no_such_job,
+    says_unreachable,
 )
 
 _TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once
@@ -42,7 +44,7 @@ _OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """A Slurm command that ran to its end; `exit_code` may be anything."""
+    """A Slurm command that has ended, with any `exit_code`."""
 
     argv: tuple[str, ...]
     exit_code: int
@@ -84,7 +86,7 @@ def controller_silent(name: str, stderr: str) -> SchedulerUnavailableError:
 
 
 def said(stderr: str) -> str:
-    """A command's own words, without the prefix of each line, on one line."""
+    """A command's own error on one line, without the prefix of each of its lines."""
     lines = (re.sub(r"^(\w+: )?(error: )?", "", line.strip()) for line in stderr.splitlines())
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
@@ -109,8 +111,8 @@ def cancel(job_id: str) -> None:
 def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     """What Slurm knows of one of our jobs: the controller first, then accounting, where the site has it.
 
-    `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. Never raises for silence: the
-    state is UNKNOWN then, with the reason as `detail`.
+    `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. When Slurm does not answer,
+    the state is UNKNOWN, with the reason as `detail`.
     """
     user = user_name()
     try:
@@ -129,17 +131,17 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
 
 
 class SchedulerView:
-    """Slurm's answers, none older than `max_age_s`; a controller that is silent is remembered as `problem`.
+    """Slurm's answers, none older than `max_age_s`. `problem` says that the controller did not answer.
 
-    One question tells of all jobs that wait, run or ended a while ago; only one that is not among them is asked for by
-    itself, and never again once it is over.
+    One squeue tells of all jobs that wait, run or ended a while ago. Slurm is asked for a single job only if squeue
+    does not list it, and never again once that job is over.
     """
 
     def __init__(self, *, max_age_s: float = math.inf) -> None:
         self.problem: str | None = None
         self._max_age_s = max_age_s
         self._jobs: list[JobState] | None = None
-        self._asked_s = 0.0
+        self._asked_at_s = 0.0
         self._asked_again: set[str] = set()
         self._ends: dict[str, JobState | None] = {}
         self._batch_logs: dict[str, str | None] = {}
@@ -147,21 +149,21 @@ class SchedulerView:
 
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
-        if self._jobs is None or time.monotonic() - self._asked_s > min(max_age_s, self._max_age_s):
+        if self._jobs is None or time.monotonic() - self._asked_at_s > min(max_age_s, self._max_age_s):
             try:
                 self._jobs, self.problem = jobs(), None
             except SchedulerError as error:
                 self._jobs, self.problem = [], str(error)
-            self._asked_s = time.monotonic()
+            self._asked_at_s = time.monotonic()
         return self._jobs
 
     def queued(self, job_id: str, *, max_age_s: float = math.inf) -> JobState | None:
-        """The job if it waits or runs; an array's own id stands for its tasks, running ones first."""
+        """The job if it waits or runs. The id of an array finds one of its tasks, a running one first."""
         tasks = [job for job in self._listed(job_id, max_age_s) if not job.is_over]
         return max(tasks, key=lambda job: job.is_running, default=None)
 
     def ask_again_for(self, job_ids: Iterable[str]) -> None:
-        """Ask once more, for jobs that may just be ending; each is worth one such question."""
+        """Ask Slurm again now, because these jobs may be ending; at most once for each job."""
         if new := set(job_ids) - self._asked_again:
             self._asked_again |= new
             self.jobs(max_age_s=0.0)
@@ -178,7 +180,7 @@ class SchedulerView:
         return found
 
     def batch_log(self, job_id: str) -> str | None:
-        """Where a job's script writes its output; asked for once, since it does not change."""
+        """Where a job's script writes its output. Slurm is asked once, since it does not change."""
         if job_id not in self._batch_logs:
             self._batch_logs[job_id] = job_state(job_id).batch_log
         return self._batch_logs[job_id]
@@ -186,8 +188,8 @@ class SchedulerView:
     def end(self, job_id: str, *, since: float | None) -> JobState | None:
         """How a job ended, in Slurm's words; None if it has forgotten.
 
-        Accounting is asked for one that began at `since` (seconds since the epoch) and that the controller has
-        forgotten; None spares it the question.
+        Accounting is asked only if the controller has forgotten the job and `since` is given: when the job began, in
+        seconds since the epoch.
         """
         if job_id in self._ends:
             return self._ends[job_id]
@@ -210,7 +212,7 @@ class SchedulerView:
 
 
 def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:
-    """What accounting tells: of a job that is `known` who cancelled it, of another all. Raises SchedulerError."""
+    """The job as accounting has it; of a `known` job only who cancelled it is added. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))

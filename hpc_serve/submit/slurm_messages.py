@@ -1,6 +1,6 @@
-"""What Slurm's words mean to a person: why a job waits, how it ended, what to do about a refusal.
+"""What Slurm's words mean to a person: why a job waits, how it ended, what to do about a refusal. Pure.
 
-Slurm's own word always stands beside the sentence, since sites' help pages speak of it.
+Slurm's own word always stands beside the sentence, because the help pages of sites use it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ENDS = {
 
 
 def pending_sentence(reason: str) -> str:
-    """Why a job waits, for a person; Slurm's own word in parentheses, since sites' help pages speak of it."""
+    """Why a job waits, for a person, with Slurm's own word in parentheses."""
     word = reason.partition(",")[0].strip()
     if word == "ReqNodeNotAvail":
         nodes = reason.partition("UnavailableNodes:")[2]

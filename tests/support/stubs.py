@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 
 SCRIPT = Path(__file__).with_name("stub_engine.py")
@@ -35,6 +35,12 @@ def make_record(**fields: Any) -> EndpointRecord:
         "updated_at": now,
     }
     return EndpointRecord(**{**usual, **fields})
+
+
+def make_submitted(**fields: Any) -> SubmittedJob:
+    """A job as `submit` writes it down, with the fields given."""
+    usual = {"service": "405b", "model": "m", "cluster": "slurm", "job_id": "7", "submitted_at": time.time()}
+    return SubmittedJob(**{**usual, **fields})
 
 
 class StubEngine:

@@ -28,6 +28,7 @@ PURE = (
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",
+    "hpc_serve.submit.slurm_answers",
     "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",
     "hpc_serve.plan.catalog",

@@ -7,8 +7,8 @@ from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.client.wait import WaitPolicy
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
-from hpc_serve.rendezvous.record import JobEnd, Progress, SubmittedJob
-from tests.support.stubs import make_record
+from hpc_serve.rendezvous.record import JobEnd, Progress
+from tests.support.stubs import make_record, make_submitted
 
 READY = ProbeResult(status="ready", host="10.0.0.2")
 
@@ -22,8 +22,7 @@ def view(*replicas, service="405b", **fields):
 
 
 def submitted(job_id="9", **fields):
-    job = SubmittedJob(service="405b", model="m", cluster="slurm", job_id=job_id, submitted_at=1.0, **fields)
-    return assess_submitted(job)
+    return assess_submitted(make_submitted(job_id=job_id, submitted_at=1.0, **fields))
 
 
 CANCELLED = JobEnd(state="stopped", reason="it was cancelled before it began", at=2.0)

@@ -328,10 +328,10 @@ def test_no_root_path_gets_round_the_key(key_file, http, root_path):
 def test_the_clients_probe_understands_the_gate(key_file, drain_file, http):
     pytest.importorskip(http)
     with served(starlette_app(), http=http) as port:
-        assert probe("127.0.0.1", port, KEY).verdict == "live"
-        assert probe("127.0.0.1", port, "another-key-0123456789").verdict == "other key"
+        assert probe("127.0.0.1", port, KEY).status == "ready"
+        assert probe("127.0.0.1", port, "another-key-0123456789").status == "other key"
         drain_file.touch()
-        assert probe("127.0.0.1", port, KEY).verdict == "draining"
+        assert probe("127.0.0.1", port, KEY).status == "draining"
 
 
 def test_a_refused_upload_still_reads_its_refusal(key_file):

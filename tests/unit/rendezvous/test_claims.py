@@ -10,19 +10,9 @@ import pytest
 from hpc_serve.errors import ServiceConflictError, StoreError
 from hpc_serve.rendezvous import claims
 from hpc_serve.rendezvous.claims import claim, release
-from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.stubs import make_record
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
-
-
-def job(**fields):
-    usual = {"service": "405b", "model": "m", "cluster": "slurm", "job_id": "7", "submitted_at": time.time()}
-    return SubmittedJob(**{**usual, **fields})
+from tests.support.stubs import make_record, make_submitted
 
 
 def test_a_name_is_shared_by_replicas_of_one_model(store):
@@ -47,7 +37,7 @@ def test_a_name_is_free_when_its_service_is_over(store, state):
 
 def test_a_name_is_free_when_the_scheduler_says_so(store):
     store.write(make_record(model="m", job_id="1"))
-    store.write_submitted(job(model="m", job_id="2"))
+    store.write_submitted(make_submitted(model="m", job_id="2"))
     asked = []
     claim(store, "405b", "other", is_over=lambda holder: asked.append(holder.job_id) or True)
     assert sorted(asked) == ["1", "2"]
@@ -59,7 +49,7 @@ def test_a_name_whose_record_fell_silent_is_free(store):
 
 
 def test_a_job_in_the_queue_holds_its_name(store):
-    store.write_submitted(job(model="m", job_id="2", submitted_at=time.time() - 24 * 3600))
+    store.write_submitted(make_submitted(model="m", job_id="2", submitted_at=time.time() - 24 * 3600))
     with pytest.raises(ServiceConflictError, match=r"job 2, submitted"):
         claim(store, "405b", "other")
     store.write(make_record(model="m", job_id="2", state="failed"))
@@ -67,7 +57,7 @@ def test_a_job_in_the_queue_holds_its_name(store):
 
 
 def test_a_job_that_was_cancelled_in_the_queue_holds_no_name(store):
-    store.write_submitted(job(model="m", end=JobEnd(state="stopped", reason="it was cancelled", at=1.0)))
+    store.write_submitted(make_submitted(model="m", end=JobEnd(state="stopped", reason="it was cancelled", at=1.0)))
     claim(store, "405b", "other")
 
 

@@ -15,22 +15,12 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.rendezvous import files
 from hpc_serve.rendezvous.claims import claim
-from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
+from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import WEEK_S, ServiceStore, default_home
-from tests.support.stubs import make_record
+from tests.support.stubs import make_record, make_submitted
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of somebody else")
-
-
-@pytest.fixture
-def store(tmp_path):
-    return ServiceStore(tmp_path / "home")
-
-
-def job(**fields):
-    usual = {"service": "405b", "model": "m", "cluster": "slurm", "job_id": "7", "submitted_at": time.time()}
-    return SubmittedJob(**{**usual, **fields})
 
 
 def tree(folder):
@@ -57,7 +47,7 @@ def test_everything_is_private_whatever_the_umask(store):
         claim(store, "405b", "m")
         store.ensure_api_key("405b")
         store.write(make_record(job_id="1"))
-        store.write_submitted(job())
+        store.write_submitted(make_submitted())
     finally:
         os.umask(before)
     for name, mode in tree(store.home).items():
@@ -233,7 +223,7 @@ def test_a_handle_that_stays_stale_is_a_problem(store, monkeypatch):
 
 def test_jobs_without_a_record_are_known(store):
     for job_id in ("7", "8", "9"):
-        store.write_submitted(job(job_id=job_id))
+        store.write_submitted(make_submitted(job_id=job_id))
     store.write(make_record(job_id="8"))
     store.write(make_record(job_id="9_2"))
     found = store.read("405b")
@@ -332,7 +322,7 @@ def test_what_is_over_for_a_week_is_swept(store):
     store.write(make_record(job_id="3", state="stopped"))
     store.write(make_record(job_id="4"))
     for number in ("1", "3", "5"):
-        store.write_submitted(job(job_id=number, submitted_at=old))
+        store.write_submitted(make_submitted(job_id=number, submitted_at=old))
     leftover = store.service_dir("405b") / ".1-r0-0.json.abc.tmp"
     leftover.write_text("")
     os.utime(leftover, (old, old))
@@ -349,7 +339,9 @@ def test_what_is_over_for_a_week_is_swept(store):
 
 
 def test_a_job_whose_end_was_noted_comes_no_more(store):
-    store.write_submitted(job(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0))
+    store.write_submitted(
+        make_submitted(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0)
+    )
     found = store.read("405b")
     assert (found.without_record(), found.awaiting_record()) == (found.submitted, ())
     assert store.sweep("405b") == 1

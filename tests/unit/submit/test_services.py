@@ -32,7 +32,7 @@ from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.stubs import StubService, make_record
+from tests.support.stubs import StubService, make_record, make_submitted
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
@@ -71,8 +71,7 @@ def request(**fields) -> ServeRequest:
 
 
 def submitted_job(store: ServiceStore, job_id: str = "7", **fields) -> SubmittedJob:
-    usual = {"service": "8b", "model": MODEL, "cluster": "slurm", "submitted_at": time.time(), "job_id": job_id}
-    job = SubmittedJob(**{**usual, **fields})
+    job = make_submitted(**{"service": "8b", "model": MODEL, "job_id": job_id, **fields})
     store.write_submitted(job)
     return job
 

@@ -12,19 +12,21 @@ from hpc_serve.submit.slurm import (
     GONE,
     UNKNOWN,
     JobState,
-    parse_sacct,
-    parse_sbatch,
-    parse_scontrol_job,
-    parse_sinfo,
-    parse_squeue,
     sacct_argv,
-    says_no_such_job,
-    says_unreachable,
     sbatch_argv,
     scancel_argv,
     scontrol_show_job_argv,
     sinfo_argv,
     squeue_argv,
+)
+from hpc_serve.submit.slurm_answers import (
+    parse_sacct,
+    parse_sbatch,
+    parse_scontrol_job,
+    parse_sinfo,
+    parse_squeue,
+    says_no_such_job,
+    says_unreachable,
 )
 from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence, refusal_hint
 
