@@ -338,7 +338,7 @@ def test_what_is_over_for_a_week_is_swept(store):
     assert store.read_submitted("405b") == ()
 
 
-def test_a_job_whose_end_was_noted_comes_no_more(store):
+def test_a_job_whose_end_is_written_down_awaits_no_record(store):
     store.write_submitted(
         make_submitted(end=JobEnd(state="stopped", reason="it was cancelled", at=1.0), submitted_at=1.0)
     )
