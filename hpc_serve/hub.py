@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
-from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, reconciled
+from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, match_checkpoint
 from hpc_serve.sizes import MIB
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def find_model(
     if looks_like_a_path:
         raise UnknownModelError(f"There is no folder or file {name!r}, so no model can be read from it.")
     if not _REPOSITORY.fullmatch(name):
-        raise UnknownModelError(f"No model is known as {name!r}.{catalog.suggestion(name)}")
+        raise UnknownModelError(f"No model is known as {name!r}.{catalog.did_you_mean(name)}")
     cached = cached_folder(name, environ)
     if cached is not None:
         config = _read(cached / "config.json")
@@ -118,7 +118,7 @@ def find_spec(
     tensors = stored_tensors(found.folder) if found.folder else None
     if tensors is None or spec.quantization.is_assumed:
         return found, spec
-    spec, sentence = reconciled(spec, loaded_bytes(tensors, spec))
+    spec, sentence = match_checkpoint(spec, loaded_bytes(tensors, spec))
     return replace(found, warning=sentence), spec
 
 
@@ -169,7 +169,7 @@ def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.Base
     if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise UnknownModelError(
             f"{repository} is not in the catalogue or the Hugging Face cache, and HF_HUB_OFFLINE keeps from the hub."
-            f"{catalog.suggestion(repository)}"
+            f"{catalog.did_you_mean(repository)}"
         )
     endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = _token(environ)
@@ -180,17 +180,17 @@ def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.Base
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UnknownModelError(
             f"{repository} is not in the catalogue or the Hugging Face cache, and {endpoint} cannot be reached "
-            f"({type(error).__name__}): name a folder or a config.json instead.{catalog.suggestion(repository)}"
+            f"({type(error).__name__}): name a folder or a config.json instead.{catalog.did_you_mean(repository)}"
         ) from None
     if response.status_code in (401, 403):
         cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
         raise UnknownModelError(
             f"{repository} is private, gated or not there (HTTP {response.status_code}): accept its licence at "
-            f"{endpoint}/{repository} where it has one; {cure}.{catalog.suggestion(repository)}"
+            f"{endpoint}/{repository} where it has one; {cure}.{catalog.did_you_mean(repository)}"
         )
     if response.status_code == 404:
         raise UnknownModelError(
-            f"{endpoint} has no {repository}, or it has no config.json.{catalog.suggestion(repository)}"
+            f"{endpoint} has no {repository}, or it has no config.json.{catalog.did_you_mean(repository)}"
         )
     if response.status_code != 200 or len(response.content) > _CONFIG_LIMIT_BYTES:
         raise UnknownModelError(

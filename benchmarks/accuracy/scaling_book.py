@@ -16,7 +16,7 @@ from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_conf
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.hardware.tpu import (
     axis_bytes_per_s,
-    chips,
+    chip_count,
     critical_batch,
     model_parallel_limit,
     small_batch_limit,
@@ -57,7 +57,7 @@ def weights(kind: str, model: ModelSpec = LLAMA) -> float:
 
 def smallest(kind: str) -> int:
     """Chips of the smallest slice that holds the weights."""
-    return chips(smallest_slice(V5E, weights(kind)))
+    return chip_count(smallest_slice(V5E, weights(kind)))
 
 
 def room(kind: str, count: int) -> float:

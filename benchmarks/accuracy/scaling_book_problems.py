@@ -23,7 +23,7 @@ from benchmarks.accuracy.scaling_book import (
 )
 from benchmarks.accuracy.scaling_book import tensor_parallel as tensor
 from hpc_serve.plan import EngineConfig
-from hpc_serve.plan.hardware.tpu import chips, model_parallel_limit, smallest_slice
+from hpc_serve.plan.hardware.tpu import chip_count, model_parallel_limit, smallest_slice
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
 from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Roofline
 
@@ -104,13 +104,13 @@ class Third:
 def third() -> Third:
     """Communication is taken to hide, as in the page's own code; the expected figures are of real engines."""
     size, name = weights("int8", LARGE), "8x8"
-    holds, count = smallest_slice(V5E, size), chips(name)
+    holds, count = smallest_slice(V5E, size), chip_count(name)
     roofline = pooled(count, LARGE)
     batch = max(one for one in range(1, 1024) if roofline.decode(one, CONTEXT, IDEAL).total_s <= LIMIT_S)
     alone = roofline.decode(1, CONTEXT, EXPECTED)
     return Third(
         holds=holds,
-        holds_s=size / (chips(holds) * BANDWIDTH),
+        holds_s=size / (chip_count(holds) * BANDWIDTH),
         slice=name,
         least_s=size / (count * BANDWIDTH),
         batch=batch,
@@ -151,9 +151,9 @@ def answers() -> Iterator[str]:
             f"{three.holds} is the smallest that holds the weights, but takes {1000 * three.holds_s:.1f} ms to load "
             f"them. So {three.slice}, with a least step of {1000 * three.least_s:.1f} ms. At 8k of context "
             f"{three.batch} sequences end within the limit ({three.used_bytes / 1e9:.0f} of "
-            f"{chips(three.slice) * CHIP_BYTES / 1e9:,.0f} GB): {three.rate:,.0f} tokens/s, "
-            f"{three.rate / chips(three.slice):.0f} a chip. The links take {1000 * three.links_s:.1f} ms of those 15 "
-            f"and must hide entirely: 64 chips are all that they can feed at this batch. With the factors of the "
+            f"{chip_count(three.slice) * CHIP_BYTES / 1e9:,.0f} GB): {three.rate:,.0f} tokens/s, "
+            f"{three.rate / chip_count(three.slice):.0f} a chip. The links take {1000 * three.links_s:.1f} ms of those "
+            f"15 and must hide entirely: 64 chips are all that they can feed at this batch. With the factors of the "
             f"expected column, fitted to GPUs, that step takes {1000 * three.expected_s:.0f} ms, and "
             f"{1000 * three.expected_alone_s:.0f} ms with one sequence, of which {1000 * three.starts_s:.0f} ms are "
             f"starts of kernels: 15 ms on 8x8 is a bound, not a promise, not met unless a compiled graph saves those."

@@ -28,14 +28,14 @@ from hpc_serve.plan import (
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import (
     Factors,
-    PerformanceEstimate,
     Roofline,
+    SpeedEstimate,
     Traffic,
     burst_s,
-    estimate_performance,
+    estimate_speed,
     requests_held,
-    running,
-    speed,
+    running_requests,
+    steady_speed,
 )
 
 SHORTEST_OUTPUT = 10
@@ -134,19 +134,19 @@ class Case:
     measured: float = 0.0
     left_out: str | None = None
 
-    def predict(self, factors: Factors) -> PerformanceEstimate:
+    def predict(self, factors: Factors) -> SpeedEstimate:
         """The estimate for one replica."""
         assert self.roofline
         assert self.traffic
         assert self.memory
-        return estimate_performance(self.roofline, self.traffic, self.memory, factors=factors)
+        return estimate_speed(self.roofline, self.traffic, self.memory, factors=factors)
 
     def tokens_per_s(self, factors: Factors) -> float:
         """Predicted output tokens per second of all replicas."""
         assert self.roofline
         assert self.traffic
         if self.requests is None:
-            return self.replicas * speed(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
+            return self.replicas * steady_speed(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
         seconds = burst_s(
             self.roofline,
             self.traffic,
@@ -185,7 +185,7 @@ def case(row: dict[str, Any]) -> Case:
         roofline=roofline,
         memory=memory,
         traffic=traffic,
-        batch=running(roofline, traffic, requests_held(roofline, traffic, memory)),
+        batch=running_requests(roofline, traffic, requests_held(roofline, traffic, memory)),
         replicas=replicas,
         requests=row["num_prompts"] if row.get("num_prompts", math.inf) <= row.get("concurrency", 0) else None,
         lengths_vary=row["id"].startswith("gpustack") and row["isl"] < CHAT_INPUT_TOKENS,

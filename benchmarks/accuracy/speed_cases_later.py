@@ -20,7 +20,7 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import max_num_batched_tokens
-from hpc_serve.plan.speed.estimate import EXPECTED, Factors, Roofline, Traffic, requests_held, running
+from hpc_serve.plan.speed.estimate import EXPECTED, Factors, Roofline, Traffic, requests_held, running_requests
 
 ENGINE = "vLLM"
 UNKNOWN_VERSION = "0.11.0"
@@ -54,7 +54,7 @@ def later_case(row: dict[str, Any]) -> Case:
         roofline=roofline,
         memory=memory,
         traffic=traffic,
-        batch=running(roofline, traffic, capacity),
+        batch=running_requests(roofline, traffic, capacity),
         replicas=row.get("replicas", 1),
         requests=row["num_prompts"] if row.get("num_prompts", 10**9) <= row["concurrency"] else None,
         lengths_vary=row.get("lengths_vary", False),

@@ -21,14 +21,14 @@ from hpc_serve.plan.speed.estimate import (
     Factors,
     Roofline,
     Traffic,
-    estimate_performance,
+    estimate_speed,
     requests_held,
 )
 from hpc_serve.plots.labels import INK, PAPER, Label, Point, label_points
 from hpc_serve.plots.memory import draw_memory
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.choice.candidates import Question
+    from hpc_serve.plan.choice.candidates import PlanInputs
     from hpc_serve.plan.choice.planner import ServePlan
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
@@ -45,7 +45,7 @@ _CAUSES = (
 )
 
 
-def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> None:
+def draw(inputs: PlanInputs, plan: ServePlan, traffic: Traffic, path: str) -> None:
     """Write the three pictures of a plan into one file, whose ending says the format.
 
     Raises InvalidRequestError for another ending, without matplotlib, for an accelerator of unknown speed, or where the
@@ -56,9 +56,9 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         raise InvalidRequestError(f"{path} does not end in {', '.join(FORMATS)}: the ending says how to draw it.")
     plt = _pyplot()
     roofline = Roofline(
-        question.model,
+        inputs.model,
         plan.accelerator,
-        replace(question.engine, max_num_seqs=plan.memory.max_num_seqs),
+        replace(inputs.engine, max_num_seqs=plan.memory.max_num_seqs),
         plan.layout,
     )
     with plt.rc_context(_STYLE):
@@ -72,7 +72,7 @@ def draw(question: Question, plan: ServePlan, traffic: Traffic, path: str) -> No
         nodes = f"{plan.layout.num_nodes} x {plan.layout.gpus_per_node} {plan.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
         layout = f"TP={plan.layout.tensor_parallel_size}, PP={plan.layout.pipeline_parallel_size} on {nodes}"
-        scheme = question.model.quantization.method.replace("none", question.model.dtype)
+        scheme = inputs.model.quantization.method.replace("none", inputs.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")
         _save(figure, target, plan.model)
@@ -173,13 +173,13 @@ def _contexts(plan: ServePlan, traffic: Traffic) -> list[int]:
 
 def _held(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> int:
     """Requests of the traffic that run at once at most."""
-    return max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.places)))
+    return max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.max_num_seqs)))
 
 
 def _limit(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> str:
     """What keeps more requests from running at once."""
-    if requests_held(roofline, traffic, plan.memory) >= roofline.places:
-        return f"--max-num-seqs {roofline.places:,}, not the cache"
+    if requests_held(roofline, traffic, plan.memory) >= roofline.max_num_seqs:
+        return f"--max-num-seqs {roofline.max_num_seqs:,}, not the cache"
     return "as many as the cache holds"
 
 
@@ -191,7 +191,7 @@ def _batches(held: int) -> list[int]:
 
 def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, factors: Factors) -> Point:
     asked = Traffic(input_tokens=traffic.input_tokens, output_tokens=traffic.output_tokens, concurrency=batch)
-    estimate = estimate_performance(roofline, asked, plan.memory)
+    estimate = estimate_speed(roofline, asked, plan.memory)
     speed = estimate.ideal if factors is IDEAL else estimate.expected
     return 1000 * speed.tpot_s, speed.output_tokens_per_s / estimate.num_gpus
 

@@ -13,7 +13,7 @@ import pytest
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
-from hpc_serve.plan.memory.stages import stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.vllm.log import read_figures
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def test_prediction_is_what_the_engine_holds(folder: Path, tp: int, pp: int) -> 
         pipeline_parallel_size=pp,
         max_model_len=MAX_MODEL_LEN,
     )
-    assert loaded["weight_bytes"] == [stage.weight_bytes for stage in stages(spec, tp, pp) for _ in range(tp)]
+    assert loaded["weight_bytes"] == [stage.weight_bytes for stage in pipeline_stages(spec, tp, pp) for _ in range(tp)]
     assert measured["kv_cache_tokens"] == estimate.kv_cache_tokens
     assert measured["max_concurrency"] == pytest.approx(estimate.max_concurrency, abs=0.005)
     assert measured["max_model_len"] == MAX_MODEL_LEN

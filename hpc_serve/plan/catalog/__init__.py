@@ -57,11 +57,11 @@ def resolve(name: str) -> CatalogModel:
     """
     found = find(name)
     if found is None:
-        raise UnknownModelError(f"{name!r} is not in the catalogue.{suggestion(name)}")
+        raise UnknownModelError(f"{name!r} is not in the catalogue.{did_you_mean(name)}")
     return found
 
 
-def suggestion(name: str) -> str:
+def did_you_mean(name: str) -> str:
     """The words " Did you mean …?" with up to three close names, or where all of them are listed."""
     close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
     if not close:

@@ -29,7 +29,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanInputs:
     """What every candidate is asked: this model, on these machines, with these options, holding this much."""
 
     model: ModelSpec
@@ -38,21 +38,21 @@ class Question:
     workload: Workload
     max_model_len: int
 
-    def consider(self, layout: Layout) -> Candidate:
+    def evaluate(self, layout: Layout) -> Candidate:
         """What a layout would take, and whether that is enough."""
         try:
             memory = self._estimate(layout, self.engine)
             if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
-                fewer = sequences_for(memory.num_blocks)
+                fewer = max_num_seqs_for(memory.num_blocks)
                 memory = self._estimate(layout, replace(self.engine, max_num_seqs=fewer))
         except DoesNotFitError as error:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
         if memory.holds(self.workload.concurrency):
-            return Candidate(layout=layout, memory=memory, verdict="fits", reason=room(memory))
-        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall(memory))
+            return Candidate(layout=layout, memory=memory, verdict="fits", reason=cache_room_text(memory))
+        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(memory))
 
-    def _shortfall(self, memory: MemoryEstimate) -> str:
-        return shortfall(memory, self.workload, self.cluster.accelerator.unit)
+    def _shortfall_text(self, memory: MemoryEstimate) -> str:
+        return shortfall_text(memory, self.workload, self.cluster.accelerator.unit)
 
     def _estimate(self, layout: Layout, engine: EngineConfig) -> MemoryEstimate:
         return estimate_memory(
@@ -65,46 +65,46 @@ class Question:
         )
 
 
-def sequences_for(blocks: int) -> int:
+def max_num_seqs_for(blocks: int) -> int:
     """Sequences of a step that leave a quarter of a hybrid's blocks to spare, as a power of two.
 
-    >>> sequences_for(856)
+    >>> max_num_seqs_for(856)
     512
     """
     return int(2 ** ((blocks * 3 // 4) or 1).bit_length()) // 2
 
 
-def alternatives(question: Question, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
+def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
     """Other layouts on the same nodes that one might have expected and that were not tried, and why not them."""
-    engine = question.engine
+    engine = inputs.engine
     if engine.tensor_parallel_size or engine.pipeline_parallel_size:
         return []
     found = []
-    for layout in _neighbours(chosen, question.cluster):
+    for layout in _neighbours(chosen, inputs.cluster):
         if layout in tried:
             continue
-        candidate = question.consider(layout)
+        candidate = inputs.evaluate(layout)
         if candidate.verdict == "fits":
-            reason = f"{_why_not(layout, chosen, question)}; {candidate.reason}"
+            reason = f"{_reason_against(layout, chosen, inputs)}; {candidate.reason}"
             candidate = replace(candidate, reason=reason)
         found.append(candidate)
     return found
 
 
-def just_below(tried: Sequence[Candidate], chosen: Layout) -> list[Candidate]:
+def next_smaller(tried: Sequence[Candidate], chosen: Layout) -> list[Candidate]:
     """The candidates just below the chosen one: the widest on one node fewer, and those on as many nodes."""
     same = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes]
     fewer = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes - 1]
-    return widest(fewer) + same
+    return on_most_gpus(fewer) + same
 
 
-def widest(candidates: Sequence[Candidate]) -> list[Candidate]:
+def on_most_gpus(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Of those on most GPUs the first, which has the widest tensor parallelism; empty of none."""
     most = max((candidate.layout.num_gpus for candidate in candidates), default=0)
     return [candidate for candidate in candidates if candidate.layout.num_gpus == most][:1]
 
 
-def nearest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """Those that miss least; of what vLLM refuses, which comes last, the smallest for each reason."""
 
     def distance(candidate: Candidate) -> tuple[int, int]:
@@ -118,12 +118,12 @@ def nearest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     return list(different.values())[:count]
 
 
-def room(memory: MemoryEstimate) -> str:
+def cache_room_text(memory: MemoryEstimate) -> str:
     """What a layout leaves for requests."""
     return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
 
 
-def shortfall(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
+def shortfall_text(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
     """What a layout lacks."""
     if memory.kv_cache_bytes <= 0:
         needed = memory.requested_bytes - memory.kv_cache_bytes
@@ -154,25 +154,26 @@ def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
             yield layout
 
 
-def _why_not(layout: Layout, chosen: Layout, question: Question) -> str:
-    accelerator = question.cluster.accelerator
+def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
+    accelerator = inputs.cluster.accelerator
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
-        return f"two all-reduces a layer would cross the network{_link_speeds(question)}{_held_twice(layout, question)}"
+        speeds, copies = _link_speeds_text(inputs), _kv_head_copies_text(layout, inputs)
+        return f"two all-reduces a layer would cross the network{speeds}{copies}"
     if layout.num_gpus > chosen.num_gpus:
         enough = "1 does" if chosen.num_gpus == 1 else f"{chosen.num_gpus} do"
         return f"{layout.num_gpus} {accelerator.unit}s where {enough}"
     return "more stages than needed, each a hop and a bubble"
 
 
-def _link_speeds(question: Question) -> str:
-    gpu = question.cluster.accelerator
+def _link_speeds_text(inputs: PlanInputs) -> str:
+    gpu = inputs.cluster.accelerator
     if not gpu.network_bytes_per_s or not gpu.link_bytes_per_s:
         return ""
     return f" ({gpu.network_bytes_per_s / 1e9:.0f} GB/s a GPU against {gpu.link_bytes_per_s / 1e9:.0f} in the node)"
 
 
-def _held_twice(layout: Layout, question: Question) -> str:
-    heads = question.model.num_key_value_heads
-    if question.model.is_mla or layout.tensor_parallel_size <= heads:
+def _kv_head_copies_text(layout: Layout, inputs: PlanInputs) -> str:
+    heads = inputs.model.num_key_value_heads
+    if inputs.model.is_mla or layout.tensor_parallel_size <= heads:
         return ""
     return f", and each of {heads} KV heads would be held {layout.tensor_parallel_size // heads} times"

@@ -51,7 +51,7 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
             "or start one service a node."
         )
     if engine.tensor_parallel_size and engine.pipeline_parallel_size:
-        yield _explicit(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
+        yield _layout_asked_for(engine.tensor_parallel_size, engine.pipeline_parallel_size, cluster)
         return
     found = False
     for nodes in [cluster.num_nodes] if cluster.num_nodes else range(1, _most_nodes(cluster) + 1):
@@ -127,7 +127,7 @@ def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[
         yield tensor, (node_size // tensor) * (total // node_size)
 
 
-def _explicit(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
+def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
     ranks = tensor * pipeline
     nodes = cluster.num_nodes or (1 if ranks <= cluster.node_size else -(-ranks // cluster.node_size_of(2)))
     size = cluster.node_size_of(nodes)

@@ -1,7 +1,7 @@
 """Chooses the layout: the fewest nodes, then the fewest GPUs, that hold the weights and the requests asked for.
 
 What is asked for explicitly is kept, and checked. Memory is estimated in memory.py, layouts are listed in layout.py
-and judged in candidates.py; what would help where nothing fits is found in remedies.py.
+and judged in candidates.py; what would help where nothing fits is found in suggestions.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import Candidate, Question, alternatives, just_below, nearest, room, widest
+from hpc_serve.plan.choice.candidates import (
+    Candidate,
+    PlanInputs,
+    alternatives,
+    cache_room_text,
+    closest_to_fitting,
+    next_smaller,
+    on_most_gpus,
+)
 from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
-from hpc_serve.plan.choice.suggestions import remedies
+from hpc_serve.plan.choice.suggestions import suggestions
 from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
@@ -46,14 +54,14 @@ class ServePlan:
 
 
 class NoLayoutError(DoesNotFitError):
-    """Nothing fits; `candidates` are the nearest layouts, `remedies` what would make one fit."""
+    """Nothing fits; `candidates` are the nearest layouts, `suggestions` what would make one fit."""
 
     def __init__(
-        self, text: str, *, candidates: tuple[Candidate, ...], remedies: tuple[str, ...], minimum_gpus: MinimumGpus
+        self, text: str, *, candidates: tuple[Candidate, ...], suggestions: tuple[str, ...], minimum_gpus: MinimumGpus
     ) -> None:
         super().__init__(text)
         self.candidates = candidates
-        self.remedies = remedies
+        self.suggestions = suggestions
         self.minimum_gpus = minimum_gpus
 
 
@@ -71,7 +79,7 @@ def plan(
     InvalidRequestError for a context the model does not have.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
-    question = Question(
+    inputs = PlanInputs(
         model=model,
         cluster=_share_of_a_replica(cluster, workload),
         engine=engine,
@@ -81,41 +89,41 @@ def plan(
     tried: list[Candidate] = []
     try:
         _check_dtype(model, cluster)
-        for layout in layouts(question.cluster, engine):
-            candidate = question.consider(layout)
+        for layout in layouts(inputs.cluster, engine):
+            candidate = inputs.evaluate(layout)
             if candidate.verdict == "fits":
-                return _plan(question, replace(candidate, verdict="chosen"), tried, served_model_names)
+                return _plan(inputs, replace(candidate, verdict="chosen"), tried, served_model_names)
             tried.append(candidate)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(question, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
-    raise _nothing_fits(question, tried)
+        minimum = minimum_gpus(inputs, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
+    raise _nothing_fits(inputs, tried)
 
 
 def _plan(
-    question: Question, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
+    inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
 ) -> ServePlan:
-    layout, memory, model, engine = chosen.layout, chosen.memory, question.model, question.engine
+    layout, memory, model, engine = chosen.layout, chosen.memory, inputs.model, inputs.engine
     assert memory is not None
-    if memory.max_num_seqs != max_num_seqs(engine, question.cluster.accelerator):
+    if memory.max_num_seqs != max_num_seqs(engine, inputs.cluster.accelerator):
         engine = replace(engine, max_num_seqs=memory.max_num_seqs)
-    if question.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
+    if inputs.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
         # Left to itself, vLLM takes its share of the whole machine, whatever part of it the job has.
         engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
-    others = alternatives(question, layout, {candidate.layout for candidate in tried})
-    minimum = minimum_gpus(question, at_most=layout.num_gpus)
+    others = alternatives(inputs, layout, {candidate.layout for candidate in tried})
+    minimum = minimum_gpus(inputs, at_most=layout.num_gpus)
     return ServePlan(
         model=model.name,
         served_model_names=served_model_names or (model.name,),
-        accelerator=question.cluster.accelerator,
+        accelerator=inputs.cluster.accelerator,
         layout=layout,
-        replicas=question.workload.replicas or 1,
-        max_model_len=question.max_model_len,
-        vllm_args=vllm_args(layout, question.max_model_len, engine, model),
+        replicas=inputs.workload.replicas or 1,
+        max_model_len=inputs.max_model_len,
+        vllm_args=vllm_args(layout, inputs.max_model_len, engine, model),
         memory=memory,
-        reasons=tuple(_reasons(question, chosen, tried, others, minimum)),
+        reasons=tuple(_reasons(inputs, chosen, tried, others, minimum)),
         minimum_gpus=minimum,
-        candidates=(*just_below(tried, layout), chosen, *others),
+        candidates=(*next_smaller(tried, layout), chosen, *others),
     )
 
 
@@ -147,16 +155,16 @@ def _share_of_a_replica(cluster: ClusterSpec, workload: Workload) -> ClusterSpec
 
 
 def _reasons(
-    question: Question, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
+    inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
 ) -> list[str]:
-    gpu, memory, layout = question.cluster.accelerator, chosen.memory, chosen.layout
+    gpu, memory, layout = inputs.cluster.accelerator, chosen.memory, chosen.layout
     assert memory is not None
     usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
     reasons = [
-        f"{question.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
+        f"{inputs.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
         f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
     ]
-    reasons += [f"Not {below.layout}: {below.reason}." for below in widest(tried)]
+    reasons += [f"Not {below.layout}: {below.reason}." for below in on_most_gpus(tried)]
     if gpu.kind == "tpu" and layout.num_nodes > 1:
         reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
     elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
@@ -165,34 +173,34 @@ def _reasons(
             "the network between nodes carries one hop a stage."
         )
     reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
-    reasons.append(f"{layout} leaves {room(memory)}.")
-    if memory.least_blocks and memory.max_num_seqs != max_num_seqs(question.engine, gpu):
+    reasons.append(f"{layout} leaves {cache_room_text(memory)}.")
+    if memory.least_blocks and memory.max_num_seqs != max_num_seqs(inputs.engine, gpu):
         reasons.append(
             f"--max-num-seqs {memory.max_num_seqs}: each sequence of a hybrid takes a block of the cache, "
             f"and vLLM refuses to start with more sequences than blocks ({memory.num_blocks:,})."
         )
     if memory.graphs_outside and memory.cuda_graph_bytes:
         graphs = f"{memory.cuda_graph_bytes / GIB:.1f} GiB of CUDA graphs"
-        reasons.append(f"vLLM {question.engine.vllm_version} does not count its {graphs}: leave them room.")
-    assumed = assumption(question.engine, question.model)
+        reasons.append(f"vLLM {inputs.engine.vllm_version} does not count its {graphs}: leave them room.")
+    assumed = assumption(inputs.engine, inputs.model)
     return [*reasons, assumed] if assumed else reasons
 
 
-def _sizes_asked(question: Question) -> bool:
-    return bool(question.engine.tensor_parallel_size or question.engine.pipeline_parallel_size)
+def _has_asked_sizes(inputs: PlanInputs) -> bool:
+    return bool(inputs.engine.tensor_parallel_size or inputs.engine.pipeline_parallel_size)
 
 
-def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
-    shown = nearest(tried, _SHOWN_WHEN_NOTHING_FITS)
-    helps = remedies(question, [candidate.layout for candidate in shown])
-    cluster, concurrency = question.cluster, question.workload.concurrency
+def _nothing_fits(inputs: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
+    shown = closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)
+    helps = suggestions(inputs, [candidate.layout for candidate in shown])
+    cluster, concurrency = inputs.cluster, inputs.workload.concurrency
     nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
-    requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {question.max_model_len:,} tokens"
+    requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {inputs.max_model_len:,} tokens"
     gpus = f"{cluster.node_size} {cluster.accelerator.name}"
-    headline = f"{question.model.name} does not fit {nodes} of {gpus} with {requests}."
+    headline = f"{inputs.model.name} does not fit {nodes} of {gpus} with {requests}."
     if all(candidate.memory is None for candidate in tried):
-        where = "so" if _sizes_asked(question) else f"on {nodes} of {gpus}"
-        headline = f"{question.model.name} cannot be served {where}:"
+        where = "so" if _has_asked_sizes(inputs) else f"on {nodes} of {gpus}"
+        headline = f"{inputs.model.name} cannot be served {where}:"
     lines = [
         headline,
         *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
@@ -201,6 +209,6 @@ def _nothing_fits(question: Question, tried: list[Candidate]) -> NoLayoutError:
     return NoLayoutError(
         "\n".join(lines),
         candidates=tuple(shown),
-        remedies=tuple(helps),
-        minimum_gpus=minimum_gpus(question, at_most=0),
+        suggestions=tuple(helps),
+        minimum_gpus=minimum_gpus(inputs, at_most=0),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.memory.estimate import MemoryEstimate
@@ -32,23 +32,23 @@ class Sharing:
         return self.replicas * (self.memory.kv_cache_tokens // TYPICAL_REQUEST_TOKENS)
 
 
-def ways_to_share(question: Question) -> list[Sharing]:
+def replica_options(inputs: PlanInputs) -> list[Sharing]:
     """Every even way to fill one node with replicas that can start at all, the widest first; a context that is too long
     for the small ones is cut to what they hold, so that they can be compared.
     """
-    size = question.cluster.node_size
+    size = inputs.cluster.node_size
     found = []
-    free = replace(question, engine=_without_layout(question.engine))
+    free = replace(inputs, engine=_without_layout(inputs.engine))
     for replicas in (count for count in range(1, size + 1) if size % count == 0):
         width = size // replicas
         layout = Layout(tensor_parallel_size=width, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=width)
-        memory = free.consider(layout).memory
+        memory = free.evaluate(layout).memory
         if memory is not None and memory.kv_cache_tokens >= TYPICAL_REQUEST_TOKENS:
             found.append(Sharing(replicas=replicas, layout=layout, memory=memory))
     return found
 
 
-def which_wins(ways: list[Sharing], max_model_len: int) -> str | None:
+def compare_sharing(ways: list[Sharing], max_model_len: int) -> str | None:
     """When the widest and when the most replicas are the better choice, with the numbers; None: there is no choice."""
     if len(ways) < 2:
         return None

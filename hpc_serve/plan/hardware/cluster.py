@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator
-from hpc_serve.plan.hardware.tpu import SLICES, chips
+from hpc_serve.plan.hardware.tpu import SLICES, chip_count
 
 DEFAULT_GPU = "h100-80gb"
 """The GPU that is planned for where nobody names one."""
@@ -53,14 +53,14 @@ class ClusterSpec:
         return replace(self, num_nodes=num_nodes)
 
 
-def machines(
+def cluster_named(
     name: str, *, total_bytes: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None
 ) -> ClusterSpec:
     """The cluster that `name` and the numbers asked for make; `total_bytes` is the memory of one accelerator.
 
     Raises InvalidRequestError for an unknown name, a slice that is not offered, or numbers that contradict it.
 
-    >>> slice = machines("v5e:4x4")
+    >>> slice = cluster_named("v5e:4x4")
     >>> slice.num_nodes, slice.gpus_per_node
     (4, 4)
     """
@@ -90,7 +90,7 @@ def _split(name: str) -> tuple[str, int | None]:
     known = SLICES.get(accelerator(base, total_bytes=1).name, ())
     if topology not in known:
         raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
-    return base, chips(topology)
+    return base, chip_count(topology)
 
 
 def _hosts(device: AcceleratorSpec, count: int) -> tuple[int, int]:

@@ -21,34 +21,34 @@ SLICES = {
 _LINKS = {2: 4, 3: 6}
 
 
-def chips(topology: str) -> int:
+def chip_count(topology: str) -> int:
     """Chips of a slice.
 
-    >>> chips("4x4")
+    >>> chip_count("4x4")
     16
     """
     return math.prod(int(side) for side in topology.split("x"))
 
 
-def axes(topology: str) -> int:
+def split_axes(topology: str) -> int:
     """Sides along which a slice has more than one chip: those over which a model can be cut."""
     return sum(int(side) > 1 for side in topology.split("x"))
 
 
-def slice_of(accelerator: AcceleratorSpec, count: int) -> str | None:
+def slice_with(accelerator: AcceleratorSpec, count: int) -> str | None:
     """The topology of exactly so many chips, or None."""
-    return next((name for name in SLICES.get(accelerator.name, ()) if chips(name) == count), None)
+    return next((name for name in SLICES.get(accelerator.name, ()) if chip_count(name) == count), None)
 
 
 def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
     """Whether so many can be had as one machine: any number of GPUs, of TPU chips those of a slice."""
-    return accelerator.kind != "tpu" or slice_of(accelerator, count) is not None
+    return accelerator.kind != "tpu" or slice_with(accelerator, count) is not None
 
 
 def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
     """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
     for name in SLICES.get(accelerator.name, ()):
-        if chips(name) * accelerator.label_bytes >= size_bytes:
+        if chip_count(name) * accelerator.label_bytes >= size_bytes:
             return name
     raise DoesNotFitError(f"no slice of {accelerator.product} holds {size_bytes / 1e9:,.0f} GB.")
 

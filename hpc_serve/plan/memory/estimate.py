@@ -19,8 +19,8 @@ from hpc_serve.plan.engine import (
 )
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
-from hpc_serve.plan.memory.overhead import StageRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
-from hpc_serve.plan.memory.stages import Stage, check_layout, stages
+from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
+from hpc_serve.plan.memory.stages import PipelineStage, check_layout, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec
 
 
@@ -83,7 +83,7 @@ def estimate_memory(
     per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
     estimates = [
         _stage_estimate(run, stage, layout, per_request)
-        for stage, run in stage_runs(
+        for stage, run in profile_runs(
             model,
             accelerator,
             engine,
@@ -95,7 +95,7 @@ def estimate_memory(
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
 
 
-def stage_runs(
+def profile_runs(
     model: ModelSpec,
     accelerator: AcceleratorSpec,
     engine: EngineConfig,
@@ -103,13 +103,13 @@ def stage_runs(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     max_model_len: int,
-) -> list[tuple[Stage, StageRun]]:
+) -> list[tuple[PipelineStage, ProfileRun]]:
     """Each stage of a layout with its profile run. Raises DoesNotFitError where vLLM refuses the layout."""
     expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
     return [
         (
             stage,
-            StageRun(
+            ProfileRun(
                 model=model,
                 layers=stage.layers,
                 is_first=stage.rank == 0,
@@ -122,11 +122,13 @@ def stage_runs(
                 max_model_len=max_model_len,
             ),
         )
-        for stage in stages(model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel)
+        for stage in pipeline_stages(
+            model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel
+        )
     ]
 
 
-def _stage_estimate(run: StageRun, stage: Stage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
+def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
     engine, total = run.engine, run.accelerator.total_bytes
     sequences = max_num_seqs(engine, run.accelerator)
     counts_blocks = run.model.has_states and engine.counts_state_blocks and run.accelerator.kind == "gpu"

@@ -57,7 +57,7 @@ MLA_WORKSPACE_TOKENS = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageRun:
+class ProfileRun:
     """The profile run of one pipeline stage on one rank."""
 
     model: ModelSpec
@@ -87,7 +87,7 @@ class StageRun:
         return [(layers[key], count) for key, count in counts.items()]
 
 
-def activation_bytes(run: StageRun) -> int:
+def activation_bytes(run: ProfileRun) -> int:
     """Peak of what torch allocates during the profile run: images through the tower, then the larger of forward pass
     and sampling, beside the images' tokens and the hidden state and residual that pipeline stages hand on."""
     handed_on = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
@@ -96,7 +96,7 @@ def activation_bytes(run: StageRun) -> int:
     return outputs + max(encoder, decoder)
 
 
-def image_bytes(run: StageRun) -> tuple[int, int]:
+def image_bytes(run: ProfileRun) -> tuple[int, int]:
     """(peak of the vision tower, its outputs) for as many of the largest images as a step may hold, and at least one
     (`MultiModalBudget` in vLLM's multimodal/encoder_budget.py). Model runner V2 encodes on the first stage alone."""
     images = run.model.images
@@ -109,23 +109,23 @@ def image_bytes(run: StageRun) -> tuple[int, int]:
     return tokens * images.patches_per_token * patch * element, rows * _row_bytes(run)
 
 
-def _row_bytes(run: StageRun) -> int:
+def _row_bytes(run: ProfileRun) -> int:
     return run.model.hidden_size * run.model.dtype_bytes
 
 
-def forward_bytes(run: StageRun) -> int:
+def forward_bytes(run: ProfileRun) -> int:
     """Peak of the forward pass over a full step."""
     element = run.model.dtype_bytes
     return run.tokens * elements_per_token(run) * element + _latent_expansion_bytes(run)
 
 
-def elements_per_token(run: StageRun) -> int:
+def elements_per_token(run: ProfileRun) -> int:
     """Elements that one token of the step needs at the peak of the widest layer."""
     widest = max((_layer_elements_per_token(layer, run) for layer, _ in run.distinct_layers), default=0)
     return HIDDEN_COPIES * run.model.hidden_size + widest
 
 
-def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
+def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
     """Elements a token needs at once in the widest half of a layer: the MLP's up (and gate) output with its product,
     or the experts' with theirs, or q, k and v with attention's output."""
     widest, experts = 0, 0
@@ -140,7 +140,7 @@ def _layer_elements_per_token(layer: DecoderLayer, run: StageRun) -> int:
     return max(widest, experts)
 
 
-def _expert_elements_per_token(weight: Linear, run: StageRun) -> int:
+def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
     """The two workspaces of vLLM's fused experts: one for the first output or the result, one for the activation,
     which may hold the result as well where they are kept (`workspace_shapes` in layers/fused_moe/experts)."""
     if weight.split != "column":
@@ -151,7 +151,7 @@ def _expert_elements_per_token(weight: Linear, run: StageRun) -> int:
     return chosen * (max(sum(outputs), hidden) + activation)
 
 
-def _kept_workspace_bytes(run: StageRun) -> int:
+def _kept_workspace_bytes(run: ProfileRun) -> int:
     """What the experts' workspaces still hold while sampling. Those in mxfp4 run in kernels that need none."""
     if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
         return 0
@@ -164,7 +164,7 @@ def _kept_workspace_bytes(run: StageRun) -> int:
     return run.tokens * max(experts, default=0) * run.model.dtype_bytes
 
 
-def _latent_expansion_bytes(run: StageRun) -> int:
+def _latent_expansion_bytes(run: ProfileRun) -> int:
     if not run.model.is_mla or run.engine.is_v0:
         return 0
     rows = min(8 * run.max_model_len, MLA_WORKSPACE_TOKENS)
@@ -175,7 +175,7 @@ def _latent_expansion_bytes(run: StageRun) -> int:
     return 0
 
 
-def sampling_bytes(run: StageRun) -> int:
+def sampling_bytes(run: ProfileRun) -> int:
     """Peak of sampling for as many sequences as a step may hold."""
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
     hidden = (run.tokens + sequences) * _row_bytes(run)
@@ -184,7 +184,7 @@ def sampling_bytes(run: StageRun) -> int:
     return int(copies * logits) + buffers + hidden + CUBLAS_WORKSPACE_BYTES + _kept_workspace_bytes(run)
 
 
-def logits_copies(run: StageRun) -> tuple[float, int]:
+def logits_copies(run: ProfileRun) -> tuple[float, int]:
     """(32-bit copies of the logits alive at once, bytes of buffers) in the sampler of this version."""
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
@@ -195,7 +195,7 @@ def logits_copies(run: StageRun) -> tuple[float, int]:
     return FILTERED_LOGITS_COPIES, FILTER_BUFFER_BYTES
 
 
-def _has_new_runner(run: StageRun) -> bool:
+def _has_new_runner(run: ProfileRun) -> bool:
     """Whether model runner V2 is the default: for dense models since 0.25, for all since 0.30."""
     version = run.engine.version
     return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
@@ -212,7 +212,7 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
     return sizes + list(range(256, limit + 1, step_above_256))
 
 
-def graph_count(run: StageRun) -> int:
+def graph_count(run: ProfileRun) -> int:
     """CUDA graphs captured: piecewise ones for mixed batches, full ones for decoding (before V1 full ones alone)."""
     if run.engine.enforce_eager or run.accelerator.kind != "gpu":
         return 0
@@ -225,7 +225,7 @@ def graph_count(run: StageRun) -> int:
     return len(sizes) + sum(size <= sequences for size in sizes)
 
 
-def cuda_graph_bytes(run: StageRun) -> int:
+def cuda_graph_bytes(run: ProfileRun) -> int:
     """Memory of the CUDA graphs."""
     per_graph = sum(
         count * (GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER)
@@ -243,19 +243,19 @@ def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
     return accelerator.name.split("-")[0] in ("b200", "gb200", "b300", "gb300")
 
 
-def non_torch_bytes(run: StageRun) -> int:
+def non_torch_bytes(run: ProfileRun) -> int:
     """Memory torch does not see: context and kernels, and NCCL's buffers."""
     return context_bytes(run) + nccl_bytes(run)
 
 
-def context_bytes(run: StageRun) -> int:
+def context_bytes(run: ProfileRun) -> int:
     """The growth of the CUDA context while profiling. vLLM 0.1 did not count it."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
     return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
 
 
-def nccl_bytes(run: StageRun) -> int:
+def nccl_bytes(run: ProfileRun) -> int:
     """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
         return 0

@@ -15,7 +15,7 @@ from hpc_serve.sizes import MIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage: its layers `first_layer` to `end_layer` - 1, and bytes on each of its ranks."""
 
     rank: int
@@ -57,9 +57,9 @@ def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_
         raise DoesNotFitError(f"{pipeline_parallel_size} stages cannot share {layers} layers")
 
 
-def stages(
+def pipeline_stages(
     model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int, *, expert_parallel: bool = False
-) -> tuple[Stage, ...]:
+) -> tuple[PipelineStage, ...]:
     """All stages of a layout. Raises DoesNotFitError, naming what cannot be divided, where vLLM refuses it."""
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
@@ -68,10 +68,10 @@ def stages(
         layers = model.layers[start : start + count]
         is_last = rank == pipeline_parallel_size - 1
         ends = _ends(model, is_first=rank == 0, is_last=is_last)
-        parts = [*(sizer.of(layer.block) for layer in layers), *(sizer.of(end) for end in ends)]
-        derived = sum(sum(sizer.of(layer.derived)) for layer in layers)
+        parts = [*(sizer.size_of(layer.block) for layer in layers), *(sizer.size_of(end) for end in ends)]
+        derived = sum(sum(sizer.size_of(layer.derived)) for layer in layers)
         found.append(
-            Stage(
+            PipelineStage(
                 rank=rank,
                 first_layer=start,
                 end_layer=start + count,
@@ -106,7 +106,7 @@ class _Sizer:
         self.expert_ranks = expert_ranks
         self.known: dict[int, tuple[int, int]] = {}
 
-    def of(self, block: Block | Vocabulary) -> tuple[int, int]:
+    def size_of(self, block: Block | Vocabulary) -> tuple[int, int]:
         """(bytes, what the allocator rounds up)."""
         if id(block) not in self.known:
             weights = block.weights if isinstance(block, Block) else (block,)

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model import dense, hybrid, moe, vision
 from hpc_serve.plan.model.config_check import CheckedConfig
-from hpc_serve.plan.model.layers import Reader, block
+from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.quantization import plain_scheme, quantization_from_config
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Vocabulary
 
-Family: TypeAlias = Callable[[Reader, int], DecoderLayer]
+Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
 
 FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": dense.apertus,
@@ -120,49 +120,49 @@ def model_from_config(
     plain = plain_scheme(chosen)
     declared = config.get("quantization_config") or text.get("quantization_config")
     scheme = quantization_from_config(declared, plain=plain, override=quantization)
-    reader = Reader(text, scheme, chosen)
+    builder = LayerBuilder(text, scheme, chosen)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     if tied is None:
         tied = architecture in _TIED_UNLESS_SAID
-    rows, width = reader.vocab_size, reader.hidden_size
+    rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
     if architecture in _TOWERS and config.get("vision_config"):
-        tower, images = _TOWERS[architecture](config["vision_config"], reader.hidden_size)
-    final = reader.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else reader.norms("norm")
+        tower, images = _TOWERS[architecture](config["vision_config"], builder.hidden_size)
+    final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
     return ModelSpec(
         name=name,
         architecture=architecture,
         dtype=chosen,
         dtype_asked=dtype not in ("auto", ""),
-        hidden_size=reader.hidden_size,
-        vocab_size=reader.vocab_size,
-        num_attention_heads=reader.heads,
-        num_key_value_heads=reader.kv_heads,
-        max_model_len=_max_model_len(reader),
+        hidden_size=builder.hidden_size,
+        vocab_size=builder.vocab_size,
+        num_attention_heads=builder.heads,
+        num_key_value_heads=builder.kv_heads,
+        max_model_len=_max_model_len(builder),
         quantization=scheme,
         embedding=Vocabulary(name="embed_tokens", rows=rows, width=width, scheme=plain),
-        layers=_layers(reader, family),
+        layers=_layers(builder, family),
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         everywhere=tower,
         on_every_stage=_ON_EVERY_STAGE.get(architecture, frozenset()),
-        intermediate_size=reader.intermediate_size,
-        rotary_bytes=_rotary_bytes(reader),
-        num_experts=reader.get("num_experts", reader.get("n_routed_experts", reader.get("num_local_experts", 0))),
-        num_experts_per_tok=reader.get("num_experts_per_tok", reader.get("experts_per_token", 0)),
-        moe_intermediate_size=reader.get("moe_intermediate_size", reader.intermediate_size),
+        intermediate_size=builder.intermediate_size,
+        rotary_bytes=_rotary_bytes(builder),
+        num_experts=builder.get("num_experts", builder.get("n_routed_experts", builder.get("num_local_experts", 0))),
+        num_experts_per_tok=builder.get("num_experts_per_tok", builder.get("experts_per_token", 0)),
+        moe_intermediate_size=builder.get("moe_intermediate_size", builder.intermediate_size),
         images=images,
     )
 
 
-def _layers(reader: Reader, family: Family) -> tuple[DecoderLayer, ...]:
+def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """All layers; those that are equal are one object, so that what is computed for one is computed once."""
     for key in ("layer_types", "block_configs", "hybrid_override_pattern"):
-        named = reader.get(key)
-        if named is not None and len(named) < reader.num_layers:
-            raise InvalidRequestError(f"The config's {key} names {len(named)} of its {reader.num_layers} layers.")
+        named = builder.get(key)
+        if named is not None and len(named) < builder.num_layers:
+            raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
-    layers = (family(reader, index) for index in range(reader.num_layers))
+    layers = (family(builder, index) for index in range(builder.num_layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 
@@ -181,24 +181,24 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> st
     return "bfloat16" if name == "float32" else name
 
 
-def _max_model_len(reader: Reader) -> int:
+def _max_model_len(builder: LayerBuilder) -> int:
     """The longest context the config allows, as `_get_and_verify_max_len` in vLLM's config/model.py derives it."""
-    length = int(reader.get("max_position_embeddings", reader.get("model_max_length", 2048)))
-    scaling = reader.get("rope_scaling", reader.get("rope_parameters", {}))
+    length = int(builder.get("max_position_embeddings", builder.get("model_max_length", 2048)))
+    scaling = builder.get("rope_scaling", builder.get("rope_parameters", {}))
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default", "llama3", "mrope", "longrope", "su"):
         return length
     factor = float(scaling.get("factor", 1.0))
     if kind == "yarn":
         return int(scaling.get("original_max_position_embeddings", length) * factor)
-    return length if "gemma3" in str(reader.get("model_type")) else int(length * factor)
+    return length if "gemma3" in str(builder.get("model_type")) else int(length * factor)
 
 
-def _rotary_bytes(reader: Reader) -> int:
+def _rotary_bytes(builder: LayerBuilder) -> int:
     """Bytes of the table of sines and cosines (`_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py)."""
-    if reader.get("hybrid_override_pattern"):
+    if builder.get("hybrid_override_pattern"):
         return 0
-    scaling = reader.get("rope_parameters", {})
-    share = reader.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
-    width: int = reader.get("qk_rope_head_dim", reader.get("rotary_dim", int(reader.head_dim * share)))
-    return _max_model_len(reader) * width * reader.dtype_bytes
+    scaling = builder.get("rope_parameters", {})
+    share = builder.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
+    width: int = builder.get("qk_rope_head_dim", builder.get("rotary_dim", int(builder.head_dim * share)))
+    return _max_model_len(builder) * width * builder.dtype_bytes

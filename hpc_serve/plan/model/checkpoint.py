@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
-from hpc_serve.plan.model.weights import Block, Vector
+from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.model.weights import Vector
 
 TOLERANCE = 0.002
 """Relative difference below which config and files agree: scales and biases that do not matter."""
@@ -44,7 +44,7 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
     return total
 
 
-def reconciled(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
+def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
     """The model with its layers as heavy as its files say, and a sentence about the difference, if there is any."""
     computed = model.weight_bytes
     difference = stored_bytes - computed
@@ -52,17 +52,11 @@ def reconciled(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | No
         return model, None
     per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
     extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
-    known: dict[int, DecoderLayer] = {}
-    layers = []
-    for layer in model.layers:
-        if id(layer) not in known:
-            known[id(layer)] = replace(layer, block=Block(weights=(*layer.block.weights, extra)))
-        layers.append(known[id(layer)])
     sentence = (
         f"The files hold {stored_bytes / 1e9:.2f} GB to load where the config makes {computed / 1e9:.2f}: "
         "the files are believed."
     )
-    return replace(model, layers=tuple(layers)), sentence
+    return model.with_weights(lambda weights: (*weights, extra)), sentence
 
 
 def _is_skipped(name: str, model: ModelSpec) -> bool:

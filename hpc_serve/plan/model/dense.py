@@ -5,168 +5,168 @@ What differs between them is biases, norms, whether the MLP has a gate, and whic
 
 from __future__ import annotations
 
-from hpc_serve.plan.model.layers import Reader, block
+from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def window_cache(reader: Reader, index: int, *, pattern: int = 0) -> LayerCache:
+def window_cache(builder: LayerBuilder, index: int, *, pattern: int = 0) -> LayerCache:
     """The cache of a layer that may look through a sliding window.
 
     `layer_types` says it layer by layer; else every `pattern`-th layer looks at everything (0: no pattern, and a
     window, where one is set and in use, holds for all layers).
     """
-    window = reader.get("sliding_window", 0)
-    if not window or reader.get("use_sliding_window") is False:
-        return reader.cache()
-    kinds = reader.get("layer_types")
+    window = builder.get("sliding_window", 0)
+    if not window or builder.get("use_sliding_window") is False:
+        return builder.cache()
+    kinds = builder.get("layer_types")
     slides = "sliding" in kinds[index] if kinds else not pattern or (index + 1) % pattern != 0
-    return reader.cache(window, "sliding") if slides else reader.cache()
+    return builder.cache(window, "sliding") if slides else builder.cache()
 
 
-def llama(reader: Reader, index: int) -> DecoderLayer:
+def llama(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Llama 2 and 3, Mistral, Phi-3 and 4, Granite, Gemma 1."""
     prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", reader.get("bias", False)))
+    bias = bool(builder.get("attention_bias", builder.get("bias", False)))
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size, bias=bool(reader.get("mlp_bias", False))),
-        reader.norms(*_TWO_NORMS),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
+        builder.norms(*_TWO_NORMS),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
 
-def exaone4(reader: Reader, index: int) -> DecoderLayer:
+def exaone4(builder: LayerBuilder, index: int) -> DecoderLayer:
     """EXAONE 4: norms over queries and keys, and after each half of the layer."""
     prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", reader.get("bias", False)))
+    bias = bool(builder.get("attention_bias", builder.get("bias", False)))
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        reader.query_key_norms(f"{prefix}.self_attn"),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size, bias=bool(reader.get("mlp_bias", False))),
-        reader.norms("post_attention_layernorm", "post_feedforward_layernorm"),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        builder.query_key_norms(f"{prefix}.self_attn"),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
+        builder.norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
 
-def qwen2(reader: Reader, index: int) -> DecoderLayer:
+def qwen2(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Qwen 2 and 2.5: biases on q, k and v alone."""
     prefix = f"model.layers.{index}"
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=True),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms(*_TWO_NORMS),
+        builder.attention(f"{prefix}.self_attn", bias=True),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_TWO_NORMS),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
 
-def qwen3(reader: Reader, index: int) -> DecoderLayer:
+def qwen3(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Qwen 3, dense: norms over queries and keys."""
     prefix = f"model.layers.{index}"
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bool(reader.get("attention_bias", False))),
-        reader.query_key_norms(f"{prefix}.self_attn"),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms(*_TWO_NORMS),
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
+        builder.query_key_norms(f"{prefix}.self_attn"),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_TWO_NORMS),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
 
-def glm4(reader: Reader, index: int) -> DecoderLayer:
+def glm4(builder: LayerBuilder, index: int) -> DecoderLayer:
     """GLM-4, dense: four norms, biases on q, k and v."""
     prefix = f"model.layers.{index}"
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bool(reader.get("attention_bias", False))),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms(*_TWO_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_TWO_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
     )
-    return DecoderLayer(block=weights, cache=reader.cache())
+    return DecoderLayer(block=weights, cache=builder.cache())
 
 
-def gemma2(reader: Reader, index: int) -> DecoderLayer:
+def gemma2(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Gemma 2: four norms; every second layer looks at everything."""
     prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", False))
+    bias = bool(builder.get("attention_bias", False))
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms(*_FOUR_NORMS),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_FOUR_NORMS),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index, pattern=2))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=2))
 
 
-def gemma3(reader: Reader, index: int) -> DecoderLayer:
+def gemma3(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Gemma 3: as Gemma 2, with norms over queries and keys; every sixth layer looks at everything."""
     prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", False))
+    bias = bool(builder.get("attention_bias", False))
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        reader.query_key_norms(f"{prefix}.self_attn"),
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms(*_FOUR_NORMS),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        builder.query_key_norms(f"{prefix}.self_attn"),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_FOUR_NORMS),
     )
-    pattern = int(reader.get("sliding_window_pattern", 6))
-    return DecoderLayer(block=weights, cache=window_cache(reader, index, pattern=pattern))
+    pattern = int(builder.get("sliding_window_pattern", 6))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=pattern))
 
 
-def olmo2(reader: Reader, index: int) -> DecoderLayer:
+def olmo2(builder: LayerBuilder, index: int) -> DecoderLayer:
     """OLMo 2 and 3: norms over all queries and over all keys together, and after each half of the layer."""
     prefix = f"model.layers.{index}"
-    bias = bool(reader.get("attention_bias", False))
+    bias = bool(builder.get("attention_bias", False))
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bias),
+        builder.attention(f"{prefix}.self_attn", bias=bias),
         [
-            reader.vector(f"{prefix}.self_attn.q_norm", reader.heads * reader.head_dim),
-            reader.vector(f"{prefix}.self_attn.k_norm", reader.kv_heads * reader.head_dim),
+            builder.vector(f"{prefix}.self_attn.q_norm", builder.heads * builder.head_dim),
+            builder.vector(f"{prefix}.self_attn.k_norm", builder.kv_heads * builder.head_dim),
         ],
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size),
-        reader.norms("post_attention_layernorm", "post_feedforward_layernorm"),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
-    return DecoderLayer(block=weights, cache=window_cache(reader, index, pattern=4))
+    return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=4))
 
 
-def apertus(reader: Reader, index: int) -> DecoderLayer:
+def apertus(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Apertus: no gate in the MLP, whose activation has two learned numbers; norms over queries and keys."""
     prefix = f"model.layers.{index}"
     weights = block(
-        reader.attention(f"{prefix}.self_attn", bias=bool(reader.get("attention_bias", False))),
-        reader.query_key_norms(f"{prefix}.self_attn") if reader.get("qk_norm", True) else [],
-        reader.mlp(f"{prefix}.mlp", reader.intermediate_size, gated=False),
-        [reader.vector(f"{prefix}.mlp.act_fn", 2)],
-        reader.norms("attention_layernorm", "feedforward_layernorm"),
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
+        builder.query_key_norms(f"{prefix}.self_attn") if builder.get("qk_norm", True) else [],
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, gated=False),
+        [builder.vector(f"{prefix}.mlp.act_fn", 2)],
+        builder.norms("attention_layernorm", "feedforward_layernorm"),
     )
-    return DecoderLayer(block=weights, cache=reader.cache())
+    return DecoderLayer(block=weights, cache=builder.cache())
 
 
-def falcon(reader: Reader, index: int) -> DecoderLayer:
+def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Falcon with its new decoder: two norms with biases before attention and MLP side by side, no gate."""
     prefix = f"transformer.h.{index}"
-    bias = bool(reader.get("bias", False))
-    size = reader.intermediate_size or 4 * reader.hidden_size
+    bias = bool(builder.get("bias", False))
+    size = builder.intermediate_size or 4 * builder.hidden_size
     weights = block(
-        reader.attention(f"{prefix}.self_attention", bias=bias, output_bias=bias),
-        reader.mlp(f"{prefix}.mlp", size, bias=bias, gated=False),
-        reader.norms("ln_attn", "ln_attn.bias", "ln_mlp", "ln_mlp.bias"),
+        builder.attention(f"{prefix}.self_attention", bias=bias, output_bias=bias),
+        builder.mlp(f"{prefix}.mlp", size, bias=bias, gated=False),
+        builder.norms("ln_attn", "ln_attn.bias", "ln_mlp", "ln_mlp.bias"),
     )
-    return DecoderLayer(block=weights, cache=reader.cache())
+    return DecoderLayer(block=weights, cache=builder.cache())
 
 
-def nemotron_nas(reader: Reader, index: int) -> DecoderLayer:
+def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Nemotron found by architecture search: each layer has its own number of KV heads and MLP size, or none."""
     prefix = f"model.layers.{index}"
-    config = reader.need("block_configs")[index]
+    config = builder.require("block_configs")[index]
     attention, feed_forward = config.get("attention", {}), config.get("ffn", {})
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
-        kv_heads = reader.heads // attention["n_heads_in_group"]
-        bias = bool(reader.get("attention_bias", False))
-        weights += reader.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, kv_heads=kv_heads)
-        weights += reader.norms("input_layernorm")
-        cache = LayerCache(kind="full", kv_heads=kv_heads, head_dim=reader.head_dim, value_dim=reader.head_dim)
+        kv_heads = builder.heads // attention["n_heads_in_group"]
+        bias = bool(builder.get("attention_bias", False))
+        weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, kv_heads=kv_heads)
+        weights += builder.norms("input_layernorm")
+        cache = LayerCache(kind="full", kv_heads=kv_heads, head_dim=builder.head_dim, value_dim=builder.head_dim)
     if not feed_forward.get("no_op") and not feed_forward.get("replace_with_linear"):
-        exact = int(2 * feed_forward["ffn_mult"] * reader.hidden_size / 3)
-        weights += reader.mlp(f"{prefix}.mlp", -(-exact // 256) * 256)
-        weights += reader.norms("post_attention_layernorm")
+        exact = int(2 * feed_forward["ffn_mult"] * builder.hidden_size / 3)
+        weights += builder.mlp(f"{prefix}.mlp", -(-exact // 256) * 256)
+        weights += builder.norms("post_attention_layernorm")
     return DecoderLayer(block=block(weights), cache=cache)

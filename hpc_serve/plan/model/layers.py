@@ -17,7 +17,7 @@ from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
-class Reader:
+class LayerBuilder:
     """The text part of a config, and the quantisation its modules have."""
 
     def __init__(self, config: Mapping[str, Any], quantization: Quantization, dtype: str) -> None:
@@ -25,10 +25,10 @@ class Reader:
         self.quantization = quantization
         self.dtype = dtype
         self.dtype_bytes = 4 if dtype == "float32" else 2
-        self.hidden_size: int = self.need("hidden_size")
-        self.vocab_size: int = self.need("vocab_size")
-        self.num_layers: int = self.need("num_hidden_layers")
-        self.heads: int = self.need("num_attention_heads")
+        self.hidden_size: int = self.require("hidden_size")
+        self.vocab_size: int = self.require("vocab_size")
+        self.num_layers: int = self.require("num_hidden_layers")
+        self.heads: int = self.require("num_attention_heads")
         self.kv_heads: int = self.get("num_key_value_heads", self.get("num_kv_heads", self.heads))
         default_head_dim = self.hidden_size // self.heads
         self.head_dim: int = self.get("head_dim", self.get("attention_head_dim", default_head_dim))
@@ -39,7 +39,7 @@ class Reader:
         value = self.config.get(key)
         return default if value is None else value
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """A field without which nothing can be said. Raises InvalidRequestError."""
         value = self.config.get(key)
         if value is None:
@@ -63,7 +63,7 @@ class Reader:
             outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
             split=split,
             bias=bias,
-            scheme=self.quantization.plain if plain else self.quantization.of(name),
+            scheme=self.quantization.plain if plain else self.quantization.scheme_of(name),
         )
 
     def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
@@ -115,7 +115,7 @@ class Reader:
         bias: bool = False,
     ) -> list[Weight]:
         """Routed experts, fused into two tensors."""
-        scheme = self.quantization.of(f"{prefix}.experts", is_expert=True)
+        scheme = self.quantization.scheme_of(f"{prefix}.experts", is_expert=True)
         hidden_align, size_align = scheme.expert_align
         hidden = Part(hidden_size or self.hidden_size, align=hidden_align)
         part = Part(size, align=size_align)

@@ -119,7 +119,7 @@ class Quantization:
     kv_cache_dtype: str | None = None
     is_assumed: bool = False
 
-    def of(self, module: str, *, is_expert: bool = False) -> Scheme:
+    def scheme_of(self, module: str, *, is_expert: bool = False) -> Scheme:
         """The scheme of a linear module by its name in the checkpoint."""
         scheme = self.experts if is_expert else self.linear
         if scheme is self.plain or not self.skipped:

@@ -6,12 +6,13 @@ knows an architecture. How the parts are laid over GPUs, and what they take ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from hpc_serve.plan.model.quantization import Quantization
-from hpc_serve.plan.model.weights import Block, Linear, Vocabulary
+from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight
 
 CacheKind = Literal["full", "sliding", "chunked", "mla", "state"]
 
@@ -89,6 +90,14 @@ class ModelSpec:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     images: ImageEncoder | None = None
+
+    def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
+        """The same model with the weights of each decoder layer changed. Layers that are one object stay one object."""
+        changed: dict[int, DecoderLayer] = {}
+        for layer in self.layers:
+            if id(layer) not in changed:
+                changed[id(layer)] = replace(layer, block=Block(weights=change(layer.block.weights)))
+        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
 
     @property
     def num_hidden_layers(self) -> int:

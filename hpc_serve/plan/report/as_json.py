@@ -63,7 +63,7 @@ def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -
         "vllm_args": [],
         "reasons": str(error).splitlines(),
         "candidates": [_candidate(candidate) for candidate in error.candidates],
-        "remedies": list(error.remedies),
+        "remedies": list(error.suggestions),
     }
 
 

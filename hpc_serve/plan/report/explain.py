@@ -5,51 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
 from hpc_serve.plan.memory import overhead
-from hpc_serve.plan.memory.estimate import MemoryEstimate, stage_runs
+from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs
 from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
-from hpc_serve.plan.memory.overhead import StageRun
-from hpc_serve.plan.memory.stages import Stage
+from hpc_serve.plan.memory.overhead import ProfileRun
+from hpc_serve.plan.memory.stages import PipelineStage
 from hpc_serve.sizes import GIB, MIB
 
 _ROUND_CONTEXT = 128_000
 
 
 def explain(
-    question: Question, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
+    inputs: PlanInputs, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
 ) -> list[str]:
     """Lines of text: the model, its cache, the GPUs it takes at least, and the tightest GPU of the layout."""
-    runs = stage_runs(
-        question.model,
-        question.cluster.accelerator,
-        replace(question.engine, max_num_seqs=memory.max_num_seqs),
+    runs = profile_runs(
+        inputs.model,
+        inputs.cluster.accelerator,
+        replace(inputs.engine, max_num_seqs=memory.max_num_seqs),
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
-        max_model_len=question.max_model_len,
+        max_model_len=inputs.max_model_len,
     )
     stage, run = runs[memory.pipeline_rank]
     return [
-        *_model_lines(question),
+        *_model_lines(inputs),
         *([f"  note: {note}"] if note else []),
         "",
-        *_minimum_lines(question, minimum),
+        *_minimum_lines(inputs, minimum),
         "",
         f"Tightest GPU of {layout}: " + _stage_name(stage, layout),
-        *_budget_lines(question, memory, run),
+        *_budget_lines(inputs, memory, run),
         "",
-        *_cache_lines(question, memory),
+        *_cache_lines(inputs, memory),
     ]
 
 
-def _model_lines(question: Question) -> Iterator[str]:
-    model, engine = question.model, question.engine
+def _model_lines(inputs: PlanInputs) -> Iterator[str]:
+    model, engine = inputs.model, inputs.engine
     yield f"{model.name} ({model.architecture}, {model.dtype})"
     yield f"  embedding    {model.vocab_size:>12,} x {model.hidden_size:,} = {model.embedding.parameters:,}"
-    for layer, count in _distinct(question):
+    for layer, count in _distinct(inputs):
         yield f"  layers       {count:>12,} x {layer:,} = {count * layer:,}"
     if model.head is not None:
         yield f"  output head  {model.vocab_size:>12,} x {model.hidden_size:,} = {model.head.parameters:,}"
@@ -66,27 +66,27 @@ def _model_lines(question: Question) -> Iterator[str]:
     dtype = kv_cache_dtype(model, engine)
     token = full_context_bytes(model, engine, 2) - full_context_bytes(model, engine, 1)
     yield f"  KV cache     {token:,} bytes a token in {dtype}, over all layers and ranks"
-    lengths = [question.max_model_len]
-    if _ROUND_CONTEXT < question.max_model_len <= 131072:
+    lengths = [inputs.max_model_len]
+    if _ROUND_CONTEXT < inputs.max_model_len <= 131072:
         lengths.insert(0, _ROUND_CONTEXT)
     for length in lengths:
         size = full_context_bytes(model, engine, length)
         yield f"               {length:,} tokens: {size / GIB:.2f} GiB"
 
 
-def _distinct(question: Question) -> list[tuple[int, int]]:
+def _distinct(inputs: PlanInputs) -> list[tuple[int, int]]:
     """(parameters, count) of each different layer, in order of appearance."""
     counts: dict[int, int] = {}
-    for layer in question.model.layers:
+    for layer in inputs.model.layers:
         size = layer.block.parameters
         counts[size] = counts.get(size, 0) + 1
     return list(counts.items())
 
 
-def _minimum_lines(question: Question, minimum: MinimumGpus) -> Iterator[str]:
-    gpu, model = question.cluster.accelerator, question.model
+def _minimum_lines(inputs: PlanInputs, minimum: MinimumGpus) -> Iterator[str]:
+    gpu, model = inputs.cluster.accelerator, inputs.model
     label, weights = gpu.label_bytes, model.weight_bytes
-    both = weights + full_context_bytes(model, question.engine, question.max_model_len)
+    both = weights + full_context_bytes(model, inputs.engine, inputs.max_model_len)
     yield f"Fewest {gpu.name}, by the label of {label / 1e9:.0f} GB:"
     for text, size, count in (
         ("weights alone", weights, minimum.weights),
@@ -97,17 +97,17 @@ def _minimum_lines(question: Question, minimum: MinimumGpus) -> Iterator[str]:
         yield f"  vLLM can start on      {minimum.usable} (driver's memory x utilisation, less the overheads below)"
 
 
-def _stage_name(stage: Stage, layout: Layout) -> str:
+def _stage_name(stage: PipelineStage, layout: Layout) -> str:
     if layout.pipeline_parallel_size == 1:
         return "all are alike"
     layers = f"layers {stage.first_layer}-{stage.end_layer - 1}"
     return f"stage {stage.rank + 1} of {layout.pipeline_parallel_size}, {layers}"
 
 
-def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun) -> Iterator[str]:
-    utilisation = gpu_memory_utilization(question.engine)
+def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -> Iterator[str]:
+    utilization = gpu_memory_utilization(inputs.engine)
     total, requested = memory.total_bytes, memory.requested_bytes
-    share = f"{utilisation:g} (gpu_memory_utilization)"
+    share = f"{utilization:g} (gpu_memory_utilization)"
     yield _line("", requested, f"{total / GIB:.2f} GiB that the driver shows x {share}")
     yield _line("-", memory.weight_bytes, "weights")
     loading = memory.model_loading_bytes - memory.weight_bytes
@@ -117,13 +117,13 @@ def _budget_lines(question: Question, memory: MemoryEstimate, run: StageRun) -> 
     outside = ", outside the budget" if memory.graphs_outside else ""
     yield _line(sign, memory.cuda_graph_bytes, f"CUDA graphs: {_graph_text(run)}{outside}")
     yield _line("-", memory.non_torch_bytes, "non-torch: " + _non_torch_text(run))
-    if question.engine.kv_cache_memory_bytes:
+    if inputs.engine.kv_cache_memory_bytes:
         yield _line("=", memory.kv_cache_bytes, "KV cache, as --kv-cache-memory-bytes says")
     else:
         yield _line("=", memory.kv_cache_bytes, "KV cache")
 
 
-def _activation_text(run: StageRun) -> str:
+def _activation_text(run: ProfileRun) -> str:
     """Which of images, forward pass and sampling is the largest, and from what."""
     forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
     encoder, _ = overhead.image_bytes(run)
@@ -140,7 +140,7 @@ def _activation_text(run: StageRun) -> str:
     return f"sampling {sequences:,} sequences x {run.model.vocab_size:,} logits x {copies:g} copies of 4 bytes"
 
 
-def _graph_text(run: StageRun) -> str:
+def _graph_text(run: ProfileRun) -> str:
     graphs = overhead.graph_count(run)
     if not graphs:
         return "none"
@@ -149,16 +149,16 @@ def _graph_text(run: StageRun) -> str:
     return f"{graphs} graphs x {layers} layers x {each:.2f} MiB"
 
 
-def _non_torch_text(run: StageRun) -> str:
+def _non_torch_text(run: ProfileRun) -> str:
     context, nccl = overhead.context_bytes(run) / GIB, overhead.nccl_bytes(run) / GIB
     return f"{context:.2f} GiB of context and kernels" + (f", {nccl:.2f} of NCCL" if nccl else "")
 
 
-def _cache_lines(question: Question, memory: MemoryEstimate) -> Iterator[str]:
+def _cache_lines(inputs: PlanInputs, memory: MemoryEstimate) -> Iterator[str]:
     yield f"One token takes {memory.kv_bytes_per_token:,} bytes there; a block holds {memory.block_size} tokens."
     yield f"  {memory.kv_cache_bytes:,} / {memory.bytes_per_block:,} bytes a block = {memory.num_blocks:,} blocks"
     yield (
-        f"  a request of {question.max_model_len:,} tokens takes {memory.blocks_per_request:,} blocks: "
+        f"  a request of {inputs.max_model_len:,} tokens takes {memory.blocks_per_request:,} blocks: "
         f"{memory.max_concurrency:.2f} at once ({memory.kv_cache_tokens:,} tokens)"
     )
 

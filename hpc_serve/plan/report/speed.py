@@ -10,12 +10,12 @@ from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
     FITTED,
-    PerformanceEstimate,
     Roofline,
     Speed,
+    SpeedEstimate,
     StepTime,
     Traffic,
-    estimate_performance,
+    estimate_speed,
     requests_held,
 )
 from hpc_serve.plan.speed.limits import limit_lines
@@ -33,16 +33,16 @@ _MEANING = {
 }
 
 
-def sweep(
+def estimates_by_concurrency(
     roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, usd_per_gpu_hour: float | None = None
-) -> list[PerformanceEstimate]:
+) -> list[SpeedEstimate]:
     """Estimates for one request in flight, for powers of four, for what is asked, and for as many as are held."""
-    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.places)))
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
     counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
     if traffic.concurrency > 1:
         counts.add(traffic.concurrency)
     return [
-        estimate_performance(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
+        estimate_speed(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
         for count in sorted(counts)
     ]
 
@@ -51,10 +51,10 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> s
     """Where more requests in flight cease to be worth their wait: the first power of two from which twice as many give
     less than half as much again.
     """
-    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.places)))
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
 
     def at(count: int) -> Speed:
-        return estimate_performance(roofline, replace(traffic, concurrency=count), memory).expected
+        return estimate_speed(roofline, replace(traffic, concurrency=count), memory).expected
 
     count, here = 1, at(1)
     while 2 * count <= held:
@@ -69,7 +69,7 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> s
     return f"No knee: tokens/s still grow well at the {held:,} requests that are held at once."
 
 
-def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator[str]:
+def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     """The step of one estimate, ideal beside expected, and the factors that lie between them."""
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
@@ -106,7 +106,7 @@ def explain_lines(roofline: Roofline, estimate: PerformanceEstimate) -> Iterator
         yield f"  {line}"
 
 
-def performance_json(estimates: list[PerformanceEstimate]) -> dict[str, Any]:
+def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
     """Estimates under stable keys; times in seconds, rates per second."""
     traffic = estimates[0].traffic
     return {
@@ -117,7 +117,7 @@ def performance_json(estimates: list[PerformanceEstimate]) -> dict[str, Any]:
     }
 
 
-def _estimate(estimate: PerformanceEstimate) -> dict[str, Any]:
+def _estimate(estimate: SpeedEstimate) -> dict[str, Any]:
     return {
         "concurrency": estimate.traffic.concurrency,
         "running": estimate.batch,

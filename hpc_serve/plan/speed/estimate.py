@@ -19,18 +19,18 @@ __all__ = [
     "FITTED",
     "IDEAL",
     "Factors",
-    "PerformanceEstimate",
     "Roofline",
     "Speed",
+    "SpeedEstimate",
     "StepTime",
     "Traffic",
     "burst_s",
-    "ends_per_step",
-    "estimate_performance",
+    "estimate_speed",
     "link_rate",
     "requests_held",
-    "running",
-    "speed",
+    "running_requests",
+    "share_ending_per_step",
+    "steady_speed",
 ]
 
 DRAIN_RATIO = 1.5
@@ -77,7 +77,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformanceEstimate:
+class SpeedEstimate:
     """What to expect of one replica under some traffic. `batch` of the requests in flight run, the others wait;
     `capacity` is how many of them the cache holds."""
 
@@ -109,14 +109,14 @@ class PerformanceEstimate:
         return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
 
 
-def estimate_performance(
+def estimate_speed(
     roofline: Roofline,
     traffic: Traffic,
     memory: MemoryEstimate,
     *,
     factors: Factors = EXPECTED,
     usd_per_gpu_hour: float | None = None,
-) -> PerformanceEstimate:
+) -> SpeedEstimate:
     """What one replica does under some traffic, in the steady state.
 
     `memory` is that of the layout. Requests beyond what the cache or vLLM's max_num_seqs holds wait. A round in which
@@ -125,14 +125,14 @@ def estimate_performance(
     Throughput, waiting and time between tokens follow by Little's law.
     """
     capacity = requests_held(roofline, traffic, memory)
-    batch = running(roofline, traffic, capacity)
-    return PerformanceEstimate(
+    batch = running_requests(roofline, traffic, capacity)
+    return SpeedEstimate(
         traffic=traffic,
         num_gpus=roofline.layout.num_gpus,
         batch=batch,
         capacity=capacity,
-        ideal=speed(roofline, traffic, batch, IDEAL),
-        expected=speed(roofline, traffic, batch, factors),
+        ideal=steady_speed(roofline, traffic, batch, IDEAL),
+        expected=steady_speed(roofline, traffic, batch, factors),
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
     )
@@ -156,12 +156,12 @@ def burst_s(
     """
     first = min(requests, batch)
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
-    chunks = math.ceil(first * inputs / roofline.chunk)
+    chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
     fill_s = chunks * roofline.step(first * inputs / chunks, 0, context, factors, inputs).total_s
     turnover_s = 0.0
     if requests > first:
-        turnover_s = (requests - first) / speed(roofline, traffic, batch, factors).requests_per_s
-    ends = ends_per_step(outputs, longest) if lengths_vary else 0.0
+        turnover_s = (requests - first) / steady_speed(roofline, traffic, batch, factors).requests_per_s
+    ends = share_ending_per_step(outputs, longest) if lengths_vary else 0.0
     if not ends:
         return fill_s + turnover_s + outputs * roofline.decode(first, context, factors).total_s
     drain_s, left, done = 0.0, first, 0.0
@@ -173,7 +173,7 @@ def burst_s(
     return fill_s + turnover_s + drain_s
 
 
-def ends_per_step(mean: float, longest: float | None) -> float:
+def share_ending_per_step(mean: float, longest: float | None) -> float:
     """The share of answers that end at each step, where lengths are geometric of that mean but cut off at `longest`.
 
     Solves mean = (1 - exp(-r·longest)) ÷ r; 0 where all are as long as they may be.
@@ -195,28 +195,28 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     ranks = roofline.layout.tensor_parallel_size
     layout = cache_layout(roofline.model, engine, ranks, kind=roofline.accelerator.kind)
     length = math.ceil(traffic.mean_context)
-    blocks = layout.blocks_per_request(length, roofline.chunk)
+    blocks = layout.blocks_per_request(length, roofline.max_num_batched_tokens)
     return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
 
 
-def running(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
+def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
     """Requests that run at once, of those in flight: as many as the cache holds and max_num_seqs allows."""
-    return max(1.0, min(traffic.concurrency, capacity, roofline.places))
+    return max(1.0, min(traffic.concurrency, capacity, roofline.max_num_seqs))
 
 
-def speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """One column of an estimate: `batch` requests running in the steady state."""
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
-    steps = max(float(outputs), batch * (inputs + outputs) / roofline.chunk)
+    steps = max(float(outputs), batch * (inputs + outputs) / roofline.max_num_batched_tokens)
     decoding = batch * outputs / steps
-    chunks = math.ceil(inputs / roofline.chunk)
+    chunks = math.ceil(inputs / roofline.max_num_batched_tokens)
     decode = roofline.decode(decoding, context, factors)
 
     def round_of(with_prompts: float) -> tuple[float, StepTime]:
         mixed = roofline.step(decoding + batch * inputs / with_prompts, decoding, context, factors, inputs)
         return with_prompts * mixed.total_s + (steps - with_prompts) * decode.total_s, mixed
 
-    with_prompts = min(steps, max(batch * chunks, batch * inputs / roofline.chunk))
+    with_prompts = min(steps, max(batch * chunks, batch * inputs / roofline.max_num_batched_tokens))
     round_s, mixed = round_of(with_prompts)
     if factors is IDEAL:
         round_s = min(round_s, round_of(steps)[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_serve.plan.hardware.tpu import SLICES, axes, model_parallel_limit, slice_of
+from hpc_serve.plan.hardware.tpu import SLICES, model_parallel_limit, slice_with, split_axes
 from hpc_serve.plan.speed.step import IDEAL, Roofline
 
 
@@ -13,8 +13,8 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
     gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
     inner = model.intermediate_size or model.moe_intermediate_size
     if gpu.name in SLICES and inner and width > 1:
-        topology = slice_of(gpu, width)
-        used = axes(topology) if topology else 1
+        topology = slice_with(gpu, width)
+        used = split_axes(topology) if topology else 1
         limit = model_parallel_limit(gpu, inner, used)
         verdict = "communication binds" if width > limit else "FLOP/s bind"
         yield (
@@ -22,9 +22,9 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
             f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
         )
     elif width > 1:
-        step = roofline.step(roofline.chunk, 0, 1, IDEAL)
+        step = roofline.step(roofline.max_num_batched_tokens, 0, 1, IDEAL)
         verdict = "communication binds" if step.communication_s > step.flops_s else "FLOP/s bind"
         yield (
-            f"A full step of {roofline.chunk:,} tokens at TP={width}, ideally: "
+            f"A full step of {roofline.max_num_batched_tokens:,} tokens at TP={width}, ideally: "
             f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."
         )

@@ -136,10 +136,10 @@ class Roofline:
         self.async_scheduling = default if async_scheduling is None else async_scheduling
         self.work: ModelWork = model_work(model, accelerator, engine, layout)
         self.bandwidth: float = accelerator.bandwidth_bytes_per_s
-        self.link = link_rate(accelerator, layout)
-        self.chunk = max_num_batched_tokens(engine, accelerator, model.max_model_len)
-        self.places = max_num_seqs(engine, accelerator)
-        self.hop = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
+        self.link_bytes_per_s = link_rate(accelerator, layout)
+        self.max_num_batched_tokens = max_num_batched_tokens(engine, accelerator, model.max_model_len)
+        self.max_num_seqs = max_num_seqs(engine, accelerator)
+        self.hop_bytes_per_s = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
 
     def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
         """One token for each of `batch` sequences that look back on `context` tokens."""
@@ -165,7 +165,7 @@ class Roofline:
             cache += max(read, attended)
             communication += self._all_reduce_s(stage, tokens, factors)
         if stages > 1:
-            hop = self.work.hop_bytes(tokens) / (self.hop * factors.link) + factors.collective_s
+            hop = self.work.hop_bytes(tokens) / (self.hop_bytes_per_s * factors.link) + factors.collective_s
             communication += (stages - 1) * hop
         kernels = factors.kernel_s * sum(stage.kernels for stage in self.work.stages)
         host = factors.sequence_s * share
@@ -197,7 +197,10 @@ class Roofline:
         if self.layout.tensor_parallel_size == 1:
             return 0.0
         count = stage.layers * ALL_REDUCES_PER_LAYER
-        return self.work.all_reduce_bytes(stage, tokens) / (self.link * factors.link) + count * factors.collective_s
+        return (
+            self.work.all_reduce_bytes(stage, tokens) / (self.link_bytes_per_s * factors.link)
+            + count * factors.collective_s
+        )
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:

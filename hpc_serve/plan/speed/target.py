@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import Candidate, Question
+from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import EXPECTED, PerformanceEstimate, Roofline, Traffic, estimate_performance
+from hpc_serve.plan.speed.estimate import EXPECTED, Roofline, SpeedEstimate, Traffic, estimate_speed
 from hpc_serve.plan.speed.limits import limit_lines
 
 _NODES = (1, 2, 4, 8, 16)
@@ -26,13 +26,13 @@ _UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class SpeedTarget:
     """What is wanted: most tokens per second, within `tpot_s` between tokens and `ttft_s` to the first where given."""
 
     tpot_s: float | None = None
     ttft_s: float | None = None
 
-    def is_met(self, estimate: PerformanceEstimate) -> bool:
+    def is_met(self, estimate: SpeedEstimate) -> bool:
         """Whether the expected times are within those asked for."""
         speed = estimate.expected
         in_time = self.tpot_s is None or speed.tpot_s <= self.tpot_s
@@ -45,13 +45,13 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class Deployment:
     """One way to use the machines: `replicas` engines of a layout, each with `estimate` at its best batch."""
 
     layout: Layout
     replicas: int
     memory: MemoryEstimate
-    estimate: PerformanceEstimate
+    estimate: SpeedEstimate
     meets: bool
 
     @property
@@ -64,7 +64,7 @@ class Option:
         return f"{many}TP={self.layout.tensor_parallel_size} PP={self.layout.pipeline_parallel_size}"
 
 
-def parse_target(text: str) -> Target:
+def parse_speed_target(text: str) -> SpeedTarget:
     """Read `throughput`, `tpot=50ms`, or several such limits joined by commas. Raises InvalidRequestError."""
     limits: dict[str, float] = {}
     for part in text.replace(" ", "").split(","):
@@ -73,35 +73,35 @@ def parse_target(text: str) -> Target:
             limits[f"{match[1]}_s"] = float(match[2]) * _UNITS[match[3]]
         elif part != "throughput":
             raise InvalidRequestError(f"target is {text!r}: write throughput, tpot=50ms, ttft=2s, or both limits.")
-    return Target(**limits)
+    return SpeedTarget(**limits)
 
 
-def choose(question: Question, traffic: Traffic, target: Target) -> tuple[Option, list[str]]:
+def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[Deployment, list[str]]:
     """The fastest option that meets the target, and the reasons.
 
     `traffic.concurrency` above 1 is what all replicas together are asked for; 1 leaves the batch free. Raises
     DoesNotFitError where nothing fits, or nothing is in time, with the nearest.
     """
-    options, small = _options(question, traffic, target)
+    options, small = _options(inputs, traffic, target)
     if not options:
         raise DoesNotFitError(
-            f"{question.model.name} fits no layout of these machines with requests of "
-            f"{question.max_model_len:,} tokens; `plan` without --target says what would help."
+            f"{inputs.model.name} fits no layout of these machines with requests of "
+            f"{inputs.max_model_len:,} tokens; `plan` without --target says what would help."
         )
     met = sorted((option for option in options if option.meets), key=lambda option: -option.tokens_per_s)
     if not met:
         raise DoesNotFitError(_out_of_reach(options, target))
     reasons = _reasons(met, [option for option in options if not option.meets], small, target)
     widest = max(options, key=lambda option: option.layout.tensor_parallel_size)
-    roofline = Roofline(question.model, question.cluster.accelerator, question.engine, widest.layout)
-    asked = question.engine.pipeline_parallel_size
+    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine, widest.layout)
+    asked = inputs.engine.pipeline_parallel_size
     return met[0], [*reasons, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
 
 
-def _out_of_reach(options: list[Option], target: Target) -> str:
+def _out_of_reach(options: list[Deployment], target: SpeedTarget) -> str:
     """The option that comes nearest to a target that none meets, and what would bring it nearer."""
 
-    def excess(option: Option) -> float:
+    def excess(option: Deployment) -> float:
         speed = option.estimate.expected
         return max(speed.tpot_s / (target.tpot_s or math.inf), speed.ttft_s / (target.ttft_s or math.inf))
 
@@ -119,21 +119,21 @@ def _out_of_reach(options: list[Option], target: Target) -> str:
     )
 
 
-def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list[Option], list[Candidate]]:
+def _options(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[list[Deployment], list[Candidate]]:
     """(options, layouts that hold less than one request), on the fewest nodes on which there is an option."""
-    cluster = question.cluster
-    found: list[Option] = []
+    cluster = inputs.cluster
+    found: list[Deployment] = []
     small: list[Candidate] = []
     for nodes in [cluster.num_nodes] if cluster.num_nodes else _NODES:
-        for layout, replicas in _ways(question, nodes):
-            candidate = question.consider(layout)
+        for layout, replicas in _ways(inputs, nodes):
+            candidate = inputs.evaluate(layout)
             if candidate.memory is None or not candidate.memory.holds(1):
                 small.append(candidate)
                 continue
-            roofline = Roofline(question.model, cluster.accelerator, question.engine, layout)
+            roofline = Roofline(inputs.model, cluster.accelerator, inputs.engine, layout)
             best = _best_batch(roofline, traffic, candidate.memory, target, replicas)
             found.append(
-                Option(
+                Deployment(
                     layout=layout,
                     replicas=replicas,
                     memory=candidate.memory,
@@ -146,12 +146,12 @@ def _options(question: Question, traffic: Traffic, target: Target) -> tuple[list
     return found, small
 
 
-def _ways(question: Question, nodes: int) -> Iterator[tuple[Layout, int]]:
+def _ways(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
     """(layout, replicas): every even way to fill so many nodes, with engines over all of them, a share, or within one.
 
     No more stages than nodes (_NO_BUBBLES says why).
     """
-    cluster, engine = question.cluster, question.engine
+    cluster, engine = inputs.cluster, inputs.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
     is_tpu = cluster.accelerator.kind == "tpu"  # its links span hosts
     for used in (count for count in range(nodes, 0, -1) if nodes % count == 0):
@@ -162,17 +162,17 @@ def _ways(question: Question, nodes: int) -> Iterator[tuple[Layout, int]]:
 
 
 def _best_batch(
-    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: Target, replicas: int
-) -> PerformanceEstimate:
+    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: SpeedTarget, replicas: int
+) -> SpeedEstimate:
     """The estimate at the largest batch in time (or at the traffic's own concurrency, where that is said)."""
 
-    def at(concurrency: int) -> PerformanceEstimate:
-        return estimate_performance(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
+    def at(concurrency: int) -> SpeedEstimate:
+        return estimate_speed(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
 
     if traffic.concurrency > 1:
         return at(-(-traffic.concurrency // replicas))
     low = at(1)
-    high = max(1, int(min(low.capacity, roofline.places)))
+    high = max(1, int(min(low.capacity, roofline.max_num_seqs)))
     if target.is_met(at(high)) or not target.is_met(low):
         return at(high) if target.is_met(at(high)) else low
     least = 1
@@ -182,7 +182,7 @@ def _best_batch(
     return at(least)
 
 
-def _reasons(met: list[Option], missed: list[Option], small: list[Candidate], target: Target) -> list[str]:
+def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candidate], target: SpeedTarget) -> list[str]:
     best = met[0]
     speed = best.estimate.expected
     reasons = [
@@ -202,7 +202,7 @@ def _reasons(met: list[Option], missed: list[Option], small: list[Candidate], ta
     return reasons
 
 
-def _spent(option: Option) -> str:
+def _spent(option: Deployment) -> str:
     """What the time of an option goes to, with the share of communication where layers are cut."""
     if option.layout.num_gpus == 1:
         return f"{option.estimate.bound} binds"

@@ -13,7 +13,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
-from hpc_serve.plan.memory.stages import stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.plan.model.quantization import Scheme
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
@@ -130,7 +130,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
     tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
     expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
     found = []
-    for stage in stages(model, tensor, pipeline, expert_parallel=expert_ranks > 1):
+    for stage in pipeline_stages(model, tensor, pipeline, expert_parallel=expert_ranks > 1):
         dense: Counter[str] = Counter()
         experts: Counter[str] = Counter()
         expert_bytes = expert_layers = 0

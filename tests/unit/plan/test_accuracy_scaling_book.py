@@ -16,7 +16,7 @@ from benchmarks.accuracy import scaling_book as book
 from benchmarks.accuracy.scaling_book import CONTEXT, SEED, TODAY, Entry, is_close
 from benchmarks.accuracy.scaling_book_problems import SMALL_TOKEN, answers, first, second, third
 from hpc_serve.plan import EngineConfig
-from hpc_serve.plan.hardware.tpu import slice_of
+from hpc_serve.plan.hardware.tpu import slice_with
 from hpc_serve.plan.speed.estimate import Roofline
 
 PAGE = json.loads((DATA / "scaling_book.json").read_text())
@@ -131,7 +131,7 @@ def test_knee_at_a_batch_of_120_on_4x4() -> None:
     knee = book.step(16, 120, 2048)
     assert knee.flops_s == pytest.approx(knee.weights_s, rel=0.02)
     assert book.step(16, 60, 2048).flops_s < 0.6 * knee.weights_s
-    assert slice_of(book.V5E, 16) == "4x4"
+    assert slice_with(book.V5E, 16) == "4x4"
 
 
 def test_vllm_holds_each_of_8_kv_heads_twice_on_16_chips() -> None:

@@ -28,7 +28,7 @@ from hpc_serve.plan import (
 from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
 from hpc_serve.plan.memory.overhead import capture_sizes
-from hpc_serve.plan.memory.stages import stages
+from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB
 
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
@@ -228,7 +228,7 @@ def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
         pipeline_parallel_size=run["pp"],
         max_model_len=ENGINES["max_model_len"],
     )
-    ranks = [stage.weight_bytes for stage in stages(model, run["tp"], run["pp"]) for _ in range(run["tp"])]
+    ranks = [stage.weight_bytes for stage in pipeline_stages(model, run["tp"], run["pp"]) for _ in range(run["tp"])]
     assert ranks == run["weight_bytes"]
     assert found.kv_cache_tokens == run["kv_cache_tokens"]
     assert round(found.max_concurrency, 2) == run["max_concurrency"]

@@ -12,7 +12,7 @@ from benchmarks.accuracy import DATA
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
-from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, stages
+from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, pipeline_stages
 from hpc_serve.plan.model.quantization import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
 
@@ -61,7 +61,7 @@ def test_bytes_of_a_rank_are_those_vllm_allocates(case: dict[str, Any]) -> None:
     found = VLLM_BYTES["configs"].get(case["model"]) or resolve(case["model"]).config
     config = {key: value for key, value in found.items() if key != "quantization_config"}
     model = model_from_config(config, name=case["model"], dtype="bfloat16")
-    assert stages(model, case["tp"], case["pp"])[case["rank"]].weight_bytes == case["bytes"]
+    assert pipeline_stages(model, case["tp"], case["pp"])[case["rank"]].weight_bytes == case["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_fp8_of_405b_is_in_the_middle_layers_alone() -> None:
     assert schemes[60]["self_attn.q_proj"] is model.quantization.plain
     assert schemes[0]["mlp.up_proj"] is schemes[125]["mlp.up_proj"] is model.quantization.plain
     # vLLM on MI300X, TP=8: "Loading model weights took 56.7677 GB"
-    assert stages(model, 8, 1)[0].weight_bytes / 2**30 == pytest.approx(56.77, abs=0.05)
+    assert pipeline_stages(model, 8, 1)[0].weight_bytes / 2**30 == pytest.approx(56.77, abs=0.05)
 
 
 def test_block_scales_of_deepseek() -> None:
@@ -149,18 +149,18 @@ def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(DoesNotFitError, match=r"attention heads \(28\).*tensor parallel size \(8\)"):
-        stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 8, 1)
+        pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 8, 1)
     with pytest.raises(DoesNotFitError, match="4 units of 128, which 7 ranks do not divide"):
-        stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 7, 1)
+        pipeline_stages(spec("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), 7, 1)
     with pytest.raises(DoesNotFitError, match="200 stages"):
-        stages(spec("8b"), 1, 200)
+        pipeline_stages(spec("8b"), 1, 200)
     with pytest.raises(DoesNotFitError, match=r"experts.up_proj.*192 outputs.*blocks.*128"):
-        stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
+        pipeline_stages(spec("Qwen/Qwen3-235B-A22B-FP8"), 8, 1)
 
 
 def test_expert_parallelism_keeps_experts_whole() -> None:
     model = spec("Qwen/Qwen3-235B-A22B-FP8")
-    whole = stages(model, 8, 1, expert_parallel=True)[0].weight_bytes
+    whole = pipeline_stages(model, 8, 1, expert_parallel=True)[0].weight_bytes
     assert whole == pytest.approx(model.weight_bytes / 8, rel=0.02)
 
 

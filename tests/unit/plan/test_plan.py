@@ -19,10 +19,10 @@ from hpc_serve.plan import (
     plan,
     resolve,
 )
-from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import NoLayoutError
-from hpc_serve.plan.choice.replicas import ways_to_share, which_wins
+from hpc_serve.plan.choice.replicas import compare_sharing, replica_options
 from hpc_serve.plan.report.explain import explain
 
 WORKLOAD = ("max_model_len", "concurrency", "replicas")
@@ -127,7 +127,7 @@ def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
 def test_more_sequences_than_blocks_are_refused() -> None:
     with pytest.raises(NoLayoutError, match=r"max_num_seqs \(1024\) exceeds available Mamba cache blocks") as caught:
         planned("Qwen/Qwen3.5-27B", nodes=1, size=1, quantization="fp8", max_num_seqs=1024)
-    assert "--max-num-seqs 512" in caught.value.remedies
+    assert "--max-num-seqs 512" in caught.value.suggestions
 
 
 def test_more_requests_take_more_gpus() -> None:
@@ -148,18 +148,18 @@ def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> Non
 
 def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
     """The on-prem guide of llama-recipes prefers four, which leaves almost no cache."""
-    question = Question(
+    inputs = PlanInputs(
         model=spec("70b"),
         cluster=ClusterSpec(accelerator=accelerator("a100-80gb")),
         engine=EngineConfig(),
         workload=Workload(),
         max_model_len=8192,
     )
-    ways = ways_to_share(question)
+    ways = replica_options(inputs)
     assert [(way.replicas, way.layout.tensor_parallel_size) for way in ways] == [(1, 8), (2, 4), (4, 2)]
     totals = [way.total_tokens for way in ways]
     assert totals[0] > totals[1] > 5 * totals[2]
-    sentence = which_wins(ways, 131072)
+    sentence = compare_sharing(ways, 131072)
     assert sentence is not None
     assert f"{totals[2]:,}" in sentence
     assert f"{totals[0]:,}" in sentence
@@ -244,7 +244,7 @@ def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
         planned("70b", **asked)
     tensor, pipeline, nodes = sizes
     remedy = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --nodes {nodes}"
-    assert caught.value.remedies == (remedy,)
+    assert caught.value.suggestions == (remedy,)
     found = planned("70b", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, nodes=nodes)
     assert layout_of(found)[:3] == sizes
 
@@ -274,7 +274,7 @@ def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
 def test_the_context_proposed_fits_and_the_next_does_not() -> None:
     with pytest.raises(NoLayoutError) as caught:
         planned("70b", nodes=1, size=2)
-    length = next(int(text.split()[1]) for text in caught.value.remedies if text.startswith("--max-model-len"))
+    length = next(int(text.split()[1]) for text in caught.value.suggestions if text.startswith("--max-model-len"))
     assert planned("70b", nodes=1, size=2, max_model_len=length).max_model_len == length
     with pytest.raises(NoLayoutError):
         planned("70b", nodes=1, size=2, max_model_len=length + 1024)
@@ -319,7 +319,7 @@ def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
 
 def test_explanation_adds_up() -> None:
     found = planned("405b")
-    question = Question(
+    inputs = PlanInputs(
         model=spec("405b"),
         cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
         engine=EngineConfig(),
@@ -327,7 +327,7 @@ def test_explanation_adds_up() -> None:
         max_model_len=131072,
     )
     layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=2, num_nodes=2, gpus_per_node=8)
-    lines = explain(question, layout, found.memory, found.minimum_gpus, note=resolve("405b").note)
+    lines = explain(inputs, layout, found.memory, found.minimum_gpus, note=resolve("405b").note)
     text = "\n".join(lines)
     for expected in ("405,853,388,800", "811.7 / 80 = 10.15 -> 11", "61.52 GiB", "63.00 GiB", "16 KV heads", "123.05"):
         assert expected in text
@@ -338,13 +338,13 @@ def test_explanation_adds_up() -> None:
 
 
 def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
-    question = Question(
+    inputs = PlanInputs(
         model=spec("Qwen/Qwen2.5-0.5B"),
         cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
         engine=EngineConfig(),
         workload=Workload(),
         max_model_len=2048,
     )
-    ways = ways_to_share(question)
+    ways = replica_options(inputs)
     assert ways[-1].typical_requests >= ways[0].typical_requests
-    assert "hold no less" in (which_wins(ways, 2048) or "")
+    assert "hold no less" in (compare_sharing(ways, 2048) or "")

@@ -21,7 +21,7 @@ from hpc_serve.plan import (
     model_from_config,
     resolve,
 )
-from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
@@ -29,10 +29,10 @@ from hpc_serve.plan.speed.estimate import (
     Roofline,
     Traffic,
     burst_s,
-    estimate_performance,
+    estimate_speed,
     link_rate,
 )
-from hpc_serve.plan.speed.target import Target, choose, parse_target
+from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
 from hpc_serve.plan.speed.work import compute_type, model_work
 
 H100 = accelerator("h100-80gb")
@@ -130,7 +130,7 @@ def test_stages_work_one_after_the_other_on_shares_of_the_batch() -> None:
     one, two = whole.decode(64, 1000, IDEAL), staged.decode(64, 1000, IDEAL)
     assert two.weights_s == pytest.approx(one.weights_s, rel=1e-3)
     assert two.cache_s == pytest.approx(one.cache_s / 2)
-    assert staged.hop == 50e9
+    assert staged.hop_bytes_per_s == 50e9
 
 
 def test_one_prompt_passes_the_stages_one_after_the_other() -> None:
@@ -138,7 +138,7 @@ def test_one_prompt_passes_the_stages_one_after_the_other() -> None:
     whole, memory = prepared("70b", 4)
     staged, _ = prepared("70b", 4, 2, 2)
     traffic = Traffic(input_tokens=4000)
-    one, two = (estimate_performance(roofline, traffic, memory).ideal.ttft_s for roofline in (whole, staged))
+    one, two = (estimate_speed(roofline, traffic, memory).ideal.ttft_s for roofline in (whole, staged))
     assert two == pytest.approx(one, rel=0.05)
 
 
@@ -154,9 +154,9 @@ def test_links_of_pairs_are_few_between_few() -> None:
 
 def test_queues_follow_littles_law() -> None:
     roofline, memory = prepared("70b", 4)
-    estimate = estimate_performance(roofline, Traffic(concurrency=5000), memory)
+    estimate = estimate_speed(roofline, Traffic(concurrency=5000), memory)
     speed = estimate.expected
-    assert estimate.batch == pytest.approx(min(estimate.capacity, roofline.places))
+    assert estimate.batch == pytest.approx(min(estimate.capacity, roofline.max_num_seqs))
     in_engine = speed.requests_per_s * (speed.ttft_s - speed.queue_s + 255 * speed.tpot_s)
     assert in_engine == pytest.approx(estimate.batch, rel=0.01)
     assert speed.requests_per_s * speed.queue_s == pytest.approx(5000 - estimate.batch)
@@ -165,17 +165,17 @@ def test_queues_follow_littles_law() -> None:
 def test_no_token_comes_sooner_than_a_step_takes() -> None:
     roofline, memory = prepared("70b", 4)
     for inputs in (100, 1000, 7000):
-        estimate = estimate_performance(roofline, Traffic(input_tokens=inputs), memory)
+        estimate = estimate_speed(roofline, Traffic(input_tokens=inputs), memory)
         for speed in (estimate.ideal, estimate.expected):
             assert speed.tpot_s >= speed.step.total_s * (1 - 1e-9)
-    alone = estimate_performance(roofline, Traffic(), memory).expected
+    alone = estimate_speed(roofline, Traffic(), memory).expected
     assert alone.tpot_s == pytest.approx(alone.step.total_s, rel=0.01)
     assert alone.output_tokens_per_s == pytest.approx(256 / (alone.ttft_s + 255 * alone.tpot_s), rel=0.01)
 
 
 def test_more_in_flight_is_never_fewer_tokens_nor_a_shorter_wait() -> None:
     roofline, memory = prepared("70b", 4)
-    found = [estimate_performance(roofline, Traffic(concurrency=2**power), memory).expected for power in range(12)]
+    found = [estimate_speed(roofline, Traffic(concurrency=2**power), memory).expected for power in range(12)]
     rates = [speed.output_tokens_per_s for speed in found]
     waits = [speed.ttft_s for speed in found]
     assert rates == sorted(rates)
@@ -199,16 +199,16 @@ def test_an_accelerator_of_unknown_speed_is_refused() -> None:
 @pytest.mark.parametrize("text", ["tpot=50", "fast", "tpot=0ms", "tpot=-1ms", "", "tpot=50ms;ttft=1s"])
 def test_targets_that_are_none(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="write throughput"):
-        parse_target(text)
+        parse_speed_target(text)
 
 
 def test_targets() -> None:
-    assert parse_target("throughput") == Target()
-    assert parse_target("tpot=50ms, ttft=1.5s") == Target(tpot_s=0.05, ttft_s=1.5)
+    assert parse_speed_target("throughput") == SpeedTarget()
+    assert parse_speed_target("tpot=50ms, ttft=1.5s") == SpeedTarget(tpot_s=0.05, ttft_s=1.5)
 
 
-def question(name: str, gpu: str = "h100-80gb", max_model_len: int = 8192) -> Question:
-    return Question(
+def inputs(name: str, gpu: str = "h100-80gb", max_model_len: int = 8192) -> PlanInputs:
+    return PlanInputs(
         model=spec(name),
         cluster=ClusterSpec(accelerator=accelerator(gpu)),
         engine=EngineConfig(),
@@ -218,27 +218,27 @@ def question(name: str, gpu: str = "h100-80gb", max_model_len: int = 8192) -> Qu
 
 
 def test_small_replicas_win_on_throughput_and_a_wide_one_on_latency() -> None:
-    many, reasons = choose(question("8b"), Traffic(), Target())
+    many, reasons = choose_deployment(inputs("8b"), Traffic(), SpeedTarget())
     assert (many.replicas, many.layout.tensor_parallel_size) == (8, 1)
     assert any(reason.startswith("Not one TP=8") for reason in reasons)
-    fast, _ = choose(question("8b"), Traffic(), Target(tpot_s=0.0055))
+    fast, _ = choose_deployment(inputs("8b"), Traffic(), SpeedTarget(tpot_s=0.0055))
     assert fast.layout.tensor_parallel_size > 1
     assert fast.estimate.expected.tpot_s <= 0.0055
 
 
 def test_the_batch_is_as_large_as_the_target_allows() -> None:
-    target = Target(tpot_s=0.030)
-    option, _ = choose(question("70b"), Traffic(), target)
+    target = SpeedTarget(tpot_s=0.030)
+    option, _ = choose_deployment(inputs("70b"), Traffic(), target)
     traffic = option.estimate.traffic
     roofline = Roofline(spec("70b"), H100, EngineConfig(), option.layout)
-    more = estimate_performance(roofline, replace(traffic, concurrency=traffic.concurrency + 1), option.memory)
+    more = estimate_speed(roofline, replace(traffic, concurrency=traffic.concurrency + 1), option.memory)
     assert target.is_met(option.estimate)
     assert not target.is_met(more)
 
 
 def test_what_cannot_be_reached_says_how_near_it_is() -> None:
     with pytest.raises(DoesNotFitError, match=r"nearest is .* ms between tokens"):
-        choose(question("405b-fp8"), Traffic(), Target(tpot_s=0.001))
+        choose_deployment(inputs("405b-fp8"), Traffic(), SpeedTarget(tpot_s=0.001))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -271,9 +271,9 @@ def test_a_checkpoint_in_int8_is_multiplied_in_int8() -> None:
 
 
 def test_the_width_beyond_which_links_bind_is_a_reason() -> None:
-    _, reasons = choose(question("70b", "v5e"), Traffic(), Target())
+    _, reasons = choose_deployment(inputs("70b", "v5e"), Traffic(), SpeedTarget())
     assert any("C ÷ W_ici" in reason for reason in reasons)
-    _, reasons = choose(question("70b"), Traffic(), Target())
+    _, reasons = choose_deployment(inputs("70b"), Traffic(), SpeedTarget())
     assert any("all-reduces" in reason for reason in reasons)
 
 
@@ -332,9 +332,9 @@ def test_a_target_out_of_reach_is_no_plan(capsys: pytest.CaptureFixture[str]) ->
 )
 @pytest.mark.parametrize("gpu", ["h100", "a100", "mi300x", "v6e", "l40s"])
 def test_a_target_is_met_by_what_is_chosen_or_refused(name: str, gpu: str) -> None:
-    target = Target(tpot_s=0.1)
+    target = SpeedTarget(tpot_s=0.1)
     try:
-        option, reasons = choose(question(name, gpu, 4096), Traffic(), target)
+        option, reasons = choose_deployment(inputs(name, gpu, 4096), Traffic(), target)
     except DoesNotFitError:
         return
     assert target.is_met(option.estimate)

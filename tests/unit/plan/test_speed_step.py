@@ -8,7 +8,7 @@ import pytest
 
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Roofline, ends_per_step
+from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Roofline, share_ending_per_step
 from hpc_serve.plan.speed.work import EXPERT_KERNELS, LATENT_KERNELS, LAYER_KERNELS
 
 H100 = accelerator("h100-80gb")
@@ -70,6 +70,6 @@ def test_attention_has_a_share_of_the_peak_of_its_own() -> None:
 
 
 def test_answers_cut_off_end_more_rarely() -> None:
-    assert ends_per_step(100, None) == 1 / 100
-    assert 0 < ends_per_step(100, 256) < 1 / 100
-    assert ends_per_step(256, 256) == 0
+    assert share_ending_per_step(100, None) == 1 / 100
+    assert 0 < share_ending_per_step(100, 256) < 1 / 100
+    assert share_ending_per_step(256, 256) == 0

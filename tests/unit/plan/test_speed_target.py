@@ -11,44 +11,44 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, Workload, model_from_config, resolve
-from hpc_serve.plan.choice.candidates import Question
-from hpc_serve.plan.hardware.cluster import machines
+from hpc_serve.plan.choice.candidates import PlanInputs
+from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.speed.estimate import Traffic
-from hpc_serve.plan.speed.target import Target, choose
+from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment
 
 
-def question(name: str, gpu: str = "h100-80gb", num_nodes: int | None = None) -> Question:
-    cluster = replace(machines(gpu, num_nodes=num_nodes), is_whole=False)
+def inputs(name: str, gpu: str = "h100-80gb", num_nodes: int | None = None) -> PlanInputs:
+    cluster = replace(cluster_named(gpu, num_nodes=num_nodes), is_whole=False)
     model = model_from_config(resolve(name).config, name=name)
     workload = Workload(max_model_len=8192)
-    return Question(model=model, cluster=cluster, engine=EngineConfig(), workload=workload, max_model_len=8192)
+    return PlanInputs(model=model, cluster=cluster, engine=EngineConfig(), workload=workload, max_model_len=8192)
 
 
 def test_who_comes_to_a_busy_engine_waits_for_a_step_at_least() -> None:
-    option, _ = choose(question("8b"), Traffic(), Target())
+    option, _ = choose_deployment(inputs("8b"), Traffic(), SpeedTarget())
     speed = option.estimate.expected
     assert option.estimate.batch > 100
     assert speed.ttft_s > speed.tpot_s
 
 
 def test_engines_over_a_share_of_the_nodes_are_considered() -> None:
-    _, reasons = choose(question("405b", num_nodes=4), Traffic(), Target())
+    _, reasons = choose_deployment(inputs("405b", num_nodes=4), Traffic(), SpeedTarget())
     assert any("2 replicas of TP=8 PP=2" in reason for reason in reasons)
     assert any("one TP=8 PP=4" in reason for reason in reasons)
 
 
 def test_stages_whose_bubbles_nobody_measured_are_left_out_and_that_is_said() -> None:
-    option, reasons = choose(question("70b", "v5e:4x4"), Traffic(), Target())
+    option, reasons = choose_deployment(inputs("70b", "v5e:4x4"), Traffic(), SpeedTarget())
     assert (option.layout.tensor_parallel_size, option.layout.pipeline_parallel_size) == (16, 1)
     assert any("left out" in reason and "bubbles" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(
-    ("target", "helps"), [(Target(ttft_s=0.001), "shorter prompts"), (Target(tpot_s=0.001), "faster memory")]
+    ("target", "helps"), [(SpeedTarget(ttft_s=0.001), "shorter prompts"), (SpeedTarget(tpot_s=0.001), "faster memory")]
 )
-def test_what_would_help_is_of_what_was_missed(target: Target, helps: str) -> None:
+def test_what_would_help_is_of_what_was_missed(target: SpeedTarget, helps: str) -> None:
     with pytest.raises(DoesNotFitError, match=helps):
-        choose(question("70b"), Traffic(), target)
+        choose_deployment(inputs("70b"), Traffic(), target)
 
 
 def test_a_target_is_kept_by_the_command_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
