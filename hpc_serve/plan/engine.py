@@ -145,8 +145,8 @@ def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, m
         return engine.max_num_batched_tokens
     if engine.is_v0:
         return max(max_model_len, 2048) if max_model_len <= 32768 else 2048
-    if accelerator.kind == "tpu":
-        return {"v6e": 1024, "v5e": 512, "v5p": 256}.get(accelerator.name, 1024)
+    if accelerator.default_max_num_batched_tokens:
+        return accelerator.default_max_num_batched_tokens
     if _is_large(accelerator):
         return 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 20) else 8192
     return 2048
@@ -172,7 +172,6 @@ def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: b
 
 
 def _is_large(accelerator: AcceleratorSpec) -> bool:
-    """Whether vLLM counts it among H100 and better: 70 GiB or more, and no A100."""
-    if accelerator.kind != "gpu":
-        return False
-    return accelerator.total_bytes >= 70 * GIB and not accelerator.name.startswith("a100")
+    """Whether vLLM has larger steps for it: a GPU of 70 GiB or more, but for those it excepts by name."""
+    is_large = accelerator.kind == "gpu" and accelerator.total_bytes >= 70 * GIB
+    return is_large and not accelerator.has_small_batch_defaults

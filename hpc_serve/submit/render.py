@@ -25,13 +25,6 @@ from hpc_serve.vllm.arguments import read_arguments
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
 
-_NO_SCRIPTS = {
-    "gaudi2": "vLLM for Gaudi is a plugin of its own (vllm-gaudi), which the launcher does not know",
-    "gaudi3": "vLLM for Gaudi is a plugin of its own (vllm-gaudi), which the launcher does not know",
-    "v7x": "vLLM counts each of the two cores of a v7x chip as a device, and the plan counts chips",
-}
-# How Apptainer takes the host's GPU driver into the container.
-_DRIVERS = {"NVIDIA": "--nv", "AMD": "--rocm"}
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _MEM_GIB_PER_GPU = 16
 _MEM_GIB_BASE = 16
@@ -77,9 +70,9 @@ def _template_environment(site_templates: str | None) -> jinja2.Environment:
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
     device = plan.accelerator
-    if device.name in _NO_SCRIPTS:
+    if device.no_script_reason:
         raise InvalidRequestError(
-            f"hpc-serve plans for {device.product}, but has no script for it: {_NO_SCRIPTS[device.name]}."
+            f"hpc-serve plans for {device.product}, but has no script for it: {device.no_script_reason}."
         )
     return {
         "title": _comment(_title(request, plan)),
@@ -90,7 +83,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
-        "in_environment": _Checked(_container_prefix(request.environment, device.vendor)),
+        "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
         "backend": request.backend,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
@@ -107,7 +100,7 @@ def devices_per_node(plan: ServePlan) -> int:
 
 def _not_run(device: AcceleratorSpec) -> str:
     """What nobody has seen work; NVIDIA's GPUs have CPU processes standing in for them in the tests."""
-    if device.kind == "cpu" or device.vendor == "NVIDIA":
+    if device.is_script_tested:
         return ""
     return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
 
@@ -208,10 +201,10 @@ def _comment(text: str) -> Markup:
     return _Checked("".join(character if character.isprintable() else "?" for character in text))
 
 
-def _container_prefix(environment: Environment, vendor: str) -> str:
+def _container_prefix(environment: Environment, device: AcceleratorSpec) -> str:
     if environment.kind != "apptainer":
         return ""
     assert environment.path is not None
     binds = [word for bind in environment.binds for word in ("--bind", bind)]
-    drivers = [_DRIVERS[vendor]] if vendor in _DRIVERS else []
+    drivers = [device.container_flag] if device.container_flag else []
     return shlex.join(["apptainer", "exec", *drivers, *binds, environment.path]) + " "

@@ -14,6 +14,7 @@ from hpc_serve.plan.catalog import accelerator_entry
 from hpc_serve.sizes import GIB
 
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
+LinkTopology = Literal["mesh", "pairs"]
 _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 
@@ -21,9 +22,10 @@ _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 class AcceleratorSpec:
     """One GPU (or TPU chip, or CPU socket).
 
-    `label_bytes` is the product's label (80 GB = 80e9), `total_bytes` what the driver reports to torch; where that was
-    never seen it is the label. Bandwidth and links in bytes per second, one direction; `dense_flops` by type, without
-    sparsity, in operations per second. None: not confirmed by any source.
+    `label_bytes` is the product's label (80 GB = 80e9). `total_bytes` is what the driver reports to torch, or the label
+    where nobody has seen that. Bandwidth and links are in bytes per second, one direction. `dense_flops` are operations
+    per second by type, without sparsity. None: no source confirms it. The catalogue's accelerators.json says what the
+    other fields mean.
     """
 
     name: str
@@ -38,6 +40,16 @@ class AcceleratorSpec:
     link_bytes_per_s: float | None
     network_bytes_per_s: float | None
     gpus_per_node: int
+    gpus_per_node_of_many: int | None = None
+    slices: tuple[str, ...] = ()
+    link_topology: LinkTopology | None = None
+    default_max_num_batched_tokens: int | None = None
+    has_small_batch_defaults: bool = False
+    max_cuda_graph_batch: int = 512
+    has_symmetric_memory: bool = False
+    container_flag: str | None = None
+    is_script_tested: bool = False
+    no_script_reason: str | None = None
     note: str | None = None
     source: tuple[str, ...] = ()
 
@@ -46,13 +58,12 @@ class AcceleratorSpec:
         """What people call one of them: GPU, chip, socket."""
         return _UNITS[self.kind]
 
-    @property
-    def gpus_per_host_of_many(self) -> int:
-        """How many a node of several has: hosts of TPU slices that span hosts have four chips, whatever a single has.
+    def node_size(self, num_nodes: int) -> int:
+        """How many each of so many nodes has. A single TPU host may have more chips than a host of a larger slice.
 
-        Source: Google Cloud's TPU VM types; the same rule is in Ray (_private/accelerators/tpu.py).
+        Source: Google Cloud's TPU VM types; Ray has the same rule (_private/accelerators/tpu.py).
         """
-        return min(4, self.gpus_per_node) if self.kind == "tpu" else self.gpus_per_node
+        return self.gpus_per_node if num_nodes == 1 else self.gpus_per_node_of_many or self.gpus_per_node
 
 
 def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec:
@@ -67,19 +78,6 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
         raise InvalidRequestError(
             f"{entry['product']} has no memory of its own: say how much a socket has with --gpu-memory 256GiB."
         )
-    return AcceleratorSpec(
-        name=entry["name"],
-        product=entry["product"],
-        vendor=entry["vendor"],
-        kind=entry["kind"],
-        label_bytes=entry["label_bytes"] or total,
-        total_bytes=total,
-        bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
-        dense_flops=entry["dense_flops"],
-        link=entry["link"],
-        link_bytes_per_s=entry["link_bytes_per_s"],
-        network_bytes_per_s=entry["network_bytes_per_s"],
-        gpus_per_node=entry["gpus_per_node"],
-        note=entry["note"],
-        source=tuple(entry["source"]),
-    )
+    facts = {name: entry[name] for name in AcceleratorSpec.__dataclass_fields__ if name in entry}
+    facts |= {name: tuple(entry.get(name, ())) for name in ("slices", "source")}
+    return AcceleratorSpec(**facts | {"label_bytes": entry["label_bytes"] or total, "total_bytes": total})

@@ -10,13 +10,14 @@ import re
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog import accelerator_entry
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator
-from hpc_serve.plan.hardware.tpu import SLICES, chip_count
+from hpc_serve.plan.hardware.tpu import chip_count
 
 DEFAULT_GPU = "h100-80gb"
 """The GPU that is planned for where nobody names one."""
 
-_SOCKETS = re.compile(r"(cpu.*?)[-:](\d+)s")
+_SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,11 @@ class ClusterSpec:
     @property
     def node_size(self) -> int:
         """GPUs of one node."""
-        return self.gpus_per_node or self.accelerator.gpus_per_node
+        return self.node_size_of(1)
 
     def node_size_of(self, num_nodes: int) -> int:
         """GPUs that each of so many nodes has."""
-        if num_nodes == 1:
-            return self.node_size
-        return self.gpus_per_node or self.accelerator.gpus_per_host_of_many
+        return self.gpus_per_node or self.accelerator.node_size(num_nodes)
 
     def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
         """The same machines, another number of them."""
@@ -80,14 +79,15 @@ def cluster_named(
 
 def _split(name: str) -> tuple[str, int | None]:
     """(accelerator, how many); None for a plain name."""
-    if sockets := _SOCKETS.fullmatch(name):
+    sockets = _SOCKETS.fullmatch(name)
+    if sockets and accelerator_entry(sockets[1])["kind"] == "cpu":
         if not 1 <= int(sockets[2]) <= 8:
             raise InvalidRequestError(f"{name}: a node has 1 to 8 sockets.")
         return sockets[1], int(sockets[2])
     base, colon, topology = name.partition(":")
     if not colon:
         return name, None
-    known = SLICES.get(accelerator(base, total_bytes=1).name, ())
+    known = accelerator(base, total_bytes=1).slices
     if topology not in known:
         raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
     return base, chip_count(topology)
@@ -97,4 +97,5 @@ def _hosts(device: AcceleratorSpec, count: int) -> tuple[int, int]:
     """(hosts, accelerators of each): the sockets of a CPU node are of one host."""
     if device.kind == "cpu" or count <= device.gpus_per_node:
         return 1, count
-    return count // device.gpus_per_host_of_many, device.gpus_per_host_of_many
+    size = device.node_size(count)
+    return count // size, size

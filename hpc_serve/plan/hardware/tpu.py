@@ -1,6 +1,7 @@
-"""TPU slices, and how far model parallelism is of use: the closed forms beside the step-by-step estimate.
+"""TPU slices, and the closed formulas of how far model parallelism is of use.
 
-Formulas of "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book); the estimate is roofline.py's.
+The formulas are from "How To Scale Your Model", parts 7 and 8 (jax-ml.github.io/scaling-book). speed/ has the estimate
+step by step.
 """
 
 from __future__ import annotations
@@ -10,15 +11,7 @@ import math
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 
-SLICES = {
-    "v4": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v7x": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
-}
-"""Topologies Google Cloud offers, smallest first (cloud.google.com/tpu/docs, system architecture of each version)."""
-_LINKS = {2: 4, 3: 6}
+_LINKS_BY_DIMENSIONS = {2: 4, 3: 6}
 
 
 def chip_count(topology: str) -> int:
@@ -37,7 +30,7 @@ def split_axes(topology: str) -> int:
 
 def slice_with(accelerator: AcceleratorSpec, count: int) -> str | None:
     """The topology of exactly so many chips, or None."""
-    return next((name for name in SLICES.get(accelerator.name, ()) if chip_count(name) == count), None)
+    return next((name for name in accelerator.slices if chip_count(name) == count), None)
 
 
 def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
@@ -47,7 +40,7 @@ def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
 
 def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
     """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
-    for name in SLICES.get(accelerator.name, ()):
+    for name in accelerator.slices:
         if chip_count(name) * accelerator.label_bytes >= size_bytes:
             return name
     raise DoesNotFitError(f"no slice of {accelerator.product} holds {size_bytes / 1e9:,.0f} GB.")
@@ -62,8 +55,8 @@ def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight:
 def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
     """Bytes per second along one axis of a torus, both ways together."""
     assert accelerator.link_bytes_per_s
-    dimensions = len(SLICES[accelerator.name][0].split("x"))
-    return 2 * accelerator.link_bytes_per_s / _LINKS[dimensions]
+    dimensions = len(accelerator.slices[0].split("x"))
+    return 2 * accelerator.link_bytes_per_s / _LINKS_BY_DIMENSIONS[dimensions]
 
 
 def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:

@@ -220,7 +220,7 @@ def graph_count(run: ProfileRun) -> int:
     if run.engine.is_v0:
         return len(capture_sizes(min(sequences, 256)))
     step = 16 if run.engine.version >= (0, 12) else 8
-    limit = min(2 * sequences, 1024 if _is_data_centre_blackwell(run.accelerator) else 512, run.tokens)
+    limit = min(2 * sequences, run.accelerator.max_cuda_graph_batch, run.tokens)
     sizes = capture_sizes(limit, step_above_256=step)
     return len(sizes) + sum(size <= sequences for size in sizes)
 
@@ -239,10 +239,6 @@ def _is_plain_dense(layer: DecoderLayer) -> bool:
     return not has_experts and (layer.cache is None or layer.cache.kind != "state")
 
 
-def _is_data_centre_blackwell(accelerator: AcceleratorSpec) -> bool:
-    return accelerator.name.split("-")[0] in ("b200", "gb200", "b300", "gb300")
-
-
 def non_torch_bytes(run: ProfileRun) -> int:
     """Memory torch does not see: context and kernels, and NCCL's buffers."""
     return context_bytes(run) + nccl_bytes(run)
@@ -259,6 +255,6 @@ def nccl_bytes(run: ProfileRun) -> int:
     """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
         return 0
-    if run.engine.version >= (0, 13) and run.accelerator.link == "NVLink 4":
+    if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:
         return HOPPER_ALL_REDUCE_BYTES
     return (run.ranks - 1) * NCCL_PER_PEER_BYTES

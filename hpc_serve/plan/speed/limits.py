@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_serve.plan.hardware.tpu import SLICES, model_parallel_limit, slice_with, split_axes
+from hpc_serve.plan.hardware.tpu import model_parallel_limit, slice_with, split_axes
 from hpc_serve.plan.speed.step import IDEAL, Roofline
 
 
@@ -12,7 +12,7 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
     """Whether communication or FLOP/s take longer in a full step at this width: a sentence, or none for one GPU."""
     gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
     inner = model.intermediate_size or model.moe_intermediate_size
-    if gpu.name in SLICES and inner and width > 1:
+    if gpu.slices and inner and width > 1:
         topology = slice_with(gpu, width)
         used = split_axes(topology) if topology else 1
         limit = model_parallel_limit(gpu, inner, used)

@@ -22,8 +22,6 @@ ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16, where the catalogue confirms no rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s a GPU, where the catalogue confirms no network."""
-MESH_LINKS = ("Infinity Fabric", "xGMI", "RoCE")
-"""Links of which each joins one pair of GPUs; the catalogue's rate is their sum."""
 
 ASYNC_SINCE = {"one stage": (0, 14), "stages": (0, 32)}
 """The vLLM since which scheduling is asynchronous by default: its pull request 27614, which left out pipeline stages;
@@ -206,16 +204,16 @@ class Roofline:
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
     """Bytes per second that a rank sends to the others of its tensor-parallel group.
 
-    Where every pair has a link of its own (`MESH_LINKS`), a group smaller than the node has that part of them alone; a
-    bridge of two is of no use to more.
+    In a mesh every pair has a link of its own: a group smaller than the node has only the links between its members.
+    A bridge of two GPUs is of no use to more.
     """
     ranks = layout.tensor_parallel_size
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":
         return network_rate(accelerator)
     rate = accelerator.link_bytes_per_s or ASSUMED_LINK_BYTES_PER_S
-    if "bridge (2 GPUs)" in (accelerator.link or "") and ranks > 2:
+    if accelerator.link_topology == "pairs" and ranks > 2:
         return ASSUMED_LINK_BYTES_PER_S
-    if (accelerator.link or "").startswith(MESH_LINKS) and 1 < ranks < accelerator.gpus_per_node:
+    if accelerator.link_topology == "mesh" and 1 < ranks < accelerator.gpus_per_node:
         return rate * (ranks - 1) / (accelerator.gpus_per_node - 1)
     return rate
 

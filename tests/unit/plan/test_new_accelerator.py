@@ -1,0 +1,130 @@
+"""A new accelerator is one entry of the catalogue: it is planned for, and has scripts, without a change of code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import EngineConfig, ServePlan, accelerator, model_from_config, plan, resolve
+from hpc_serve.plan.catalog import accelerator_entries
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.engine import max_num_batched_tokens
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.memory.estimate import profile_runs
+from hpc_serve.plan.memory.overhead import graph_count, nccl_bytes
+from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, link_rate
+from hpc_serve.sizes import GIB
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import Environment, ServeRequest
+
+MODEL = model_from_config(resolve("8b").config, name="8b")
+GPU: dict[str, Any] = {
+    "name": "x900",
+    "aliases": [],
+    "product": "X900",
+    "vendor": "Newcomer",
+    "kind": "gpu",
+    "label_bytes": 100_000_000_000,
+    "total_gib": 93.0,
+    "bandwidth_bytes_per_s": 5e12,
+    "dense_flops": {"bf16": 1e15},
+    "link": "XLink",
+    "link_bytes_per_s": 4e11,
+    "gpus_per_node": 8,
+    "network_bytes_per_s": 5e10,
+    "confidence": "none",
+    "note": "made up",
+    "source": ["DERIVED"],
+}
+
+
+def add(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> str:
+    """Put an entry into the catalogue for the length of a test; returns its name."""
+    entry = {**GPU, **fields}
+    monkeypatch.setitem(accelerator_entries(), entry["name"], entry)
+    return str(entry["name"])
+
+
+def plan_on(gpu: str, total_bytes: int | None = None) -> ServePlan:
+    return plan(MODEL, cluster_named(gpu, total_bytes=total_bytes))
+
+
+def script_for(gpu: str, **options: Any) -> str:
+    request = ServeRequest(model="8b", service="8b", gpu=gpu, **options)
+    return render_script(request, plan_on(gpu, options.get("gpu_memory_bytes")))
+
+
+def test_an_entry_without_optional_fields_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add(monkeypatch)
+    found = plan_on(name)
+    assert (found.layout.num_gpus, found.accelerator.product) == (1, "X900")
+    assert "have no Newcomer GPU" in script_for(name)
+
+
+def test_a_slice_and_its_hosts_are_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    tpu = {
+        "name": "t9",
+        "kind": "tpu",
+        "slices": ["1x1", "2x4", "4x4"],
+        "gpus_per_node_of_many": 4,
+        "default_max_num_batched_tokens": 768,
+    }
+    name = add(monkeypatch, **tpu)
+    assert (cluster_named(f"{name}:2x4").num_nodes, cluster_named(f"{name}:4x4").num_nodes) == (1, 4)
+    assert plan_on(f"{name}:4x4").layout.num_gpus == 16
+    assert max_num_batched_tokens(EngineConfig(), accelerator(name), 8192) == 768
+    with pytest.raises(InvalidRequestError, match="use 1x1, 2x4, 4x4"):
+        cluster_named(f"{name}:3x3")
+
+
+def test_a_cpu_node_is_named_by_its_sockets_whatever_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add(monkeypatch, name="risc-9", kind="cpu", total_gib=None, label_bytes=None, gpus_per_node=2)
+    assert plan_on(f"{name}-2s", 64 * GIB).layout.num_gpus == 2
+    assert cluster_named(f"{name}:1s", total_bytes=64 * GIB).gpus_per_node == 1
+
+
+def test_what_vllm_chooses_by_the_device_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, named = add(monkeypatch), add(monkeypatch, name="x901", has_small_batch_defaults=True)
+    larger = add(monkeypatch, name="x902", max_cuda_graph_batch=1024, has_symmetric_memory=True)
+    engine = EngineConfig()
+    assert max_num_batched_tokens(engine, accelerator(plain), 8192) == 8192
+    assert max_num_batched_tokens(engine, accelerator(named), 8192) == 2048
+
+    def run(name: str) -> Any:
+        sizes = {"tensor_parallel_size": 8, "pipeline_parallel_size": 1, "max_model_len": 8192}
+        return profile_runs(MODEL, accelerator(name), engine, **sizes)[0][1]
+
+    assert graph_count(run(larger)) > graph_count(run(plain))
+    assert nccl_bytes(run(larger)) != nccl_bytes(run(plain))
+
+
+def test_what_links_join_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate(name: str, ranks: int) -> float:
+        layout = Layout(tensor_parallel_size=ranks, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=ranks)
+        return link_rate(accelerator(name), layout)
+
+    switch, mesh = add(monkeypatch), add(monkeypatch, name="x901", link_topology="mesh")
+    pairs = add(monkeypatch, name="x902", link_topology="pairs")
+    assert rate(switch, 2) == 4e11
+    assert rate(mesh, 2) == pytest.approx(4e11 / 7)
+    assert (rate(pairs, 2), rate(pairs, 4)) == (4e11, ASSUMED_LINK_BYTES_PER_S)
+
+
+def test_what_a_script_needs_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add(monkeypatch, container_flag="--newcomer", is_script_tested=True)
+    container = Environment(kind="apptainer", path="/images/vllm.sif")
+    script = script_for(name, environment=container)
+    assert "apptainer exec --newcomer" in script
+    assert "not run here" not in script
+    refused = add(monkeypatch, name="x901", no_script_reason="its vLLM is a plugin")
+    with pytest.raises(InvalidRequestError, match="no script for it: its vLLM is a plugin"):
+        script_for(refused)
+
+
+def test_entries_have_no_field_that_nobody_reads() -> None:
+    known = {*AcceleratorSpec.__dataclass_fields__, "aliases", "total_gib", "confidence"}
+    for name, entry in accelerator_entries().items():
+        assert set(entry) <= known, name
