@@ -71,7 +71,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     if plot and results[0].plan:
         from hpc_serve.plots.figure import draw
 
-        draw(results[0].question, results[0].plan, results[0].traffic, plot)
+        draw(results[0].inputs, results[0].plan, results[0].traffic, plot)
     if as_json:
         documents = [plan_view.as_json(result) for result in results]
         show.print_json(documents if compare else documents[0])

@@ -17,7 +17,7 @@ from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
-    from hpc_serve.plan.speed.estimate import PerformanceEstimate
+    from hpc_serve.plan.speed.estimate import SpeedEstimate
 
 
 def print_comparison(results: list[PlanResult]) -> None:
@@ -25,7 +25,7 @@ def print_comparison(results: list[PlanResult]) -> None:
     console = Console(highlight=False)
     first, unit = results[0], _unit(results)
     each = "; sizes of each replica" if _has_replicas(results) else ""
-    length = first.question.max_model_len
+    length = first.inputs.max_model_len
     console.print(Text(f"{first.model.name}, requests of {length:,} tokens; GiB per {unit}{each}:"))
     console.print(_memory_table(results))
     for result in results:
@@ -94,9 +94,9 @@ def _speed_table(results: list[PlanResult], unit: str) -> Table:
     return table
 
 
-def _estimate(result: PlanResult) -> PerformanceEstimate | None:
+def _estimate(result: PlanResult) -> SpeedEstimate | None:
     """One replica at the concurrency asked for, else with as many requests as it runs; None of unknown speed."""
-    engine = replace(result.question.engine, max_num_seqs=result.chosen.memory.max_num_seqs)
+    engine = replace(result.inputs.engine, max_num_seqs=result.chosen.memory.max_num_seqs)
     found = result.estimates(engine)
     if _is_concurrency_asked(result):
         found = [one for one in found if one.traffic.concurrency == result.traffic.concurrency]
@@ -104,7 +104,7 @@ def _estimate(result: PlanResult) -> PerformanceEstimate | None:
 
 
 def _is_concurrency_asked(result: PlanResult) -> bool:
-    return result.question.workload.concurrency > 1
+    return result.inputs.workload.concurrency > 1
 
 
 def _has_replicas(results: list[PlanResult]) -> bool:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation
 from hpc_serve.plan.choice.planner import ServePlan
-from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, ways_to_share, which_wins
+from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.as_json import no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
-from hpc_serve.plan.report.speed import performance_json
+from hpc_serve.plan.report.speed import speed_json
 from hpc_serve.sizes import GIB
 
 _BAR_WIDTH = 60
@@ -29,7 +29,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
     if result.plan is not None:
         found = result.estimates()
-        return {**plan_json(result.plan, result.model), "performance": performance_json(found) if found else None}
+        return {**plan_json(result.plan, result.model), "performance": speed_json(found) if found else None}
     assert result.error is not None
     return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
 
@@ -58,7 +58,7 @@ def print_plan(result: PlanResult) -> None:
 def print_explanation(result: PlanResult) -> None:
     """The arithmetic, line by line."""
     chosen = result.chosen
-    for line in explain(result.question, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
+    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
         click.echo(line)
     print_speed_explanation(result)
     click.echo()
@@ -125,12 +125,12 @@ def _candidate_table(chosen: ServePlan) -> Table:
 
 def _print_sharing(console: Console, result: PlanResult) -> None:
     """How a whole node could be shared, where the plan takes part of one and nothing was said about it."""
-    workload, engine = result.question.workload, result.question.engine
+    workload, engine = result.inputs.workload, result.inputs.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
-    if result.chosen.layout.num_nodes > 1 or result.question.cluster.node_size == 1 or asked or workload.replicas:
+    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
         return
-    ways = ways_to_share(result.question)
-    sentence = which_wins(ways, result.question.max_model_len)
+    ways = replica_options(result.inputs)
+    sentence = compare_sharing(ways, result.inputs.max_model_len)
     if sentence is None:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
@@ -147,7 +147,7 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
         )
     console.print()
     console.print(
-        Text(f"A whole node of {result.question.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
+        Text(f"A whole node of {result.inputs.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
     )
     console.print(table)
     console.print(Text(f"- {sentence}"))

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan.choice.candidates import Question
+from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
 from hpc_serve.plan.model.spec import ModelSpec
-from hpc_serve.plan.report.speed import sweep
-from hpc_serve.plan.speed.estimate import PerformanceEstimate, Roofline, Traffic
-from hpc_serve.plan.speed.target import Target, choose, parse_target
+from hpc_serve.plan.report.speed import estimates_by_concurrency
+from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic
+from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
 
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
 
@@ -63,7 +63,7 @@ class FoundParts:
 class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from."""
 
-    question: Question
+    inputs: PlanInputs
     plan: ServePlan | None
     error: NoLayoutError | None
     note: str | None
@@ -72,11 +72,11 @@ class PlanResult:
 
     @property
     def model(self) -> ModelSpec:
-        return self.question.model
+        return self.inputs.model
 
     @property
     def accelerator(self) -> AcceleratorSpec:
-        return self.question.cluster.accelerator
+        return self.inputs.cluster.accelerator
 
     @property
     def chosen(self) -> ServePlan:
@@ -88,15 +88,17 @@ class PlanResult:
 
     def roofline(self, engine: EngineConfig | None = None) -> Roofline:
         """How fast a replica of the plan is. Raises InvalidRequestError where the accelerator's speed is not known."""
-        return Roofline(self.model, self.accelerator, engine or self.question.engine, self.chosen.layout)
+        return Roofline(self.model, self.accelerator, engine or self.inputs.engine, self.chosen.layout)
 
-    def estimates(self, engine: EngineConfig | None = None) -> list[PerformanceEstimate]:
+    def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
         """Speeds of a replica by requests in flight; none where the accelerator's speed is not known."""
         try:
             roofline = self.roofline(engine)
         except InvalidRequestError:
             return []
-        return sweep(roofline, self.traffic, self.chosen.memory, usd_per_gpu_hour=self.usd_per_gpu_hour)
+        return estimates_by_concurrency(
+            roofline, self.traffic, self.chosen.memory, usd_per_gpu_hour=self.usd_per_gpu_hour
+        )
 
 
 def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
@@ -105,27 +107,27 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
     other or the model.
     """
-    question = Question(
+    inputs = PlanInputs(
         model=found.model,
         cluster=found.cluster,
         engine=asked.engine,
         workload=asked.workload,
         max_model_len=asked.workload.max_model_len or found.model.max_model_len,
     )
-    traffic = _traffic(asked, question.max_model_len)
+    traffic = _traffic(asked, inputs.max_model_len)
     reasons: list[str] = []
-    cluster, engine, workload = question.cluster, question.engine, question.workload
+    cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
     try:
         if asked.target is not None:
-            cluster, engine, workload, reasons = _for_target(question, traffic, parse_target(asked.target))
+            cluster, engine, workload, reasons = _for_target(inputs, traffic, parse_speed_target(asked.target))
             traffic = replace(traffic, concurrency=workload.concurrency)
-            question = replace(question, engine=engine)
+            inputs = replace(inputs, engine=engine)
         chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
-        return PlanResult(question=question, plan=None, error=error, note=found.note, traffic=traffic)
+        return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
     warnings = (found.warning,) if found.warning else ()
     return PlanResult(
-        question=question,
+        inputs=inputs,
         plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
         error=None,
         note=found.note,
@@ -150,29 +152,29 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
 
 
 def _for_target(
-    question: Question, traffic: Traffic, target: Target
+    inputs: PlanInputs, traffic: Traffic, target: SpeedTarget
 ) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
     """The machines, sizes and replicas that meet the target, and why.
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
     """
-    cluster, workload = replace(question.cluster, is_whole=False), question.workload
-    question = replace(question, cluster=cluster)
+    cluster, workload = replace(inputs.cluster, is_whole=False), inputs.workload
+    inputs = replace(inputs, cluster=cluster)
     if workload.replicas is not None:
         raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
     try:
-        option, reasons = choose(question, traffic, target)
+        option, reasons = choose_deployment(inputs, traffic, target)
     except DoesNotFitError as error:
-        minimum = minimum_gpus(question, at_most=0)
-        raise NoLayoutError(str(error), candidates=(), remedies=(), minimum_gpus=minimum) from None
+        minimum = minimum_gpus(inputs, at_most=0)
+        raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
     layout = option.layout
     engine = replace(
-        question.engine,
+        inputs.engine,
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
     )
     batch = option.estimate.traffic.concurrency
-    if target != Target() and engine.max_num_seqs is None and traffic.concurrency == 1:
+    if target != SpeedTarget() and engine.max_num_seqs is None and traffic.concurrency == 1:
         # The target is met as long as no more requests share a step than that.
         engine = replace(engine, max_num_seqs=batch)
         reasons = [*reasons, f"--max-num-seqs {batch}: a request beyond waits, so that those that run stay in time."]

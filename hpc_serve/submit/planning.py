@@ -15,7 +15,7 @@ from hpc_serve.hub import find_spec
 from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.cluster import machines
+from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.vllm.arguments import names_in, without
@@ -47,7 +47,7 @@ def answer(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
     """
     engine = asked.engine
     found, model = find_spec(asked.model, dtype=engine.dtype, quantization=engine.quantization, stand_in=stand_in)
-    cluster = machines(
+    cluster = cluster_named(
         asked.gpu,
         total_bytes=asked.gpu_memory_bytes,
         num_nodes=asked.num_nodes,
