@@ -45,8 +45,8 @@ def measure(name: str, gpu: str, nodes: int | None) -> tuple[float, float, bool]
 
 def main() -> None:
     if len(sys.argv) > 1:
-        name, gpu, nodes = sys.argv[1:]
-        print(*measure(name, gpu, int(nodes) or None))
+        name, gpu, words = sys.argv[1:]
+        print(*measure(name, gpu, int(words) or None))
         return
     print(f"{'model':34} {'gpu':10} {'first':>9} {'next':>9}")
     worst = 0.0

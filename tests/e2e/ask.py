@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import hpc_serve.client
 
 
 def main() -> None:
     client = hpc_serve.client.connect(sys.argv[1], wait=60)
-    messages = [{"role": "user", "content": "Hello"}]
+    messages: Any = [{"role": "user", "content": "Hello"}]
     answer = client.chat.completions.create(model=client.model, messages=messages, max_tokens=8)
     stream = client.chat.completions.create(model=client.model, messages=messages, max_tokens=8, stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]

@@ -17,7 +17,7 @@ from hpc_serve.hub import find_model
 from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Backend, ServeRequest, SlurmOptions
 from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -119,7 +119,7 @@ def layout_script(
     pipeline_parallel_size: int = 1,
     num_nodes: int = 1,
     model: str = "405b",
-    backend: str = "auto",
+    backend: Backend = "auto",
     engine_args: Sequence[str] = (),
     slurm: SlurmOptions | None = None,
 ) -> str:

@@ -63,7 +63,7 @@ def _entry(action: argparse.Action) -> dict[str, Any]:
     ]
     names = [name for name in action.option_strings if name not in negated]
     names.sort(key=lambda name: not name.startswith("--"))  # stable: the first long one names the option
-    values = _VALUES[action.nargs]  # type: ignore[index]
+    values = _VALUES[action.nargs]
     kind, is_optional = ("switch", False) if values == "0" else _kind(action.type)
     entry: dict[str, Any] = {"names": names, "values": values, "kind": kind}
     if negated:

@@ -157,7 +157,8 @@ def test_names_that_are_nothing_get_a_suggestion(environ: dict[str, str]) -> Non
 
 
 def safetensors(file: Path, tensors: dict[str, tuple[str, list[int], int]]) -> None:
-    header, place = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
         place += size

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from hpc_serve.client import connect, connect_async, discovery, endpoint, services
 from hpc_serve.client import wait as waiting
 from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.probe import LeaseWatch, probe, probe_record
+from hpc_serve.client.probe import LeaseWatch, probe, probe_record, probe_records
 from hpc_serve.client.sdk import http
 from hpc_serve.errors import (
     AmbiguousServiceError,
@@ -31,7 +32,7 @@ from hpc_serve.errors import (
 from tests.support.stubs import StubService, make_record
 
 MODEL = "meta-llama/Llama-3.1-405B-Instruct"
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
@@ -94,8 +95,9 @@ def test_everything_the_sdk_does_works(service):
     words = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
     assert words[1:] == [" word"] * 3
     assert client.completions.create(model="405b", prompt="x").choices[0].text.startswith("stub-")
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    call = client.chat.completions.create(model=client.model, messages=HELLO, tools=tools).choices[0].message
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    answer: Any = client.chat.completions.create(model=client.model, messages=HELLO, tools=tools)
+    call = answer.choices[0].message
     assert call.tool_calls[0].function.name == "weather"
     raw = client.chat.completions.with_raw_response.create(model=client.model, messages=HELLO)
     assert raw.headers["x-stub-engine"] == str(service.engines[0].port)
@@ -543,11 +545,11 @@ def test_a_lease_is_judged_by_our_own_clock():
 def test_an_engine_is_asked_again_when_its_record_falls_silent_or_after_a_while(service):
     record = service.publish(service.start())
     now = [1000.0]
-    asked = []
+    asked: list[int] = []
 
     def ask(records, key):
         asked.extend(record.counter for record in records)
-        return discovery.probe_records(records, key)
+        return probe_records(records, key)
 
     watch = ServiceWatch(service.store, "405b", probe=ask, clock=lambda: now[0])
     for seconds, renewed, expected in [(0, False, 1), (20, False, 1), (20, False, 2), (1, True, 2), (70, True, 3)]:

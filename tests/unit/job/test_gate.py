@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ def test_health_proves_that_the_engine_knows_the_key(key_file):
 def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
     monkeypatch.setattr(gate, "_DRAIN_CHECK_INTERVAL_S", 3600.0)
     looks = []
-    monkeypatch.setattr(gate.os.path, "exists", lambda path: looks.append(path))
+    monkeypatch.setattr(os.path, "exists", lambda path: looks.append(path))
     app = Gate(_engine)
     for _ in range(5):
         ask(app, headers=[BEARER])

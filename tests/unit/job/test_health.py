@@ -5,14 +5,24 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+from typing import Any
 
 import pytest
 
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """What it answers, and what it was asked."""
+
+    seen: list[tuple[str, str | None]]
+    answers: dict[str, Any]
+
+
 class Liar(http.server.BaseHTTPRequestHandler):
     """Answers as its server's `answers` say: path -> (status, JSON)."""
+
+    server: Server
 
     def answer(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -33,7 +43,7 @@ class Liar(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    server = Server(("127.0.0.1", 0), Liar)
     server.seen = []
     server.answers = {
         "/health": (200, {}),

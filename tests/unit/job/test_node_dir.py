@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 
@@ -51,7 +54,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_advice(root):
 
 def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
     def refuse(*_):
-        raise OSError(folder.errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(InvalidRequestError, match="No space left on device"):
@@ -79,7 +82,7 @@ def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(root, monkey
     with folder.dead_owner(path):
         opened = os.open
         monkeypatch.setattr(os, "open", lambda *args: (opened(*args), (path / "owner").unlink())[0])
-        monkeypatch.setattr(folder.fcntl, "flock", lambda *_: None)
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
         assert judged(path) is None
 
 
@@ -91,9 +94,9 @@ def test_another_nodes_folder_is_not_judged_by_a_lock_that_may_be_local(root, mo
 
 def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypatch):
     def refuse(*_):
-        raise OSError(folder.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     path = root / "hs-0000000a"
     assert folder.make(path, OWNER) is None
     assert judged(path) is None
@@ -145,7 +148,7 @@ def test_what_is_removed_and_what_a_link_points_at_is_not(root):
 def test_what_is_left_half_done_can_be_finished(root, monkeypatch):
     path = abandoned(root)
     (path / "cache").mkdir()
-    monkeypatch.setattr(folder.shutil, "rmtree", lambda *_, **__: None)  # a file that resists
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a file that resists
     folder.remove(path, OWNER)
     monkeypatch.undo()
     assert judged(path) == OWNER

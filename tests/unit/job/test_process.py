@@ -21,7 +21,7 @@ def python(code: str) -> list[str]:
 
 
 def test_lines_exit_code_and_last_words_are_kept():
-    lines = []
+    lines: list[str] = []
 
     async def run():
         child = await start_child(

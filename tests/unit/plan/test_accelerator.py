@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
@@ -46,8 +48,9 @@ def test_unknown_names_get_a_suggestion() -> None:
 
 @pytest.mark.parametrize("field", ["num_nodes", "gpus_per_node"])
 def test_a_cluster_has_something(field: str) -> None:
+    none: dict[str, Any] = {field: 0}
     with pytest.raises(InvalidRequestError, match=f"{field} is 0"):
-        ClusterSpec(accelerator=accelerator("h100"), **{field: 0})
+        ClusterSpec(accelerator=accelerator("h100"), **none)
 
 
 def test_nodes_have_the_usual_number_of_gpus() -> None:

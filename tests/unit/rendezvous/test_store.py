@@ -58,7 +58,7 @@ def test_everything_is_private_whatever_the_umask(store):
 def test_a_file_is_private_from_its_first_byte(store, monkeypatch):
     modes = []
     fsync = os.fsync
-    monkeypatch.setattr(files.os, "fsync", lambda fd: (modes.append(stat.S_IMODE(os.fstat(fd).st_mode)), fsync(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (modes.append(stat.S_IMODE(os.fstat(fd).st_mode)), fsync(fd))[1])
     store.write(make_record())
     assert modes[0] == 0o600
 
@@ -101,7 +101,7 @@ def test_what_the_filesystem_refuses_is_explained(store, monkeypatch, number, ad
     def refuse(*args, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files.os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(StoreError, match=advice) as refusal:
         store.write(make_record())
     assert os.strerror(number) in str(refusal.value)
@@ -207,7 +207,7 @@ def test_a_stale_handle_is_opened_again(store, monkeypatch):
             raise OSError(errno.ESTALE, "Stale file handle")
         return opening(path, flags, *rest)
 
-    monkeypatch.setattr(files.os, "open", stale)
+    monkeypatch.setattr(os, "open", stale)
     assert len(store.read("405b").records) == 1
 
 
@@ -217,7 +217,7 @@ def test_a_handle_that_stays_stale_is_a_problem(store, monkeypatch):
     def stale(path, *rest):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(files.os, "open", stale)
+    monkeypatch.setattr(os, "open", stale)
     assert "Stale file handle" in store.read("405b").problems[0]
 
 
@@ -276,7 +276,7 @@ def test_a_filesystem_without_links_has_keys_too(store, monkeypatch, number):
     def no_links(*args, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files.os, "link", no_links)
+    monkeypatch.setattr(os, "link", no_links)
     store.ensure_api_key("405b")
     key = store.read_api_key("405b")
     store.ensure_api_key("405b")
