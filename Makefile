@@ -5,12 +5,13 @@ VENV ?= .venv
 export VENV
 # Tests and the cluster need root: they make network namespaces.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT)
-PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 $(VENV)/bin/python
+PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/python
+COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
 SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh sbatch/*.sh)
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: ## .venv with hpc-serve, vLLM on CPUs, and what tests need
@@ -23,14 +24,41 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 
 .PHONY: test
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
-	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(ARGS)
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(COVERAGE) $(ARGS)
+
+.PHONY: unit
+unit: packages venv ## the unit tests alone, of this Python; no root
+	@$(VENV)/bin/python -m pytest -p no:cacheprovider $(ARGS) tests/unit
+
+.PHONY: versions
+versions: ## the unit tests under each further Python of this machine, without an engine; VERSIONS="3.10 3.13" selects
+	@envs/versions.sh $(VERSIONS)
+
+.PHONY: coverage
+coverage: ## the lines of hpc_serve that the last `make test` did not reach
+	@COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/coverage report --show-missing --skip-covered $(ARGS)
 
 .PHONY: check
-check: packages venv ## ruff, mypy, shellcheck, bash -n
+check: packages venv ## ruff (rules and format), the arrows between packages, mypy, shellcheck, bash -n
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check --quiet . || { echo 'run `make format`'; exit 1; }
+	@$(VENV)/bin/lint-imports --no-cache
 	@$(VENV)/bin/mypy
 	@shellcheck $(SHELL_SCRIPTS)
 	@for script in $(SHELL_SCRIPTS); do bash -n "$$script" || exit; done
+
+.PHONY: format
+format: venv ## ruff writes the code as it is to look
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+.PHONY: scripts
+scripts: venv ## render sbatch/*.sh anew, each by the command in its first lines
+	@for script in sbatch/*.sh; do \
+		words=$$(sed -n 's/^# Rendered by [^:]*: hpc-serve //p' "$$script"); \
+		text=$$(HOME=/nonexistent $(VENV)/bin/hpc-serve $$words) || exit; \
+		echo "$$text" > "$$script"; \
+	done
 
 .PHONY: cluster
 cluster: packages venv ## a Slurm of three hosts on this machine, to play with
@@ -41,12 +69,16 @@ cluster-down: ## take it down; nothing is left
 	@$(SUDO) env PYTHONDONTWRITEBYTECODE=1 python3 -m tests.cluster down
 
 .PHONY: lock
-lock: ## choose versions anew and write them to envs/*/lock.txt
-	@envs/lock.sh
+lock: ## write envs/*/lock.txt: what is new is added; ARGS=--upgrade chooses all versions anew
+	@envs/lock.sh $(ARGS)
+
+.PHONY: licences
+licences: venv ## the licence of every package that is locked
+	@$(VENV)/bin/python envs/licences.py
 
 .PHONY: clean
 clean: ## remove .venv and what was built
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-* build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: packages

@@ -20,10 +20,19 @@ from tests.cluster.environment import user_environment, visible_folders
 
 KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
 SESSION_PREFIX = "test-"
+COVERED = "COVERED_CHECKOUT"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where the cluster cannot be")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The folder for counts of lines (tests/support/count_lines.py) is open to the cluster's users, as /tmp is."""
+    if COVERED in os.environ and config.pluginmanager.hasplugin("_cov"):
+        folder = Path(os.environ[COVERED]) / ".coverage"
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
 
 
 def _end_what_killed_sessions_left() -> None:
@@ -62,7 +71,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def alice_env(cluster: SlurmCluster) -> dict[str, str]:
     """What a user needs in the environment: this session's Python, and vLLM on few cores."""
-    return user_environment()
+    counting = {COVERED: os.environ[COVERED]} if COVERED in os.environ else {}
+    return {**user_environment(), **counting}
 
 
 @pytest.fixture(scope="session")
