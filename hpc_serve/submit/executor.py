@@ -131,7 +131,7 @@ def _refusal(stderr: str) -> SchedulerError:
     if says_unreachable(stderr):
         took_it = "It may have taken the job all the same: `hpc-serve status` shows it if so."
         doubt = took_it if "timed out" in stderr.lower() else "Nothing was submitted."
-        return SchedulerUnavailableError(f"{scheduler.controller_silent('sbatch', stderr)} {doubt}")
+        return SchedulerUnavailableError(f"{scheduler.controller_not_answering('sbatch', stderr)} {doubt}")
     try:
         partitions = scheduler.partitions()
     except SchedulerError:

@@ -66,7 +66,7 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Complete
             f"`{argv[0]}` has not answered for {timeout_s:.0f} s. Slurm's state is not known; try again later."
         ) from None
     if done.returncode and says_unreachable(done.stderr):
-        raise controller_silent(argv[0], done.stderr)
+        raise controller_not_answering(argv[0], done.stderr)
     return Completed(argv=tuple(argv), exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
@@ -78,7 +78,7 @@ def command_missing(name: str) -> SchedulerUnavailableError:
     )
 
 
-def controller_silent(name: str, stderr: str) -> SchedulerUnavailableError:
+def controller_not_answering(name: str, stderr: str) -> SchedulerUnavailableError:
     """What to say when Slurm's controller does not answer."""
     return SchedulerUnavailableError(
         f"Slurm's controller does not answer: {said(stderr)} (`{name}`). Jobs that run go on; try again later."

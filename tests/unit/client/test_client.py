@@ -542,7 +542,7 @@ def test_a_lease_is_judged_by_our_own_clock():
     assert lease.age_s(make_record(counter=2), 126.0) == 1.0
 
 
-def test_an_engine_is_asked_again_when_its_record_falls_silent_or_after_a_while(service):
+def test_an_engine_is_probed_again_when_its_record_is_not_renewed_or_after_a_while(service):
     record = service.publish(service.start())
     now = [1000.0]
     asked: list[int] = []

@@ -43,7 +43,7 @@ def test_a_name_is_free_when_the_scheduler_says_so(store):
     assert sorted(asked) == ["1", "2"]
 
 
-def test_a_name_whose_record_fell_silent_is_free(store):
+def test_a_name_whose_record_was_not_renewed_for_long_is_free(store):
     store.write(make_record(model="m", updated_at=time.time() - 2 * 3600))
     claim(store, "405b", "other")
 

@@ -276,7 +276,7 @@ class TestStatus:
         slurm.be_silent()
         assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
 
-    def test_the_last_word_of_a_launcher_is_kept_whatever_slurm_says(self, store, slurm):
+    def test_an_end_that_the_launcher_reported_is_kept_whatever_slurm_says(self, store, slurm):
         submitted_job(store)
         record(store, state="failed", failed_part="engine", reason="engine exited with 3", exit_code=3)
         slurm.be_silent()
@@ -471,8 +471,45 @@ class TestStatus:
             service.close()
 
 
+class TestSlurmBesideARecordThatIsNotRenewed:
+    """An hour without a renewal: the client calls such a replica unknown, and Slurm may know more."""
+
+    @pytest.fixture
+    def old(self, store):
+        return record(store, updated_at=time.time() - 3600)
+
+    def test_a_job_that_runs_is_unresponsive(self, store, slurm, old):
+        slurm.queue(("7", "RUNNING", "None"))
+        status = the_one(store)
+        assert status.sentence == (
+            "unresponsive: its record has not been renewed for 60 minutes; it was loading weights; its job still runs"
+        )
+        assert not status.is_over
+
+    def test_a_job_that_has_ended_ended_as_slurm_says(self, store, slurm, old):
+        slurm.job("7", "TIMEOUT")
+        assert the_one(store).state == "failed"
+
+    def test_a_job_that_is_ending_drains(self, store, slurm, old):
+        slurm.queue(("7", "COMPLETING", "None"))
+        assert (the_one(store).state, the_one(store).stage) == ("draining", "stopping")
+
+    def test_without_an_answer_of_slurm_it_stays_unknown(self, store, slurm, old):
+        slurm.be_silent()
+        status = the_one(store)
+        assert status.state == "unknown"
+        assert status.reason.startswith("its record has not been renewed for 60 minutes; it was loading weights, and ")
+
+    def test_a_record_that_is_a_little_late_says_so(self, store, slurm):
+        record(store, updated_at=time.time() - 200)
+        slurm.queue(("7", "RUNNING", "None"))
+        status = the_one(store)
+        assert (status.state, status.stage) == ("starting", "loading weights")
+        assert "its record was last renewed 20" in status.reason
+
+
 class TestWait:
-    def test_the_stages_are_told_and_a_failure_ends_it_with_the_last_words(self, store, slurm):
+    def test_the_stages_are_shown_and_a_failure_ends_it_with_the_last_log_lines(self, store, slurm):
         submitted_job(store)
         slurm.queue(("7", "PENDING", "Priority"))
         told = []
@@ -493,7 +530,7 @@ class TestWait:
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
-    def test_a_record_s_last_word_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
+    def test_the_record_of_an_end_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
         monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 20.0)
         submitted_job(store)
         slurm.job("7", "FAILED", exit_code="3:0")
@@ -577,7 +614,7 @@ class TestStop:
         assert status.reason == "its script exited with code 78 (FAILED)"
         assert status.last_log_lines == ("no Python environment in /x",)
 
-    def test_a_job_that_was_noted_as_over_and_requeued_is_in_the_queue(self, store, slurm):
+    def test_a_job_whose_end_is_written_down_and_that_was_requeued_is_in_the_queue(self, store, slurm):
         submitted_job(store, end=JobEnd(state="stopped", reason="it was cancelled", at=time.time()))
         slurm.queue(("7", "PENDING", "Priority"))
         assert the_one(store).state == "pending"
