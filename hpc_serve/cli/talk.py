@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.options import Duration
-from hpc_serve.errors import HpcServeError, InvalidRequestError, ServiceNotFoundError
-from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.errors import HpcServeError, ServiceNotFoundError
+from hpc_serve.rendezvous.names import is_service_name
 
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import ServiceClient
@@ -64,7 +64,7 @@ def chat_command(
     """
     import hpc_serve.client
 
-    if service is not None and prompt is None and not _can_name_a_service(service):
+    if service is not None and prompt is None and not is_service_name(service):
         service, prompt = None, service
     try:
         client = hpc_serve.client.connect(service, wait=wait)
@@ -82,13 +82,6 @@ def chat_command(
     if not question.strip():
         raise click.UsageError("There is no question: give a PROMPT, or pipe one in.")
     _ask(client, [*messages, {"role": "user", "content": question}], options)
-
-
-def _can_name_a_service(word: str) -> bool:
-    try:
-        return bool(validate_service_name(word))
-    except InvalidRequestError:
-        return False
 
 
 def _name_first(word: str) -> str:

@@ -11,9 +11,14 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.json")
 
 
+def is_service_name(name: str) -> bool:
+    """Whether `name` can name a service: its folder and its jobs."""
+    return _SERVICE.fullmatch(name) is not None
+
+
 def validate_service_name(service: str) -> str:
-    """Return `service` if it can name a folder and a job. Raises InvalidRequestError."""
-    if not _SERVICE.fullmatch(service):
+    """Return `service` if it can name a service. Raises InvalidRequestError."""
+    if not is_service_name(service):
         raise InvalidRequestError(
             f"{service!r} cannot name a service: use 1 to 63 letters, digits, dots, dashes and underscores, "
             "the first a letter or digit (for example 405b or llama-70b.test)."

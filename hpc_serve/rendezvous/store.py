@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
+from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.files import (
     check_folder,
     create_private,
@@ -24,7 +24,7 @@ from hpc_serve.rendezvous.files import (
     remove_file,
     write_private,
 )
-from hpc_serve.rendezvous.names import is_record_file_name, validate_service_name
+from hpc_serve.rendezvous.names import is_record_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
@@ -104,7 +104,7 @@ class ServiceStore:
         """The names that have a folder, sorted. Raises StoreError."""
         parent = self.home / "services"
         check_folder(parent)
-        return tuple(name for name in list_folder(parent) if _is_service_name(name) and (parent / name).is_dir())
+        return tuple(name for name in list_folder(parent) if is_service_name(name) and (parent / name).is_dir())
 
     def read(self, service: str) -> ServiceRecords:
         """Everything written about a service. A file that is not trusted becomes one of the `problems`.
@@ -221,13 +221,6 @@ def _read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str
         problems.append(str(error))
         return None
     return entry
-
-
-def _is_service_name(name: str) -> bool:
-    try:
-        return bool(validate_service_name(name))
-    except InvalidRequestError:
-        return False
 
 
 def _modified_at(path: Path) -> float:

@@ -14,8 +14,8 @@ from pathlib import Path
 from hpc_serve.client.messages import not_found
 from hpc_serve.client.probe import probe_records
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
-from hpc_serve.errors import InvalidRequestError, RendezvousError, ServiceNotFoundError
-from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.errors import RendezvousError, ServiceNotFoundError
+from hpc_serve.rendezvous.names import is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.submit import scheduler
@@ -152,11 +152,9 @@ def _by_hand(
     """Jobs that a person gave to sbatch, by their name in the queue, while they have no record in this home."""
     for job in slurm.jobs():
         name = job.name.removeprefix(JOB_NAME_PREFIX)
-        if not job.name.startswith(JOB_NAME_PREFIX) or service not in (None, name) or job.job_id in known:
+        if not job.name.startswith(JOB_NAME_PREFIX) or not is_service_name(name):
             continue
-        try:
-            validate_service_name(name)
-        except InvalidRequestError:  # no service has such a name
+        if service not in (None, name) or job.job_id in known:
             continue
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
