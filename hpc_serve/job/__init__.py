@@ -1,4 +1,5 @@
-"""The program inside an allocation: one launcher a node, which starts Ray and the engine and says where they are.
+"""The program inside a job: one launcher on each node, which starts Ray and the engine and publishes their address.
 
-It uses the standard library alone (so that it runs in any container with a Python) and calls no Slurm command.
+It uses the standard library and filelock alone, so that it runs in any container that has a Python. It calls no Slurm
+command.
 """

@@ -1,16 +1,20 @@
-"""`python -m hpc_serve.job --service NAME … -- vllm serve MODEL …`: what `srun` starts, once a node."""
+"""`python -m hpc_serve.job --service NAME … -- vllm serve MODEL …`: what `srun` starts, once on each node."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
+from hpc_serve.job.log_setup import set_up_logging
 from hpc_serve.job.node import LaunchOptions
 from hpc_serve.job.record_keeper import publish_failure
+
+_log = logging.getLogger("hpc_serve.job")
 
 
 def main() -> int:
@@ -22,6 +26,7 @@ def main() -> int:
     devices.add_argument("--tpus-per-node", type=int, metavar="N", help="chips of each host")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
+    set_up_logging(sys.stdout)  # where the engine's lines go, so that all stay in their order
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     allocation = None
     try:
@@ -36,7 +41,7 @@ def main() -> int:
         )
         return launch(options, words, allocation, dict(os.environ))
     except HpcServeError as error:
-        print(f"hpc-serve: {error}", file=sys.stderr, flush=True)
+        _log.error("%s", error)
         if allocation is not None and allocation.is_head:
             publish_failure(arguments.service, allocation, error, os.environ)
         return error.exit_code

@@ -1,6 +1,7 @@
-"""What the scheduler gave this node, read once from the environment: who we are, how many we are, what we may use.
+"""What the scheduler gave this node: its rank, the number of nodes, and the CPUs, GPUs and memory it may use.
 
-Only this module knows Slurm's in-job variables; a local run has one node and takes its limits from the machine.
+It is read once from the environment. Only this module knows Slurm's variables inside a job. A local run has one node
+and takes its limits from the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hpc_serve.sizes import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One node's share of a job. `memory_bytes` is None where the scheduler set no limit."""
+    """One node's share of a job. `num_gpus` and `memory_bytes` are None where the scheduler does not say."""
 
     cluster: str
     job_id: str
@@ -35,12 +36,12 @@ class Allocation:
 
     @property
     def run_name(self) -> str:
-        """Names this run of this job: a requeued job runs again under the same id."""
+        """The name of this run of the job. A requeued job runs again under the same id."""
         return f"{self.job_id}-r{self.restart}"
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """This node's allocation. Raises InvalidRequestError if neither Slurm nor a local script set the scene."""
+    """This node's allocation. Raises InvalidRequestError outside a Slurm job and a local run."""
     if environ.get("HPC_SERVE_CLUSTER") == "local":
         return _local(environ)
     if "SLURM_JOB_ID" not in environ:
@@ -54,11 +55,16 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         node_rank=int(environ.get("SLURM_NODEID") or 0),
         num_nodes=int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1),
-        node_name=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        node_name=node_name(environ),
         num_cpus=int(environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))),
         num_gpus=_slurm_gpus(environ),
         memory_bytes=_slurm_memory_bytes(environ),
     )
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Slurm's name of this node, else its host name."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def slurm_job_id(environ: Mapping[str, str]) -> str:

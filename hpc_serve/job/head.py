@@ -1,67 +1,91 @@
-"""The head's launcher: gathers the nodes, starts Ray and the engine, says when the service is ready, and how it ended.
+"""The head's launcher: it waits for the workers, starts Ray and the engine, and publishes when the service is ready.
 
-The order is a straight line (`_bring_up`); what may go wrong at any moment (a child ends, a node is lost) and the way
-down are of `Parts`.
+`_start` has the steps in their order. A part that ends ends the run at any step (`Parts`, `WorkerLinks`); how the run
+ended is decided by `RunEnd`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import contextlib
+import logging
 import socket
+import time
+from collections.abc import Callable
 
-from hpc_serve.job.control import ControlServer
+from hpc_serve.job.control import ControlServer, Link
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
-from hpc_serve.job.network import choose_ports
+from hpc_serve.job.log_setup import print_line
+from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Ending, Outcome, failure
-from hpc_serve.job.parts import Parts
-from hpc_serve.job.process import Child, start_child
+from hpc_serve.job.outcome import Outcome, RunEnd, failure
+from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.process import Child, read_bytes, start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, watch_nodes_argv
-from hpc_serve.job.record_keeper import RecordKeeper
-from hpc_serve.vllm.command import check_layout, head_args, multi_node_args
+from hpc_serve.job.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.worker_links import WorkerLinks
+from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.record import NodeRecord
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.vllm.command import check_layout, head_args
 from hpc_serve.vllm.log import read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
-_FIRST_REQUEST_S = 600.0
-_POLL_S = 0.5
-_HEALTH_S = 10.0
+_log = logging.getLogger(__name__)
+_FIRST_REQUEST_TIMEOUT_S = 600.0
+_POLL_INTERVAL_S = 0.5
+_HEALTH_INTERVAL_S = 10.0
+_ENGINE_GRACE_S = 10.0
+_RAY_GRACE_S = 4.0
+
+
+async def run_head(node: Node) -> int:
+    """Run the service from this node until it ends; returns the exit code.
+
+    Raises PortsInUseError if the control port is taken, ServiceConflictError if another model has the service's name.
+    """
+    listener = listen_on(node.head_ports.control)
+    store = ServiceStore(default_home(node.environ))
+    service = node.options.service
+    claim(store, service, node.command.model)
+    keeper = RecordKeeper(store, first_record(node))
+    return await Head(node, keeper, store.read_api_key(service)).run(listener)
 
 
 class Head:
-    """One run of one replica, seen from its head node."""
+    """One run of one replica, as its head node sees it."""
 
     def __init__(self, node: Node, keeper: RecordKeeper, api_key: str) -> None:
-        self._node = node
-        self._keeper = keeper
-        self._ending = Ending()
-        self._parts = Parts(node, keeper, self._ending)
+        self._node, self._keeper = node, keeper
+        self._run_end = RunEnd()
+        self._changed = asyncio.Event()
+        self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
+        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
         self._progress = StartProgress()
         self._engine = EngineAddress(host=node.head, port=keeper.record.port, api_key=api_key)
 
     async def run(self, listener: socket.socket) -> int:
-        """From the first node to the last process; returns the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ending.stop, f"{number.name} (cancelled, preempted, or out of time)")
+        """Start the service, and take it down when its end is decided; returns the exit code."""
+        node = self._node
+        self._run_end.stop_on_signals()
         control = ControlServer(
-            self._node.token, self._node.allocation.node_name, self._parts.welcome, silence_s=self._node.silence_s
+            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.silence_s
         )
         await control.start(listener)
-        self._parts.spawn(self._keeper.keep())
-        self._parts.spawn(self._parts.guarded(self._bring_up()))
-        outcome = await self._ending.wait()
-        self._announce(outcome)
+        self._parts.run_in_background(self._keeper.renew())
+        self._parts.run_in_background(self._run_end.fail_on_error(self._start()))
+        outcome = await self._run_end.wait()
+        self._publish_end(outcome)
         await self._parts.take_down()
         control.close()
         if not outcome.is_failure:
             self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
         return outcome.exit_code
 
-    # -- the way up
+    # -- the start
 
-    async def _bring_up(self) -> None:
+    async def _start(self) -> None:
         node = self._node
         node.check_gpus()
         check_layout(
@@ -71,130 +95,155 @@ class Head:
             per_node=node.options.gpus_per_node,
             backend=node.backend,
         )
-        await self._gather()
+        await self._wait_for_workers()
         environ = node.child_environ(address=node.head)
         uses_ray = node.backend == "ray"
         if uses_ray:
             environ = ray_environ(environ)
             await self._start_ray(environ)
-        for link in self._parts.links.values():
-            await link.send("go")
+        await self._workers.start_all()
         if uses_ray:
             await self._wait_for_ray_nodes(environ)
-        self._keeper.stage("starting the engine")
+        self._keeper.set_stage("starting the engine")
         engine = await self._start_engine(environ)
         await self._wait_until_ready(engine)
         self._keeper.update(state="ready", stage="ready", progress=None)
-        print(f"hpc-serve: {node.options.service} is ready at {node.head}:{self._engine.port}", flush=True)
+        _log.info("%s is ready at %s:%d", node.options.service, node.head, self._engine.port)
         await self._watch_health()
 
-    async def _gather(self) -> None:
+    async def _wait_for_workers(self) -> None:
         total = self._node.allocation.num_nodes
         if total == 1:
             return
 
         def missing() -> str | None:
-            here = len(self._parts.links) + 1
-            self._keeper.stage("waiting for the nodes' launchers", here, total)
+            here = len(self._workers) + 1
+            self._keeper.set_stage("waiting for the nodes' launchers", here, total)
             if here == total:
                 return None
-            absent = sorted(set(range(1, total)) - set(self._parts.links))
-            ranks = ", ".join(map(str, absent))
-            return f"{here} of {total} nodes came; no launcher from node rank {ranks} of the job's node list"
+            ranks = ", ".join(map(str, self._workers.absent_ranks))
+            return f"{here} of {total} nodes have joined; no launcher from node rank {ranks} of the job's node list"
 
-        await self._parts.until(missing, part="nodes", within_s=self._node.options.join_s)
+        await self._wait_until_complete(missing, part="nodes")
 
     async def _start_ray(self, environ: dict[str, str]) -> None:
         node = self._node
-        self._keeper.stage("starting Ray's head")
-        options = node.ray_options(address=node.head)
+        self._keeper.set_stage("starting Ray's head")
         (client_port,) = choose_ports(1)
+        options = node.ray_options(address=node.head)
         argv = head_argv(options, gcs_port=node.head_ports.gcs, client_port=client_port)
-        await self._parts.start("ray head", argv, environ)
+        await self._parts.start("ray head", argv, environ, order=StopOrder.RAY, grace_s=_RAY_GRACE_S)
 
         def missing() -> str | None:
             with socket.socket() as probe:
                 probe.settimeout(1)
                 return "Ray's GCS does not listen" if probe.connect_ex((node.head, node.head_ports.gcs)) else None
 
-        await self._parts.until(missing, part="ray head", within_s=node.options.join_s)
+        await self._wait_until_complete(missing, part="ray head")
 
     async def _wait_for_ray_nodes(self, environ: dict[str, str]) -> None:
         node = self._node
-        expected = {node.head: node.allocation.node_name}
-        expected |= {link.address: link.name for link in self._parts.links.values()}
+        expected = {node.head: node.allocation.node_name, **self._workers.names}
 
         def on_line(line: str) -> None:
             if (nodes := parse_nodes(line)) is not None:
                 self._ray_nodes = nodes
-                self._parts.news.set()
+                self._changed.set()
 
         watcher = await start_child("ray nodes", watch_nodes_argv(node.options.device), environ, on_line)
 
         def missing() -> str | None:
             sentences = self._ray_nodes.missing(expected, node.options.device, node.options.gpus_per_node)
             joined = set(expected) & set(self._ray_nodes.devices)
-            self._keeper.stage("waiting for Ray nodes", len(joined), len(expected))
+            self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
             if watcher.exit_code is not None:
-                return "; ".join(["Ray cannot be asked for its nodes", *list(watcher.last_log_lines)[-3:]])
+                return "; ".join(["Ray does not report its nodes", *list(watcher.last_log_lines)[-3:]])
             return "; ".join(sentences) or None
 
         try:
-            await self._parts.until(missing, part="ray nodes", within_s=node.options.join_s)
+            await self._wait_until_complete(missing, part="ray nodes")
         finally:
             await watcher.stop(grace_s=2)
+
+    async def _wait_until_complete(self, missing: Callable[[], str | None], *, part: str) -> None:
+        """Wait until `missing()` is None. The deadline (HPC_SERVE_JOIN_S) starts again whenever its answer changes.
+
+        Raises PartFailedError.
+        """
+        deadline_s = self._node.options.join_s
+        before, since = missing(), time.monotonic()
+        while before is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _POLL_INTERVAL_S)
+            self._changed.clear()
+            now = missing()
+            if now != before:
+                before, since = now, time.monotonic()
+            elif time.monotonic() - since > deadline_s:
+                raise failure(part, f"{now} within {deadline_s:.0f} s")
 
     async def _start_engine(self, environ: dict[str, str]) -> Child:
         node, command = self._node, self._node.command
         host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
         device, port = node.options.device, self._engine.port
-        argv = [*command.argv, *head_args(command, host=host, port=port, device=device, backend=node.backend)]
-        if node.backend == "mp" and node.allocation.num_nodes > 1:
-            master = (node.head, node.head_ports.torch_master)
-            argv += multi_node_args(num_nodes=node.allocation.num_nodes, node_rank=0, master=master)
-        print(f"hpc-serve: engine command: {' '.join(argv)}", flush=True)
+        added = head_args(command, host=host, port=port, device=device, backend=node.backend)
+        argv = [*command.argv, *added, *node.multi_node_args()]
+        _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
-        return await self._parts.start("engine", argv, environ, self._read_engine_line)
+        return await self._parts.start(
+            "engine", argv, environ, order=StopOrder.ENGINE, grace_s=_ENGINE_GRACE_S, on_line=self._read_engine_line
+        )
 
     async def _wait_until_ready(self, engine: Child) -> None:
         node = self._node
         model = node.command.served_model_names[0]
         while True:
             if await asyncio.to_thread(is_healthy, self._engine):
-                self._keeper.stage("answering a first request")
+                self._keeper.set_stage("answering a first request")
                 try:
-                    await asyncio.to_thread(check_ready, self._engine, model, completion_timeout_s=_FIRST_REQUEST_S)
+                    await asyncio.to_thread(
+                        check_ready, self._engine, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
+                    )
                     return
                 except NotReadyError as error:
-                    self._keeper.stage(f"not ready: {error}")
-            self._progress.note_read_bytes(await self._parts.read_bytes())
+                    self._keeper.set_stage(f"not ready: {error}")
+            self._progress.note_read_bytes(await self._read_bytes())
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
                 raise failure(
                     "engine",
-                    f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: "
-                    "it says nothing new and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
+                    f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: the engine logs nothing new "
+                    "and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
                     last_log_lines=tuple(engine.last_log_lines),
                 )
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _read_bytes(self) -> int:
+        """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
+        return await asyncio.to_thread(read_bytes, self._node.run_mark) + self._workers.read_bytes
 
     async def _watch_health(self) -> None:
         while True:
-            await asyncio.sleep(_HEALTH_S)
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
             healthy = await asyncio.to_thread(is_healthy, self._engine)
-            self._keeper.stage("ready" if healthy else "the engine does not answer /health")
+            self._keeper.set_stage("ready" if healthy else "the engine does not answer /health")
+
+    # -- what is published
+
+    def _publish_worker(self, link: Link) -> None:
+        node = NodeRecord(name=link.name, address=link.address)
+        self._keeper.update(nodes=(*self._keeper.record.nodes, node))
+        self._changed.set()
 
     def _read_engine_line(self, line: str) -> None:
-        print(line, flush=True)
+        print_line(line)
         self._progress.note_line(line)
         if (stage := read_stage(line)) and self._keeper.record.state == "starting":
-            self._keeper.stage(stage.name, stage.done, stage.total)
-        self._keeper.measure(read_figures(line))
+            self._keeper.set_stage(stage.name, stage.done, stage.total)
+        self._keeper.add_figures(read_figures(line))
 
-    # -- the way down
-
-    def _announce(self, outcome: Outcome) -> None:
-        print(f"hpc-serve: the end: {outcome.failed_part or 'stopped'}: {outcome.reason}", flush=True)
+    def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:
+            _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
             self._keeper.update(
                 state="failed",
                 progress=None,
@@ -204,4 +253,5 @@ class Head:
                 last_log_lines=outcome.last_log_lines,
             )
         else:
+            _log.info("stopping: %s", outcome.reason)
             self._keeper.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)

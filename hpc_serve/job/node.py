@@ -1,4 +1,7 @@
-"""What one launcher works with: its part of the run, its ports, and the environment its children get."""
+"""What one launcher is told, and what follows for its children: their environment and their arguments.
+
+What is started, and when, is decided by the launcher's role (`head`, `worker`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_start_options
 from hpc_serve.rendezvous.files import check_folder, read_private
 from hpc_serve.rendezvous.ownership import require
-from hpc_serve.vllm.command import Device, ServeCommand
+from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the script says to each launcher. `gpus_per_node` counts the `device`s of a node; 0: an engine on CPUs.
+    """What the script tells each launcher.
 
-    `stall_s` is how long the engine's start may show no progress.
+    `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
+    long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
     """
 
     service: str
@@ -33,10 +37,10 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A launcher's part of a run.
+    """One node's share of a run.
 
-    `head` is the address of the head node, `token` the run's secret, `mark` what the environment of every process of
-    this run on this node holds; another node that is not heard of for `silence_s` seconds is lost.
+    `head` is the address of the head node, `token` the run's secret. `run_mark` is in the environment of every process
+    of this run on this node. Another node counts as lost when it has sent nothing for `silence_s` seconds.
     """
 
     options: LaunchOptions
@@ -46,19 +50,20 @@ class Node:
     head: str
     head_ports: HeadPorts
     silence_s: float
-    temp_dir: Path
-    mark: str
+    node_dir: Path
+    run_mark: str
     token: str
     environ: Mapping[str, str]
 
     @property
     def gcs(self) -> str:
+        """Where Ray's GCS listens, on the head."""
         return f"{self.head}:{self.head_ports.gcs}"
 
     @property
     def ray_dir(self) -> str:
-        """Ray opens its folder to everybody (0777), so it gets one inside ours."""
-        return ray_dir(str(self.temp_dir))
+        """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
+        return ray_dir(str(self.node_dir))
 
     def ray_options(self, *, address: str) -> RayStartOptions:
         """What Ray may use of this node."""
@@ -79,24 +84,34 @@ class Node:
                 f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
             )
 
+    def multi_node_args(self) -> list[str]:
+        """What vLLM is told on this node if it spans several nodes without Ray; else nothing."""
+        if self.backend != "mp" or self.allocation.num_nodes == 1:
+            return []
+        return multi_node_args(
+            num_nodes=self.allocation.num_nodes,
+            node_rank=self.allocation.node_rank,
+            master=(self.head, self.head_ports.torch_master),
+        )
+
     def child_environ(self, *, address: str) -> dict[str, str]:
-        """The environment of Ray and the engine on this node; what a person has set stays set.
+        """The environment of Ray and the engine on this node. A default does not replace what a person has set.
 
         Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR.
         """
         cache = self._cache_dir()
         ours = {
-            **mark_environ(self.mark),
-            "TMPDIR": str(self.temp_dir),
+            **mark_environ(self.run_mark),
+            "TMPDIR": str(self.node_dir),
             "RAY_ADDRESS": self.gcs,
-            "VLLM_HOST_IP": address,  # this node's own: one value for all nodes ends in "unique IP" errors
+            "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
             "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
         }
         defaults = {
-            # Our own deadline extends with progress; vLLM's 600 s is too short for 405B.
+            # Our deadline extends with progress. vLLM's own, 600 s, is too short for 405B.
             "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
-            # Several nodes that compile into one shared folder corrupt each other's caches.
+            # Nodes that compile into one shared folder corrupt each other's caches.
             "VLLM_CACHE_ROOT": str(cache / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
@@ -104,14 +119,14 @@ class Node:
         if self.allocation.num_nodes > 1 and (interface := interface_of(address)):
             defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if self.options.device == "TPU" and self.backend == "ray":
-            # What vLLM's TPU plugin asks for before it spans hosts (tpu_inference/envs.py and its multi-host scripts).
+            # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         return {**defaults, **self.environ, **ours}
 
     def _cache_dir(self) -> Path:
         named = self.environ.get("HPC_SERVE_CACHE_DIR")
         if not named:
-            return self.temp_dir / "cache"
+            return self.node_dir / "cache"
         require(
             Path(named),
             "own",
@@ -122,9 +137,9 @@ class Node:
         return Path(named)
 
 
-def ray_dir(node_tmp: str) -> str:
-    """Ray's folder inside the node-local one."""
-    return f"{node_tmp}/ray"
+def ray_dir(node_dir: str) -> str:
+    """Ray's folder inside the node's private folder."""
+    return f"{node_dir}/ray"
 
 
 def read_token(environ: Mapping[str, str]) -> str:

@@ -1,7 +1,8 @@
-"""The private folder of a launcher on its node, and the proof that the launcher lives: a lock that ends with it.
+"""A launcher's private folder on its node, and the lock that shows whether the launcher lives.
 
-Whoever holds the lock of a folder's `owner` file may do as the owner: a launcher takes it before the file has its
-name, so a file of that name without a holder is a dead launcher's. It is made here, removed here, and judged here.
+A launcher holds a lock on the folder's `owner` file as long as it lives. It locks the file before it gives it the name
+`owner`. So an `owner` file without a lock belongs to a launcher that has ended, and whoever locks it then may remove
+the folder. When folders are looked for is decided in `sweep`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job import shared_memory
 from hpc_serve.job.network import PortsInUseError
-from hpc_serve.job.run_dir import is_private_folder, remove_job_dir
+from hpc_serve.job.run_dir import is_private_folder, remove_run_dir
 from hpc_serve.job.shared_memory import Segment
 from hpc_serve.rendezvous.ownership import fault, require
 
@@ -33,27 +34,27 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner:
-    """Whose a folder is.
+class DirOwner:
+    """The launcher that a folder belongs to, as the `owner` file names it.
 
-    `mark` is in the environment of all its processes; `job_dir` is the run's folder in the shared home, which the
-    head alone names.
+    `run_mark` is in the environment of all its processes. `run_dir` is the run's folder in the shared home; only the
+    head's launcher names it.
     """
 
-    mark: str
-    job_dir: str | None = None
+    run_mark: str
+    run_dir: str | None = None
 
 
-def new_name(root: str) -> str:
-    """A name that no folder has."""
+def choose_name(root: str) -> str:
+    """A new name for a folder in `root`."""
     return f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
 
 
-def make(path: Path, owner: Owner) -> int | None:
-    """Make the folder (0700) and return the descriptor that holds its lock; None where the filesystem has no locks.
+def make(path: Path, owner: DirOwner) -> int | None:
+    """Make the folder (0700) and lock it; returns the descriptor that holds the lock.
 
-    Raises PortsInUseError if the name is taken, InvalidRequestError if it cannot be made, or if another user could
-    put a folder of his own in its place.
+    Returns None where the filesystem has no locks. Raises PortsInUseError if the name is taken, InvalidRequestError if
+    the folder cannot be made, or if another user could put a folder in its place.
     """
     host = socket.gethostname()
     require(
@@ -66,7 +67,7 @@ def make(path: Path, owner: Owner) -> int | None:
     try:
         path.mkdir(mode=0o700)
         try:
-            return _lock_as(owner, path)
+            return _write_owner(owner, path)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -79,12 +80,12 @@ def make(path: Path, owner: Owner) -> int | None:
         ) from error
 
 
-def _lock_as(owner: Owner, path: Path) -> int | None:
+def _write_owner(owner: DirOwner, path: Path) -> int | None:
     unnamed = path / f"{_OWNER}.new"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # On a filesystem that several nodes see, a lock may say something on this one alone.
+        # On a filesystem that several nodes see, the lock may be visible on this node alone.
         os.write(descriptor, json.dumps({"node": socket.gethostname(), **asdict(owner)}).encode())
         unnamed.rename(path / _OWNER)
     except OSError as error:
@@ -95,10 +96,11 @@ def _lock_as(owner: Owner, path: Path) -> int | None:
     return descriptor
 
 
-def found(root: Path) -> list[Path]:
-    """The folders in `root` whose name and rights are those of a private folder of this user.
+def list_private(root: Path) -> list[Path]:
+    """The folders in `root` that have the name and the mode of a private folder and belong to this user.
 
-    None where others could give one of this user's folders such a name: in /tmp the sticky bit forbids it.
+    The list is empty if other users may rename folders in `root`: one could give another folder of this user such a
+    name. The sticky bit of /tmp forbids that.
     """
     if fault(root, "scratch") is not None:
         return []
@@ -107,10 +109,11 @@ def found(root: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def dead_owner(path: Path, *, wait: bool = False) -> Iterator[Owner | None]:
-    """Hold the lock of a folder whose launcher is gone.
+def lock_abandoned(path: Path, *, wait: bool = False) -> Iterator[DirOwner | None]:
+    """Lock a folder whose launcher has ended, and yield that launcher.
 
-    None if it lives, ran on another node, or somebody else clears the folder. With `wait`, until the launcher lets go.
+    Yields None if the launcher lives, if it ran on another node, or if another process has the lock to remove the
+    folder. With `wait` it first waits until the lock is free.
     """
     try:
         descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -119,8 +122,8 @@ def dead_owner(path: Path, *, wait: bool = False) -> Iterator[Owner | None]:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        is_there = os.path.samestat(os.fstat(descriptor), os.lstat(path / _OWNER))
-        owner = read_owner(path) if is_there else None
+        still_exists = os.path.samestat(os.fstat(descriptor), os.lstat(path / _OWNER))
+        owner = read_owner(path) if still_exists else None
     except OSError:
         owner = None
     try:
@@ -129,33 +132,34 @@ def dead_owner(path: Path, *, wait: bool = False) -> Iterator[Owner | None]:
         os.close(descriptor)
 
 
-def read_owner(path: Path) -> Owner | None:
-    """Whose folder it is; None if nobody's, or that of a launcher on another node."""
+def read_owner(path: Path) -> DirOwner | None:
+    """The launcher that the folder belongs to. None if the file does not name one, or names one of another node."""
     try:
-        words = json.loads((path / _OWNER).read_text())
-        if words.pop("node") == socket.gethostname():
-            return Owner(**words)
+        fields = json.loads((path / _OWNER).read_text())
+        if fields.pop("node") == socket.gethostname():
+            return DirOwner(**fields)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass
     return None
 
 
-def note_shared_memory(path: Path, segments: set[Segment]) -> None:
-    """Write down what the run has in /dev/shm, for whoever removes the folder."""
+def write_segments(path: Path, segments: set[Segment]) -> None:
+    """Write down which segments in /dev/shm are the run's, for the process that removes the folder."""
     fresh = path / f"{_SHARED_MEMORY}.new"
     with contextlib.suppress(OSError):
         fresh.write_text(json.dumps(sorted([segment.name, segment.inode] for segment in segments)))
         fresh.rename(path / _SHARED_MEMORY)
 
 
-def remove(path: Path, owner: Owner) -> None:
-    """Remove the folder with what the run has elsewhere; its processes have ended, and its lock is the caller's.
+def remove(path: Path, owner: DirOwner) -> None:
+    """Remove the folder, the run's shared memory and its folder in the shared home.
 
-    The `owner` file goes last: what is left half done, the next one finishes.
+    The caller has ended the run's processes and holds the folder's lock. The `owner` file is removed last, so that a
+    removal that is interrupted can be done again.
     """
-    shared_memory.remove(_noted(path))
-    if owner.job_dir is not None:
-        remove_job_dir(Path(owner.job_dir))
+    shared_memory.remove(_read_segments(path))
+    if owner.run_dir is not None:
+        remove_run_dir(Path(owner.run_dir))
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
@@ -167,7 +171,7 @@ def remove(path: Path, owner: Owner) -> None:
         path.rmdir()
 
 
-def _noted(path: Path) -> list[Segment]:
+def _read_segments(path: Path) -> list[Segment]:
     try:
         return [Segment(str(name), int(inode)) for name, inode in json.loads((path / _SHARED_MEMORY).read_text())]
     except (OSError, ValueError, TypeError):

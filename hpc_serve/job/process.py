@@ -1,7 +1,7 @@
-"""One child process of a launcher: started in a session of its own, its lines read, ended with all its descendants.
+"""A child process of a launcher: it has a session of its own, its lines are read, and it ends with its descendants.
 
-Descendants that left the session (Ray's workers do) are found by a mark in their environment, so that a node is
-left as it was found, whatever the child did.
+Some descendants leave the session, as Ray's workers do. They are found by the run's mark in their environment, so no
+process of the run stays on the node.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from hpc_serve.vllm.log import is_consequence, read_error
 
-_LAST_LOG_LINES = 30
-_LONGEST_LINE = 4_000
-MARK = "HPC_SERVE_RUN_MARK"
+_NUM_LAST_LINES = 30
+_MAX_LINE_LENGTH = 4_000
+RUN_MARK = "HPC_SERVE_RUN_MARK"
 
 
 class Child:
@@ -28,12 +28,12 @@ class Child:
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
-        self.last_log_lines: deque[str] = deque(maxlen=_LAST_LOG_LINES)
+        self.last_log_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self.first_error: str | None = None
         self._consequence: str | None = None
         self._process = process
         self._on_line = on_line
-        self._pump = asyncio.create_task(self._read_lines())
+        self._reading = asyncio.create_task(self._read_lines())
 
     @property
     def pid(self) -> int:
@@ -41,34 +41,37 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; as a shell would say, 128 + n for an end by signal n."""
+        """None while the child runs; 128 + n after an end by signal n, as in a shell."""
         code = self._process.returncode
         return 128 - code if code is not None and code < 0 else code
 
     @property
-    def epitaph(self) -> str:
-        """How it ended, and why as far as it said."""
-        how = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
-        why = self.first_error or self._consequence
-        return f"{self.name} {how}" + (f": {why}" if why else "")
+    def failure_reason(self) -> str:
+        """How the child ended, and the error that it reported, if any."""
+        ending = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
+        error = self.first_error or self._consequence
+        return f"{self.name} {ending}" + (f": {error}" if error else "")
 
     async def wait(self) -> int:
-        """Wait for the end, and for its last lines, which a left-behind descendant may hold open for ever."""
+        """Wait for the child's end, then up to 2 s for its last lines; returns the exit code.
+
+        A descendant that is still alive may keep the pipe open.
+        """
         await self._process.wait()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._pump), timeout=2)
+            await asyncio.wait_for(asyncio.shield(self._reading), timeout=2)
         assert self.exit_code is not None
         return self.exit_code
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to its whole session after `grace_s` seconds."""
+        """Send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL to the whole session."""
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), timeout=grace_s)
         self._signal(signal.SIGKILL)
         await self._process.wait()
-        self._pump.cancel()
+        self._reading.cancel()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -81,18 +84,18 @@ class Child:
         assert self._process.stdout is not None
         pending = b""
         while chunk := await self._process.stdout.read(65_536):
-            # Progress bars end their states with a carriage return alone.
+            # A progress bar ends each of its states with a carriage return alone.
             *lines, pending = (pending + chunk).replace(b"\r", b"\n").split(b"\n")
-            if len(pending) > _LONGEST_LINE:
+            if len(pending) > _MAX_LINE_LENGTH:
                 lines, pending = [*lines, pending], b""
             for line in lines:
-                self._take(line)
-        self._take(pending)
+                self._handle_line(line)
+        self._handle_line(pending)
 
-    def _take(self, raw: bytes) -> None:
+    def _handle_line(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip()
         if line:
-            self.last_log_lines.append(line[:_LONGEST_LINE])
+            self.last_log_lines.append(line[:_MAX_LINE_LENGTH])
             self.first_error = self.first_error or read_error(line)
             if self._consequence is None and is_consequence(line):
                 self._consequence = line.rpartition("] ")[2].strip()
@@ -123,34 +126,34 @@ async def start_child(
 
 
 def mark_environ(mark: str) -> dict[str, str]:
-    """What makes a process and its descendants carry `mark`.
+    """The variables that mark a process and its descendants as belonging to a run.
 
-    The engine's and Ray's processes give themselves titles, which setproctitle writes over the environment that /proc
-    shows, unless SPT_NOENV tells it to make do with the command line's room.
+    The engine's and Ray's processes set titles with setproctitle, which overwrites the environment shown in /proc.
+    SPT_NOENV limits it to the space of the command line.
     """
-    return {MARK: mark, "SPT_NOENV": "1"}
+    return {RUN_MARK: mark, "SPT_NOENV": "1"}
 
 
 async def end_marked(mark: str, *, grace_s: float) -> int:
-    """End every process of ours that carries `mark` in its environment; returns how many there were."""
-    found = set(marked(mark))
+    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were."""
+    found = set(marked_pids(mark))
     for pid in found:
         _kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while (left := set(marked(mark))) and time.monotonic() < deadline:
+    while (left := set(marked_pids(mark))) and time.monotonic() < deadline:
         found |= left
         await asyncio.sleep(0.1)
     deadline = time.monotonic() + grace_s
-    while (left := set(marked(mark))) and time.monotonic() < deadline:
+    while (left := set(marked_pids(mark))) and time.monotonic() < deadline:
         for pid in left:
             _kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.05)
     return len(found)
 
 
-def marked(mark: str) -> Iterator[int]:
-    """The pids of this user's processes whose environment holds `mark`; zombies have none and do not count."""
-    needle = f"{MARK}={mark}".encode()
+def marked_pids(mark: str) -> Iterator[int]:
+    """The pids of this user's processes with `mark` in their environment. A zombie has no environment any more."""
+    needle = f"{RUN_MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -162,12 +165,15 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def read_bytes(mark: str) -> int:
-    """Bytes that the marked processes have read so far: a load that moves shows here. Some are counted twice."""
+    """How many bytes the marked processes have read so far. It grows while weights are loaded.
+
+    Bytes that read() took from a disk are counted twice.
+    """
     total = 0
-    for pid in marked(mark):
+    for pid in marked_pids(mark):
         try:
             for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-                if line.startswith(("rchar:", "read_bytes:")):  # by read(), and from disk, mapped files too
+                if line.startswith(("rchar:", "read_bytes:")):  # by read(); from disk, mapped files included
                     total += int(line.split()[1])
         except (OSError, ValueError):
             continue

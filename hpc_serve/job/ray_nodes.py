@@ -1,9 +1,9 @@
-"""A child of the head's launcher: asks Ray which nodes are alive and prints them, as JSON, whenever that changes.
+"""A child of the head's launcher: it asks Ray which nodes are alive, and prints them as JSON whenever they change.
 
-    python -m hpc_serve.job.ray_nodes GPU      (or another resource of Ray's, to be counted on each node)
+    python -m hpc_serve.job.ray_nodes GPU      (or another resource of Ray, which is counted on each node)
 
-It is a program of its own so that the launcher needs no Ray: `ray.nodes()` is public, but only inside a Ray driver.
-It ends when its standard output does, or when the launcher ends it.
+`ray.nodes()` works only inside a Ray driver. This is a program of its own, so that the launcher need not be one. It
+ends when its standard output is closed, or when the launcher ends it.
 """
 
 from __future__ import annotations

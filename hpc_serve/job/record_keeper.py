@@ -1,12 +1,15 @@
-"""The replica's record while it lives: published early, renewed on a lease, left behind with the reason of its end."""
+"""The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
+
+What the fields mean is decided in `rendezvous.record`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pwd
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,38 +18,31 @@ from typing import Any
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import PortsInUseError
-from hpc_serve.rendezvous.record import EndpointRecord, Progress
+from hpc_serve.job.network import PortsInUseError, choose_ports, reachable_addresses
+from hpc_serve.job.node import Node
+from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
+_log = logging.getLogger(__name__)
 LEASE_S = 30.0
-_MOST_WRITES_PER_S = 1.0
+_WRITE_INTERVAL_S = 1.0
 
 
 def publish_failure(
     service: str, allocation: Allocation | None, error: HpcServeError, environ: Mapping[str, str]
 ) -> None:
-    """Leave a record of a run that ended before it had one, so that `status` can say why; a clash is tried again."""
+    """Publish the record of a run that ended before it had one, so that `status` can say why.
+
+    A clash of ports is not published: the batch script starts again.
+    """
     if allocation is None or isinstance(error, PortsInUseError):
         return
-    now = time.time()
-    record = EndpointRecord(
-        service=service,
-        model="",
-        cluster=allocation.cluster,
-        job_id=allocation.job_id,
-        restart=allocation.restart,
-        user=user_name(),
+    record = replace(
+        _run_record(service, allocation, environ),
         state="failed",
         failed_part="launcher",
         reason=str(error),
         exit_code=error.exit_code,
-        hosts=(),
-        port=0,
-        num_nodes=allocation.num_nodes,
-        started_at=now,
-        updated_at=now,
-        log_dir=environ.get("HPC_SERVE_LOG_DIR"),
     )
     with contextlib.suppress(HpcServeError, OSError):
         store = ServiceStore(default_home(environ))
@@ -54,8 +50,52 @@ def publish_failure(
         store.write(record)
 
 
+def first_record(node: Node) -> EndpointRecord:
+    """The record with which the head of a run begins."""
+    allocation, command = node.allocation, node.command
+    return replace(
+        _run_record(node.options.service, allocation, node.environ),
+        model=command.model,
+        stand_in=command.stand_in,
+        served_model_names=command.served_model_names,
+        stage="starting",
+        hosts=_hosts(allocation, node.head),
+        port=command.port or choose_ports(1)[0],
+        nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
+        tensor_parallel_size=command.tensor_parallel_size,
+        pipeline_parallel_size=command.pipeline_parallel_size,
+        gpus_per_node=node.options.gpus_per_node,
+        lease_s=LEASE_S,
+    )
+
+
+def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]) -> EndpointRecord:
+    """What is known of a run before its command is read."""
+    now = time.time()
+    return EndpointRecord(
+        service=service,
+        model="",
+        cluster=allocation.cluster,
+        job_id=allocation.job_id,
+        restart=allocation.restart,
+        user=user_name(),
+        hosts=(),
+        port=0,
+        num_nodes=allocation.num_nodes,
+        started_at=now,
+        updated_at=now,
+        log_dir=environ.get("HPC_SERVE_LOG_DIR"),
+    )
+
+
+def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
+    if allocation.cluster == "local":
+        return ("127.0.0.1",)
+    return tuple(dict.fromkeys((head, *reachable_addresses())))
+
+
 def user_name() -> str:
-    """The user's name, or number in a container without the site's user database."""
+    """The user's name, or the user's number where a container lacks the site's user database."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -63,7 +103,7 @@ def user_name() -> str:
 
 
 class RecordKeeper:
-    """The one writer of one record. `update` changes it, `keep` renews it until cancelled."""
+    """The only writer of one record. `update` changes the record, `renew` writes it until cancelled."""
 
     def __init__(self, store: ServiceStore, record: EndpointRecord) -> None:
         self._store = store
@@ -74,7 +114,7 @@ class RecordKeeper:
         self._write()
 
     def update(self, **changes: Any) -> None:
-        """Change fields; they reach the file within a second, a change of state at once."""
+        """Change fields. A change of state is written at once, any other within a second."""
         changed = replace(self.record, **changes)
         if changed == self.record:
             return
@@ -84,17 +124,17 @@ class RecordKeeper:
         else:
             self._changed.set()
 
-    def stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+    def set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
         progress = Progress(done=done, total=total) if done is not None and total is not None else None
         self.update(stage=stage, progress=progress)
 
-    def measure(self, figures: Mapping[str, float]) -> None:
-        """Add the engine's own figures, as its log gave them."""
+    def add_figures(self, figures: Mapping[str, float]) -> None:
+        """Add figures that the engine has logged."""
         if figures:
             self.update(measured={**self.record.measured, **figures})
 
-    async def keep(self) -> None:
-        """Write what changed, and renew the lease when nothing did."""
+    async def renew(self) -> None:
+        """Write the record after a change, and every third of the lease without one."""
         while True:
             try:
                 await asyncio.wait_for(self._changed.wait(), LEASE_S / 3)
@@ -102,14 +142,14 @@ class RecordKeeper:
                 pass
             self._changed.clear()
             await asyncio.to_thread(self._write)
-            await asyncio.sleep(1 / _MOST_WRITES_PER_S)
+            await asyncio.sleep(_WRITE_INTERVAL_S)
 
     def _write(self) -> None:
-        # A renewal, written from a thread, must neither undo a change nor be written over it.
+        # A renewal is written from a thread: it must not replace a newer change.
         with self._writing:
             self._counter += 1
             record = replace(self.record, counter=self._counter, updated_at=time.time())
             try:
                 self._store.write(record)
-            except OSError as error:  # a full or absent shared filesystem must not end a service that works
-                print(f"hpc-serve: cannot write the record: {error}", file=sys.stderr, flush=True)
+            except OSError as error:  # a service that works goes on when the shared filesystem is full or absent
+                _log.warning("cannot write the record: %s", error)

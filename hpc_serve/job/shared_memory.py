@@ -1,7 +1,8 @@
-"""What a run's processes share in /dev/shm, so that it can be removed when nobody is left to do so.
+"""The shared memory of a run: which files in /dev/shm its processes use, and how they are removed after it.
 
-vLLM, PyTorch and NCCL choose random names there and remove them at their own end; one that is killed leaves them, and
-no name says whose it was. So they are noted while the run lives: what its own processes have mapped is its own.
+vLLM, PyTorch and NCCL make files of random names there and remove them at their end. A process that is killed leaves
+its files, and their names do not show whose they were. So the files that the run's processes have mapped are listed
+while the run lives. When to list and to remove them is decided in `sweep`.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# vLLM: psm_ (Python's own prefix), vllm_ (offloaded cache, processed images, ranks on a CPU), sem.mp- (spawned
-# processes). Ray opens its object store there and unlinks it at once.
+# vLLM makes psm_ (Python's own prefix), vllm_ (offloaded cache, processed images, ranks on a CPU) and sem.mp- (spawned
+# processes). Ray's object store needs no entry: Ray unlinks its file when it has opened it.
 _NAME = re.compile(r"(?:psm_|vllm_|sem\.mp-|torch_|nccl-)[^/\\\s]+")
 _FOLDER = Path("/dev/shm")
 
 
 @dataclass(frozen=True, order=True)
 class Segment:
-    """A file in /dev/shm. A name may be used again, together with its inode it is not."""
+    """A file in /dev/shm. The inode distinguishes it from a later file of the same name."""
 
     name: str
     inode: int
 
 
-def listed(*, folder: Path = _FOLDER) -> set[Segment]:
-    """This user's segments of known kinds."""
+def list_segments(*, folder: Path = _FOLDER) -> set[Segment]:
+    """The segments of this user whose names are of a kind in `_NAME`."""
     try:
         entries = [Segment(entry.name, entry.inode()) for entry in os.scandir(folder)]
     except OSError:
@@ -38,18 +39,21 @@ def listed(*, folder: Path = _FOLDER) -> set[Segment]:
 
 
 def mapped_by(pids: Iterable[int], segments: Iterable[Segment], *, folder: Path = _FOLDER) -> set[Segment]:
-    """Those of `segments` that any of these processes has mapped; a process that may not be looked at has none."""
+    """Those of `segments` that any of the processes has mapped. Processes whose maps are not readable are left out."""
     inodes = {inode for pid in pids for inode in _mapped_inodes(pid, folder)}
     return {segment for segment in segments if segment.inode in inodes}
 
 
 def remove(segments: Iterable[Segment], *, folder: Path = _FOLDER) -> list[Segment]:
-    """Remove those that are still there, are this user's, and are mapped by none of the user's processes."""
-    there = [segment for segment in segments if _is_ours(segment, folder)]
-    if not there:
+    """Remove the segments that still exist, are this user's, and are mapped by none of the user's processes.
+
+    Returns the removed ones.
+    """
+    existing = [segment for segment in segments if _is_ours(segment, folder)]
+    if not existing:
         return []
-    in_use = mapped_by(map(int, filter(str.isdigit, os.listdir("/proc"))), there, folder=folder)
-    removed = [segment for segment in there if segment not in in_use]
+    in_use = mapped_by(map(int, filter(str.isdigit, os.listdir("/proc"))), existing, folder=folder)
+    removed = [segment for segment in existing if segment not in in_use]
     for segment in removed:
         with contextlib.suppress(OSError):
             (folder / segment.name).unlink()
@@ -62,8 +66,8 @@ def _mapped_inodes(pid: int, folder: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        # Address, permissions, offset, device, inode, path. The path is that of the first mapping: a semaphore is
-        # mapped under another name, which is removed when it gets its own.
+        # The fields are address, permissions, offset, device, inode and path. The path is the name that the file had
+        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared.
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith(f"{folder}/"):
             yield int(fields[4])

@@ -1,14 +1,15 @@
-"""Removes what killed launchers left on a node: a small process beside each launcher, which outlives it for a moment.
+"""Removes what launchers that were killed have left on a node. One sweep process runs beside each launcher.
 
-`python -m hpc_serve.job.sweep FOLDER` clears the folders of this user's dead runs next to FOLDER, then watches over its
-own launcher, whose end closes its standard input, however it came: what that one could not clear, it clears. Where a
-scheduler kills everything at once, this process too, the next run on the node does it.
+`python -m hpc_serve.job.sweep FOLDER` first clears the folders of this user's dead launchers next to FOLDER. Then it
+waits for the end of its own launcher, which closes its standard input, and clears FOLDER if the launcher has not. If
+the scheduler kills both at once, the sweep process of the next run on the node does it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -17,99 +18,105 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_serve.job import node_dir as folder
-from hpc_serve.job import shared_memory
-from hpc_serve.job.node_dir import Owner
-from hpc_serve.job.process import end_marked, marked
+from hpc_serve.job import node_dir, shared_memory
+from hpc_serve.job.log_setup import set_up_logging
+from hpc_serve.job.node_dir import DirOwner
+from hpc_serve.job.process import end_marked, marked_pids
 from hpc_serve.job.shared_memory import Segment
 
-_LOOK_S = 0.5
+_log = logging.getLogger("hpc_serve.job.sweep")  # __name__ is __main__ in the sweep process
+_CHECK_INTERVAL_S = 0.5
 _GRACE_S = 1.0
-_FAREWELL_S = 5.0
+_STOP_TIMEOUT_S = 5.0
 
 
 @contextlib.contextmanager
-def private_folder(path: Path, owner: Owner) -> Iterator[Path]:
-    """Make the node-local folder, and remove it with all in it, also after this process was killed.
+def private_node_dir(path: Path, owner: DirOwner) -> Iterator[Path]:
+    """Make the node-local folder, and remove it at the end, even if this process is killed.
 
-    Raises PortsInUseError if the name is taken, InvalidRequestError if it cannot be made.
+    Raises PortsInUseError if the name is taken, InvalidRequestError if the folder cannot be made.
     """
-    with contextlib.ExitStack() as ending:
-        lock = folder.make(path, owner)
-        watcher = subprocess.Popen(
+    with contextlib.ExitStack() as at_end:
+        lock = node_dir.make(path, owner)
+        sweeper = subprocess.Popen(
             [sys.executable, "-m", "hpc_serve.job.sweep", str(path)], stdin=subprocess.PIPE, start_new_session=True
         )
-        ending.callback(_dismiss, watcher)
+        at_end.callback(_stop_sweeper, sweeper)
         if lock is not None:
-            ending.callback(os.close, lock)
-        ending.callback(folder.remove, path, owner)
+            at_end.callback(os.close, lock)
+        at_end.callback(node_dir.remove, path, owner)
         yield path
 
 
-def _dismiss(watcher: subprocess.Popen[bytes]) -> None:
-    assert watcher.stdin is not None
-    watcher.stdin.close()
+def _stop_sweeper(sweeper: subprocess.Popen[bytes]) -> None:
+    assert sweeper.stdin is not None
+    sweeper.stdin.close()
     try:
-        watcher.wait(_FAREWELL_S)
-    except subprocess.TimeoutExpired:  # it still clears what an earlier run left; the next one goes on with that
-        watcher.kill()
-        watcher.wait()
+        sweeper.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # it still clears what an earlier run has left; the next run goes on with that
+        sweeper.kill()
+        sweeper.wait()
 
 
 def main(path: Path) -> None:
-    # The scheduler signals all processes of a step; the end of this one is its launcher's.
+    # Slurm signals all processes of a step. This one ends with its launcher instead.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for swept in sweep(path.parent):
-        print(f"hpc-serve: removed {swept}, left by a run that was killed", flush=True)
-    _let_go_of_the_log()
-    _watch(path)
-    with folder.dead_owner(path, wait=True) as owner:
+    set_up_logging(sys.stderr)
+    for removed in remove_abandoned(path.parent):
+        _log.info("removed %s, which a killed run had left", removed)
+    _close_output()
+    _list_shared_memory_until_end(path)
+    with node_dir.lock_abandoned(path, wait=True) as owner:
         if owner is not None:
             _clear(path, owner)
 
 
-def sweep(root: Path) -> list[Path]:
-    """Clear the folders in `root` whose launcher ran on this node and is dead; returns those that are gone."""
-    swept = []
+def remove_abandoned(root: Path) -> list[Path]:
+    """Clear the folders in `root` whose launcher ran on this node and has ended; returns the removed ones."""
+    removed = []
     with contextlib.suppress(OSError):
-        for path in folder.found(root):
-            with folder.dead_owner(path) as owner:
+        for path in node_dir.list_private(root):
+            with node_dir.lock_abandoned(path) as owner:
                 if owner is not None and _clear(path, owner):
-                    swept.append(path)
-    return swept
+                    removed.append(path)
+    return removed
 
 
-def _clear(path: Path, owner: Owner) -> bool:
-    shared = shared_memory.mapped_by(marked(owner.mark), shared_memory.listed())  # not noted yet, perhaps
-    asyncio.run(end_marked(owner.mark, grace_s=_GRACE_S))
-    if any(marked(owner.mark)):  # the kernel holds one (a dead filesystem, a driver): it may still use the folder
+def _clear(path: Path, owner: DirOwner) -> bool:
+    """End the processes of a dead launcher and remove what it has left; returns whether all is removed."""
+    # Segments that were made after the last check are in no list yet.
+    unlisted = shared_memory.mapped_by(marked_pids(owner.run_mark), shared_memory.list_segments())
+    asyncio.run(end_marked(owner.run_mark, grace_s=_GRACE_S))
+    # A process that the kernel holds (a dead filesystem, a driver) may still use the folder.
+    if any(marked_pids(owner.run_mark)):
         return False
-    shared_memory.remove(shared)
-    folder.remove(path, owner)
+    shared_memory.remove(unlisted)
+    node_dir.remove(path, owner)
     return not path.exists()
 
 
-def _watch(path: Path) -> None:
-    """Note what the run shares in memory until its launcher ends.
+def _list_shared_memory_until_end(path: Path) -> None:
+    """Write down the run's shared memory until its launcher ends.
 
-    A process is asked for its maps only when there is a segment that may be its own: asking slows it down. One that
-    is nobody's at two looks is not the run's.
+    Reading the maps of a process slows the process down. So they are read only while there are segments that may be
+    the run's. A segment that no process of the run has mapped at two checks in a row counts as another run's.
     """
-    noted: set[Segment] = set()
+    ours: set[Segment] = set()
     others: set[Segment] = set()
-    unclear_before: set[Segment] = set()
-    owner = folder.read_owner(path)
-    while owner is not None and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        unclear = shared_memory.listed() - noted - others
-        if ours := unclear and shared_memory.mapped_by(marked(owner.mark), unclear):
-            noted |= ours
-            folder.note_shared_memory(path, noted)
-        others |= unclear & unclear_before - noted
-        unclear_before = unclear
+    unknown_before: set[Segment] = set()
+    owner = node_dir.read_owner(path)
+    while owner is not None and not select.select([sys.stdin], [], [], _CHECK_INTERVAL_S)[0]:
+        unknown = shared_memory.list_segments() - ours - others
+        if mapped := unknown and shared_memory.mapped_by(marked_pids(owner.run_mark), unknown):
+            ours |= mapped
+            node_dir.write_segments(path, ours)
+        others |= unknown & unknown_before - ours
+        unknown_before = unknown
 
 
-def _let_go_of_the_log() -> None:
+def _close_output() -> None:
+    """Let go of the log: srun waits until every process has closed its output, and this one outlives its launcher."""
     with open(os.devnull, "w") as null:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(null.fileno(), stream.fileno())

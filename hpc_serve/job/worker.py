@@ -1,115 +1,88 @@
-"""A launcher on a node other than the head: waits for the head's word, runs its part, ends when the head says so."""
+"""The launcher on a node other than the head: it starts its part when the head says so, and ends when the head does."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import logging
 
-from hpc_serve.errors import HpcServeError
-from hpc_serve.job.control import Link, LinkLostError, Message, connect
+from hpc_serve.job.control import Link, LinkLostError, connect
 from hpc_serve.job.network import node_address
 from hpc_serve.job.node import Node
-from hpc_serve.job.process import Child, end_marked, read_bytes, start_child
+from hpc_serve.job.outcome import Outcome, RunEnd
+from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.process import read_bytes
 from hpc_serve.job.ray_cluster import ray_environ, worker_argv
-from hpc_serve.vllm.command import multi_node_args
 
-_GOODBYE_S = 30.0
+_log = logging.getLogger(__name__)
+_REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 
 
 async def run_worker(node: Node) -> int:
-    """Be this node's launcher until the end; returns the exit code."""
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    address = ""
+    """Run this node's part until the head or a signal stops it, or it fails; returns the exit code.
 
-    def own_address() -> str:
-        nonlocal address
-        address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
-        return address
-
+    Raises LinkLostError or PortsInUseError if the head cannot be reached.
+    """
+    run_end = RunEnd()
+    run_end.stop_on_signals()
     link = await connect(
         (node.head, node.head_ports.control),
         node.token,
         rank=node.allocation.node_rank,
         name=node.allocation.node_name,
-        own_address=own_address,
+        own_address=lambda: _own_address(node),
         deadline_s=node.options.join_s,
     )
-    beats = asyncio.create_task(link.send_heartbeats(lambda: read_bytes(node.mark)))
+    parts = Parts(node.run_mark, run_end)
+    parts.run_in_background(link.send_heartbeats(lambda: read_bytes(node.run_mark)))
+    parts.run_in_background(_follow_head(node, link, parts, run_end))
     try:
-        return await _serve_part(node, link, address, stopped)
-    finally:
-        beats.cancel()
-        await end_marked(node.mark, grace_s=2)
-        await link.close()
-
-
-async def _serve_part(node: Node, link: Link, address: str, stopped: asyncio.Event) -> int:
-    heard = asyncio.create_task(link.receive())
-    stop = asyncio.create_task(stopped.wait())
-    child: Child | None = None
-    try:
-        await asyncio.wait({heard, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.done() or not _is(heard, "go"):
-            return 0
-        heard = asyncio.create_task(link.receive())
-        node.check_gpus()
-        environ = node.child_environ(address=address)
-        if node.backend == "ray":
-            name = "ray worker"
-            options = node.ray_options(address=address)
-            argv, environ = worker_argv(options, head=node.gcs), ray_environ(environ)
+        outcome = await run_end.wait()
+        if outcome.is_failure:
+            await _report_failure(link, run_end, outcome)
         else:
-            name = "engine"
-            allocation = node.allocation
-            argv = [
-                *node.command.argv,
-                *("--distributed-executor-backend", "mp"),
-                *multi_node_args(
-                    num_nodes=allocation.num_nodes,
-                    node_rank=allocation.node_rank,
-                    master=(node.head, node.head_ports.torch_master),
-                ),
-            ]
-        child = await start_child(name, argv, environ, lambda line: print(line, flush=True))
-        ended = asyncio.create_task(child.wait())
-        await asyncio.wait({heard, stop, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not heard.done():
-            return await _say_failed(
-                link, heard, stop, name, ended.result(), child.epitaph, tuple(child.last_log_lines)
-            )
-        return 0
-    except (HpcServeError, OSError) as error:
-        code = error.exit_code if isinstance(error, HpcServeError) else 1
-        return await _say_failed(link, heard, stop, "launcher", code, str(error), ())
+            _log.info("stopping: %s", outcome.reason)
     finally:
-        for task in (heard, stop):
-            task.cancel()
-        if child is not None:
-            await child.stop(_GRACE_S)
+        await parts.take_down()
+        await link.close()
+    return outcome.exit_code
 
 
-async def _say_failed(
-    link: Link,
-    heard: asyncio.Task[Message],
-    stop: asyncio.Task[bool],
-    part: str,
-    code: int,
-    reason: str,
-    last_log_lines: tuple[str, ...],
-) -> int:
-    """Tell the head, and stay until it has heard: a task that ends at once may take the head's with it."""
-    print(f"hpc-serve: {part} on this node failed (exit code {code}): {reason}", flush=True)
-    await link.send("failed", part=part, exit_code=code, reason=reason, last_log_lines=last_log_lines)
-    await asyncio.wait({heard, stop}, timeout=_GOODBYE_S, return_when=asyncio.FIRST_COMPLETED)
-    return code or 1
-
-
-def _is(heard: asyncio.Task[Message], kind: str) -> bool:
+async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) -> None:
+    """Start this node's part at the head's "go". Any other message, and the loss of the head, end the run here."""
     try:
-        return bool(heard.result()["kind"] == kind)
+        if (await link.receive())["kind"] == "go":
+            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts)))
+            await link.receive()
+        run_end.stop("the head ended the run")
     except LinkLostError as error:
-        print(f"hpc-serve: {error}", flush=True)
-        return False
+        run_end.stop(str(error))
+
+
+async def _start_part(node: Node, parts: Parts) -> None:
+    """Start this node's share of Ray, or of the engine where there is no Ray."""
+    node.check_gpus()
+    address = _own_address(node)
+    environ = node.child_environ(address=address)
+    if node.backend == "ray":
+        argv = worker_argv(node.ray_options(address=address), head=node.gcs)
+        await parts.start("ray worker", argv, ray_environ(environ), order=StopOrder.RAY, grace_s=_GRACE_S)
+    else:
+        argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
+        await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
+
+
+def _own_address(node: Node) -> str:
+    return node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
+
+
+async def _report_failure(link: Link, run_end: RunEnd, outcome: Outcome) -> None:
+    """Tell the head, and wait until it stops the run: srun may end the head's launcher when this one ends."""
+    _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
+    await link.send(
+        "failed",
+        part=outcome.failed_part,
+        exit_code=outcome.exit_code,
+        reason=outcome.reason,
+        last_log_lines=outcome.last_log_lines,
+    )
+    await run_end.wait_for_stop(_REPORT_TIMEOUT_S)

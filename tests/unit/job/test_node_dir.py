@@ -13,11 +13,11 @@ import stat
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job import node_dir as folder
+from hpc_serve.job import node_dir
 from hpc_serve.job.network import PortsInUseError
-from hpc_serve.job.node_dir import Owner
+from hpc_serve.job.node_dir import DirOwner
 
-OWNER = Owner(mark="hs-0000000a-0")
+OWNER = DirOwner(run_mark="hs-0000000a-0")
 
 
 @pytest.fixture
@@ -29,27 +29,27 @@ def root(tmp_path):
 def abandoned(root, name="hs-0000000a", owner=OWNER):
     """A folder whose launcher is gone: the lock went with its descriptor."""
     path = root / name
-    os.close(folder.make(path, owner))
+    os.close(node_dir.make(path, owner))
     return path
 
 
 def judged(path):
-    with folder.dead_owner(path) as owner:
+    with node_dir.lock_abandoned(path) as owner:
         return owner
 
 
 def test_a_folder_is_private_and_its_name_is_taken_once(root):
     path = root / "hs-0000000a"
-    lock = folder.make(path, OWNER)
+    lock = node_dir.make(path, OWNER)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     with pytest.raises(PortsInUseError, match="another name"):
-        folder.make(path, OWNER)
+        node_dir.make(path, OWNER)
     os.close(lock)
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_advice(root):
     with pytest.raises(InvalidRequestError, match="HPC_SERVE_TMPDIR"):
-        folder.make(root / "absent" / "hs-0000000a", OWNER)
+        node_dir.make(root / "absent" / "hs-0000000a", OWNER)
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
@@ -58,13 +58,13 @@ def test_a_full_disk_is_told_and_nothing_is_left(root, monkeypatch):
 
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(InvalidRequestError, match="No space left on device"):
-        folder.make(root / "hs-0000000a", OWNER)
+        node_dir.make(root / "hs-0000000a", OWNER)
     assert not list(root.iterdir())
 
 
 def test_a_living_launchers_folder_is_nobody_elses(root):
     path = root / "hs-0000000a"
-    lock = folder.make(path, OWNER)
+    lock = node_dir.make(path, OWNER)
     assert judged(path) is None
     os.close(lock)
     assert judged(path) == OWNER
@@ -72,14 +72,14 @@ def test_a_living_launchers_folder_is_nobody_elses(root):
 
 def test_two_sweeps_do_not_meet_in_one_folder(root):
     path = abandoned(root)
-    with folder.dead_owner(path) as first, folder.dead_owner(path) as second:
+    with node_dir.lock_abandoned(path) as first, node_dir.lock_abandoned(path) as second:
         assert (first, second) == (OWNER, None)
 
 
 def test_a_folder_that_another_sweep_has_just_removed_is_left_alone(root, monkeypatch):
     """Its file was opened in time, and is locked only after it was unlinked."""
     path = abandoned(root)
-    with folder.dead_owner(path):
+    with node_dir.lock_abandoned(path):
         opened = os.open
         monkeypatch.setattr(os, "open", lambda *args: (opened(*args), (path / "owner").unlink())[0])
         monkeypatch.setattr(fcntl, "flock", lambda *_: None)
@@ -98,13 +98,13 @@ def test_without_locks_a_run_works_and_its_folder_is_never_judged(root, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     path = root / "hs-0000000a"
-    assert folder.make(path, OWNER) is None
+    assert node_dir.make(path, OWNER) is None
     assert judged(path) is None
-    folder.remove(path, OWNER)
+    node_dir.remove(path, OWNER)
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "mark": 2, "more": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"node": "x"}', '{"node": 1, "run_mark": 2, "more": 3}'])
 def test_an_owner_file_that_says_nothing_is_nobodys(root, text):
     path = abandoned(root)
     (path / "owner").write_text(text)
@@ -117,19 +117,19 @@ def test_only_private_folders_of_our_names_are_found(root):
     (root / "hs-0000000c").write_text("a file")
     (root / "hs-0000000d").mkdir(mode=0o755)
     (root / "hs-mine").mkdir(mode=0o700)
-    assert folder.found(root) == [ours]
+    assert node_dir.list_private(root) == [ours]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
 def test_another_users_folder_is_not_found(root):
     os.chown(abandoned(root), 12_345, -1)
-    assert folder.found(root) == []
+    assert node_dir.list_private(root) == []
 
 
 def test_where_others_may_rename_folders_none_is_found(root):
     abandoned(root)
     root.chmod(0o777)
-    assert folder.found(root) == []
+    assert node_dir.list_private(root) == []
 
 
 def test_what_is_removed_and_what_a_link_points_at_is_not(root):
@@ -140,7 +140,7 @@ def test_what_is_removed_and_what_a_link_points_at_is_not(root):
     (path / "ray" / "session").mkdir(parents=True)
     (path / "link").symlink_to(elsewhere)
     (path / "ray" / "link").symlink_to(elsewhere)
-    folder.remove(path, OWNER)
+    node_dir.remove(path, OWNER)
     assert not path.exists()
     assert (elsewhere / "chapter").read_text() == "one"
 
@@ -149,21 +149,21 @@ def test_what_is_left_half_done_can_be_finished(root, monkeypatch):
     path = abandoned(root)
     (path / "cache").mkdir()
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a file that resists
-    folder.remove(path, OWNER)
+    node_dir.remove(path, OWNER)
     monkeypatch.undo()
     assert judged(path) == OWNER
-    folder.remove(path, OWNER)
+    node_dir.remove(path, OWNER)
     assert not path.exists()
 
 
-def test_the_heads_job_dir_goes_with_its_folder_and_nothing_else_does(root):
-    job_dir, other = root / "jobs" / "1-r0-0000abcd", root / "data"
-    job_dir.mkdir(parents=True)
-    job_dir.chmod(0o700)
+def test_the_heads_run_dir_goes_with_its_folder_and_nothing_else_does(root):
+    run_dir, other = root / "jobs" / "1-r0-0000abcd", root / "data"
+    run_dir.mkdir(parents=True)
+    run_dir.chmod(0o700)
     other.mkdir(mode=0o700)
-    folder.remove(abandoned(root), Owner(mark="m", job_dir=str(job_dir)))
-    folder.remove(abandoned(root), Owner(mark="m", job_dir=str(other)))
-    assert not job_dir.exists()
+    node_dir.remove(abandoned(root), DirOwner(run_mark="m", run_dir=str(run_dir)))
+    node_dir.remove(abandoned(root), DirOwner(run_mark="m", run_dir=str(other)))
+    assert not run_dir.exists()
     assert other.exists()
 
 
@@ -171,6 +171,6 @@ def test_the_owner_file_holds_no_secret_and_names_the_node(root):
     path = abandoned(root)
     assert json.loads((path / "owner").read_text()) == {
         "node": socket.gethostname(),
-        "mark": OWNER.mark,
-        "job_dir": None,
+        "run_mark": OWNER.run_mark,
+        "run_dir": None,
     }

@@ -14,10 +14,9 @@ from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.job import node_dir
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
-from hpc_serve.job.network import HeadPorts
-from hpc_serve.job.node import LaunchOptions, Node, read_token
+from hpc_serve.job.node import LaunchOptions, read_token
 from hpc_serve.job.prepare import prepare
-from hpc_serve.vllm.command import ServeCommand
+from tests.support.nodes import make_node
 
 STRANGER = 64_999
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -75,7 +74,7 @@ def test_logs_are_not_written_where_others_can_put_links(environ, open_folder):
 
 
 def test_a_node_local_root_without_a_sticky_bit_is_refused(open_folder):
-    owner = node_dir.Owner(mark="m")
+    owner = node_dir.DirOwner(run_mark="m")
     with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_TMPDIR=\S+ on .* is not used: .*without the sticky bit"):
         node_dir.make(open_folder / "hs-12345678", owner)
     assert list(open_folder.iterdir()) == []
@@ -85,37 +84,14 @@ def test_a_node_local_root_without_a_sticky_bit_is_refused(open_folder):
     os.close(lock)
 
 
-def node(environ: dict[str, str], tmp_path: Path) -> Node:
-    command = ServeCommand(
-        argv=("vllm", "serve", "m"),
-        model="m",
-        served_model_names=("m",),
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        port=None,
-        executor=None,
-    )
-    return Node(
-        options=LaunchOptions(service="8b", backend="mp", gpus_per_node=1),
-        allocation=read_allocation(environ),
-        command=command,
-        backend="mp",
-        head="127.0.0.1",
-        head_ports=HeadPorts(control=1, gcs=2, torch_master=3),
-        silence_s=60,
-        temp_dir=tmp_path,
-        mark="m",
-        token="t",
-        environ=environ,
-    )
-
-
 def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_folder, tmp_path):
     for named in (open_folder, open_folder / "cache"):
         with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
-            node({**environ, "HPC_SERVE_CACHE_DIR": str(named)}, tmp_path).child_environ(address="127.0.0.1")
+            make_node(tmp_path, environ={**environ, "HPC_SERVE_CACHE_DIR": str(named)}).child_environ(
+                address="127.0.0.1"
+            )
     own = tmp_path / "cache"
-    child = node({**environ, "HPC_SERVE_CACHE_DIR": str(own)}, tmp_path).child_environ(address="127.0.0.1")
+    child = make_node(tmp_path, environ={**environ, "HPC_SERVE_CACHE_DIR": str(own)}).child_environ(address="127.0.0.1")
     assert child["VLLM_CACHE_ROOT"] == str(own / "vllm")
 
 

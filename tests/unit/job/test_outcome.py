@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hpc_serve.job import outcome as outcome_module
-from hpc_serve.job.outcome import Ending, Outcome
+from hpc_serve.job.outcome import Outcome, RunEnd
 
 
 def failed(part: str) -> Outcome:
@@ -16,23 +16,23 @@ def test_the_first_failure_counts(monkeypatch):
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
     async def run():
-        ending = Ending()
-        await ending.fail(failed("raylet"))
-        await ending.fail(failed("engine"))
-        ending.stop("SIGTERM")
-        return await ending.wait()
+        run_end = RunEnd()
+        await run_end.fail(failed("raylet"))
+        await run_end.fail(failed("engine"))
+        run_end.stop("SIGTERM")
+        return await run_end.wait()
 
     assert asyncio.run(run()).failed_part == "raylet"
 
 
 def test_a_childs_end_seen_before_our_own_signal_is_a_stop():
     async def run():
-        ending = Ending()
-        failing = asyncio.create_task(ending.fail(failed("engine")))
+        run_end = RunEnd()
+        failing = asyncio.create_task(run_end.fail(failed("engine")))
         await asyncio.sleep(0)
-        ending.stop("SIGTERM")
+        run_end.stop("SIGTERM")
         await failing
-        return await ending.wait()
+        return await run_end.wait()
 
     end = asyncio.run(run())
     assert (end.is_failure, end.exit_code, end.reason) == (False, 0, "SIGTERM")

@@ -11,7 +11,7 @@ import pytest
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job import network
 from hpc_serve.job.allocation import read_allocation
-from hpc_serve.job.prepare import main, node_tmp_name, prepare
+from hpc_serve.job.prepare import choose_node_dir, main, prepare
 from hpc_serve.rendezvous.store import ServiceStore
 
 
@@ -43,8 +43,8 @@ def test_a_second_attempt_gets_another_folder_and_the_same_key(environ):
 
 def test_a_long_node_local_folder_is_refused_before_ray_trips_over_it():
     with pytest.raises(InvalidRequestError, match="HPC_SERVE_TMPDIR"):
-        node_tmp_name("/" + "x" * 40)
-    assert node_tmp_name("/tmp").startswith("/tmp/hs-")
+        choose_node_dir("/" + "x" * 40)
+    assert choose_node_dir("/tmp").startswith("/tmp/hs-")
 
 
 def test_what_it_prints_is_quoted_for_the_shell(environ, monkeypatch, capsys, tmp_path):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hpc_serve.job.process import end_marked, mark_environ, marked, read_bytes, start_child
+from hpc_serve.job.process import end_marked, mark_environ, marked_pids, read_bytes, start_child
 
 
 def environ(mark: str = "none") -> dict[str, str]:
@@ -20,7 +20,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_lines_exit_code_and_last_words_are_kept():
+def test_lines_exit_code_and_last_lines_are_kept():
     lines: list[str] = []
 
     async def run():
@@ -37,7 +37,7 @@ def test_a_consequence_is_better_than_no_reason():
     async def run(code):
         child = await start_child("engine", python(code), environ(), lambda line: None)
         await child.wait()
-        return child.epitaph
+        return child.failure_reason
 
     dead = "print('(x pid=1) ERROR [a.py:1] EngineDeadError: EngineCore encountered an issue.')"
     assert asyncio.run(run(dead)).endswith("before it was stopped: EngineDeadError: EngineCore encountered an issue.")
@@ -76,12 +76,12 @@ def test_a_descendant_that_left_the_session_is_found_and_ended():
     async def run():
         child = await start_child("x", python(code), environ(mark), lambda line: None)
         await child.wait()
-        left = list(marked(mark))
+        left = list(marked_pids(mark))
         return len(left), await end_marked(mark, grace_s=1)
 
     left, ended = asyncio.run(run())
     assert left == ended == 1
-    assert not list(marked(mark))
+    assert not list(marked_pids(mark))
 
 
 def test_a_process_that_gives_itself_a_title_is_found():
@@ -93,7 +93,7 @@ def test_a_process_that_gives_itself_a_title_is_found():
         titled.stdout.readline()
         with open(f"/proc/{titled.pid}/cmdline", "rb") as words:
             assert words.read().startswith(b"VLLM::x\0")
-        assert list(marked(mark)) == [titled.pid]
+        assert list(marked_pids(mark)) == [titled.pid]
         titled.communicate()
 
 

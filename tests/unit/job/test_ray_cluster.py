@@ -7,20 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
+from tests.support.nodes import ALLOCATION
 
-ALLOCATION = Allocation(
-    cluster="slurm",
-    job_id="1",
-    restart=0,
-    node_rank=0,
-    num_nodes=2,
-    node_name="n1",
-    num_cpus=16,
-    num_gpus=8,
-    memory_bytes=64 * 1024**3,
-)
 NODE = ray_start_options(
     ALLOCATION,
     address="10.0.0.1",

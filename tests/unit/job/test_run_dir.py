@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpc_serve.job.allocation import read_allocation
-from hpc_serve.job.run_dir import make_job_dir, remove_job_dir, sweep_job_dirs
+from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs, remove_run_dir
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record
 
@@ -20,9 +20,9 @@ def store(tmp_path):
     return ServiceStore(tmp_path / "home")
 
 
-def job_dir(store, job_id, age_s):
+def run_dir(store, job_id, age_s):
     allocation = read_allocation({"HPC_SERVE_CLUSTER": "local", "HPC_SERVE_JOB_ID": job_id})
-    path = make_job_dir(store.home, allocation)
+    path = make_run_dir(store.home, allocation)
     then = time.time() - age_s
     os.utime(path, (then, then))
     return path
@@ -47,19 +47,19 @@ def record(store, job_id, state, age_s):
     ],
 )
 def test_a_run_is_over_by_its_record_or_after_a_week_of_silence(store, state, silent_s, is_over):
-    path = job_dir(store, "12", max(silent_s, DAY_S))
+    path = run_dir(store, "12", max(silent_s, DAY_S))
     if state is not None:
         record(store, "12", state, silent_s)
-    sweep_job_dirs(store)
+    remove_old_run_dirs(store)
     assert path.exists() is not is_over
 
 
 def test_an_earlier_run_of_a_requeued_job_is_over_and_the_present_one_is_not(store):
     record(store, "12", "stopped", DAY_S)
-    old = job_dir(store, "12", DAY_S)
+    old = run_dir(store, "12", DAY_S)
     now = old.rename(old.with_name(old.name.replace("-r0-", "-r1-")))
-    old = job_dir(store, "12", DAY_S)
-    sweep_job_dirs(store)
+    old = run_dir(store, "12", DAY_S)
+    remove_old_run_dirs(store)
     assert (old.exists(), now.exists()) == (False, True)
 
 
@@ -72,11 +72,11 @@ def test_what_is_no_folder_of_a_run_stays(store, tmp_path):
     for path in jobs.iterdir():
         os.utime(path, (0, 0), follow_symlinks=False)
     os.utime(elsewhere, (0, 0))
-    sweep_job_dirs(store)
+    remove_old_run_dirs(store)
     assert sorted(path.name for path in jobs.iterdir()) == ["1-r0-0000abcd", "2-r0-0000abcd", "notes"]
-    remove_job_dir(elsewhere)
+    remove_run_dir(elsewhere)
     assert elsewhere.exists()
 
 
 def test_a_home_without_jobs_is_no_error(store):
-    sweep_job_dirs(store)
+    remove_old_run_dirs(store)

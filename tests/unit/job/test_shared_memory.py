@@ -39,9 +39,9 @@ def test_what_a_process_has_mapped_is_seen_by_name_and_inode(tmp_path, segment):
 
 def test_a_semaphore_that_was_mapped_before_it_got_its_name_is_seen():
     """As Python's, for processes that it spawns."""
-    before = shared_memory.listed()
+    before = shared_memory.list_segments()
     semaphore = multiprocessing.get_context("spawn").Lock()
-    (made,) = shared_memory.mapped_by([os.getpid()], shared_memory.listed() - before)
+    (made,) = shared_memory.mapped_by([os.getpid()], shared_memory.list_segments() - before)
     assert made.name.startswith("sem.mp-")
     del semaphore
 
@@ -56,7 +56,7 @@ def test_what_is_listed_is_of_known_kinds(tmp_path, segment):
     segment("sem.mine")
     (tmp_path / "psm_folder").mkdir()
     (tmp_path / "psm_link").symlink_to(tmp_path / "psm_1234")
-    assert shared_memory.listed(folder=tmp_path) == known
+    assert shared_memory.list_segments(folder=tmp_path) == known
 
 
 def test_what_nobody_maps_is_removed_and_what_somebody_maps_is_not(tmp_path, segment):
@@ -85,5 +85,5 @@ def test_a_name_that_leads_elsewhere_is_not_removed(tmp_path):
 def test_another_users_segment_is_neither_listed_nor_removed(tmp_path, segment):
     theirs = segment("psm_1234")
     os.chown(tmp_path / theirs.name, 12_345, -1)
-    assert shared_memory.listed(folder=tmp_path) == set()
+    assert shared_memory.list_segments(folder=tmp_path) == set()
     assert shared_memory.remove([theirs], folder=tmp_path) == []

@@ -17,18 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job import node_dir as folder
-from hpc_serve.job import shared_memory
-from hpc_serve.job.process import MARK, marked
+from hpc_serve.job import node_dir, shared_memory
+from hpc_serve.job.process import RUN_MARK, marked_pids
 from hpc_serve.job.shared_memory import Segment
-from hpc_serve.job.sweep import sweep
+from hpc_serve.job.sweep import remove_abandoned
 
 # A launcher whose engine shares memory, prints the segment's name, and may be deaf to SIGTERM.
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
-from hpc_serve.job.node_dir import Owner
-from hpc_serve.job.sweep import private_folder
+from hpc_serve.job.node_dir import DirOwner
+from hpc_serve.job.sweep import private_node_dir
 engine = '''
 import signal, sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -38,8 +37,8 @@ resource_tracker.unregister(segment._name, "shared_memory")
 print(segment.name, flush=True)
 time.sleep(600)
 '''
-path, mark, job_dir, *deaf = Path(sys.argv[1]), *sys.argv[2:]
-with private_folder(path, Owner(mark=mark, job_dir=job_dir)):
+path, mark, run_dir, *deaf = Path(sys.argv[1]), *sys.argv[2:]
+with private_node_dir(path, DirOwner(run_mark=mark, run_dir=run_dir)):
     environ = {**os.environ, "HPC_SERVE_RUN_MARK": mark}
     child = subprocess.Popen([sys.executable, "-c", engine, *deaf], env=environ, start_new_session=True)
     sys.stdin.read()
@@ -71,10 +70,10 @@ class Run:
     def __init__(self, root: Path, *deaf: str) -> None:
         self.path = root / f"hs-{secrets.token_hex(4)}"
         self.mark = f"{self.path.name}-0"
-        self.job_dir = root / "jobs" / "1-r0-0000abcd"
-        self.job_dir.mkdir(parents=True)
-        self.job_dir.chmod(0o700)
-        argv = [sys.executable, "-c", LAUNCHER, str(self.path), self.mark, str(self.job_dir), *deaf]
+        self.run_dir = root / "jobs" / "1-r0-0000abcd"
+        self.run_dir.mkdir(parents=True)
+        self.run_dir.chmod(0o700)
+        argv = [sys.executable, "-c", LAUNCHER, str(self.path), self.mark, str(self.run_dir), *deaf]
         self.launcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.launcher.stdout is not None
         self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
@@ -90,8 +89,8 @@ class Run:
 
     @property
     def left(self) -> list[object]:
-        places = (self.path, self.job_dir, self.segment)
-        return [*marked(self.mark), *watchers(self.path), *(place for place in places if place.exists())]
+        places = (self.path, self.run_dir, self.segment)
+        return [*marked_pids(self.mark), *watchers(self.path), *(place for place in places if place.exists())]
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def run(tmp_path, request):
     run = Run(tmp_path, *getattr(request, "param", ()))
     yield run
     run.kill(watcher_too=True)
-    for pid in marked(run.mark):
+    for pid in marked_pids(run.mark):
         os.kill(pid, signal.SIGKILL)
     run.segment.unlink(missing_ok=True)
 
@@ -112,7 +111,7 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
     try:
         run.kill(watcher_too=False)
         until(lambda: not run.left, "the watcher to clear up")
-        assert segment in shared_memory.listed()
+        assert segment in shared_memory.list_segments()
     finally:
         stranger.close()
         stranger.unlink()
@@ -121,15 +120,16 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
 def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run):
     run.wait_for_notes()
     run.kill(watcher_too=True)
-    assert list(marked(run.mark))
+    assert list(marked_pids(run.mark))
     assert run.segment.exists()
-    assert sweep(run.path.parent) == [run.path]
+    assert remove_abandoned(run.path.parent) == [run.path]
     assert not run.left
 
 
 def test_a_living_run_is_not_touched(run):
+    run.wait_for_notes()  # by then all its processes are there
     before = sorted(map(str, run.left))
-    assert sweep(run.path.parent) == []
+    assert remove_abandoned(run.path.parent) == []
     assert sorted(map(str, run.left)) == before
 
 
@@ -145,13 +145,13 @@ def test_a_watcher_does_not_end_by_the_signals_of_a_step_but_with_its_launcher(r
 def test_a_folder_of_the_dead_stays_while_the_kernel_holds_a_process_of_theirs(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     path, mark = tmp_path / "hs-0000000a", f"held-{os.getpid()}"
-    os.close(folder.make(path, folder.Owner(mark=mark)))
+    os.close(node_dir.make(path, node_dir.DirOwner(run_mark=mark)))
     monkeypatch.setattr("hpc_serve.job.process._kill", lambda *_: None)
     monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 0.1)
-    held = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
-    until(lambda: list(marked(mark)), "the process")
-    assert sweep(tmp_path) == []
+    held = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARK: mark})
+    until(lambda: list(marked_pids(mark)), "the process")
+    assert remove_abandoned(tmp_path) == []
     assert path.exists()
     held.kill()
     held.wait()
-    assert sweep(tmp_path) == [path]
+    assert remove_abandoned(tmp_path) == [path]

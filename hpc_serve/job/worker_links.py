@@ -1,0 +1,84 @@
+"""The workers as the head sees them: a control connection to the launcher of each other node.
+
+The end of one connection, or a failure that it reports, ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+
+from hpc_serve.job.control import Link, LinkLostError
+from hpc_serve.job.outcome import Outcome, RunEnd
+from hpc_serve.job.parts import Parts, StopOrder
+
+_log = logging.getLogger(__name__)
+_WORKER_GRACE_S = 10.0
+
+
+class WorkerLinks:
+    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one."""
+
+    def __init__(self, num_nodes: int, parts: Parts, run_end: RunEnd, on_join: Callable[[Link], None]) -> None:
+        self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
+        self._links: dict[int, Link] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks of the nodes whose launcher has not connected."""
+        return sorted(set(range(1, self._num_nodes)) - set(self._links))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The workers' node names, by address."""
+        return {link.address: link.name for link in self._links.values()}
+
+    @property
+    def read_bytes(self) -> int:
+        """What the run's processes on the other nodes have read so far."""
+        return sum(link.read_bytes for link in self._links.values())
+
+    def add_worker(self, link: Link) -> None:
+        """Take in a launcher that has connected. A rank that is unknown or taken is refused."""
+        if link.rank not in self.absent_ranks:
+            self._parts.run_in_background(link.close())
+            return
+        _log.info("node %s (%s) has joined", link.name, link.address)
+        self._links[link.rank] = link
+        self._parts.add(StopOrder.WORKERS, functools.partial(_stop_worker, link))
+        self._parts.run_in_background(link.send_heartbeats(lambda: 0))
+        self._parts.run_in_background(self._fail_with(link))
+        self._on_join(link)
+
+    async def start_all(self) -> None:
+        """Tell every worker to start its part."""
+        for link in self._links.values():
+            await link.send("go")
+
+    async def _fail_with(self, link: Link) -> None:
+        """Wait until the worker reports a failure or is lost, and fail the run."""
+        try:
+            message = await link.receive()
+            outcome = Outcome(
+                failed_part=f"{message['part']} on {link.name}",
+                reason=str(message["reason"]),
+                exit_code=int(message["exit_code"]) or 1,
+                last_log_lines=tuple(message["last_log_lines"]),
+            )
+        except LinkLostError as error:
+            outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
+        await self._run_end.fail(outcome)
+
+
+async def _stop_worker(link: Link) -> None:
+    """Tell a worker to stop, and wait until it has: a raylet that outlives the head's Ray needs long to end."""
+    await link.send("stop")
+    with contextlib.suppress(LinkLostError, asyncio.TimeoutError):
+        await asyncio.wait_for(link.receive(), _WORKER_GRACE_S)
+    await link.close()

@@ -1,0 +1,42 @@
+"""Values of a launcher for tests: a node's allocation and its share of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.network import HeadPorts
+from hpc_serve.job.node import LaunchOptions, Node
+from hpc_serve.vllm.command import read_command
+
+ALLOCATION = Allocation(
+    cluster="slurm",
+    job_id="1",
+    restart=0,
+    node_rank=0,
+    num_nodes=2,
+    node_name="n1",
+    num_cpus=16,
+    num_gpus=8,
+    memory_bytes=64 * 1024**3,
+)
+
+
+def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve m", **changes: Any) -> Node:
+    """A node of a run whose files are in `node_dir`, with the given fields replaced."""
+    node = Node(
+        options=LaunchOptions(service="8b", backend=backend, gpus_per_node=1),
+        allocation=ALLOCATION,
+        command=read_command(words.split()),
+        backend=backend,
+        head="127.0.0.1",
+        head_ports=HeadPorts(control=1, gcs=2, torch_master=3),
+        silence_s=60,
+        node_dir=node_dir,
+        run_mark="m",
+        token="secret",
+        environ={},
+    )
+    return replace(node, **changes)

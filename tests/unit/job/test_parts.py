@@ -1,0 +1,158 @@
+"""The parts of a launcher: the end of one ends the run, they are stopped in order, and nothing of them stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import cast
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.control import Link
+from hpc_serve.job.outcome import PartFailedError, RunEnd
+from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.process import mark_environ, marked_pids
+from hpc_serve.job.worker_links import WorkerLinks
+
+MARK = f"test-{os.getpid()}-parts"
+ENVIRON = {**os.environ, **mark_environ(MARK), "PYTHONUNBUFFERED": "1"}
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture(autouse=True)
+def _no_settling(monkeypatch):
+    monkeypatch.setattr("hpc_serve.job.outcome._SETTLE_S", 0.01)
+
+
+def outcome_of(code: str, *, is_starting: bool):
+    async def run():
+        run_end = RunEnd()
+        parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
+        await parts.start("engine", python(code), ENVIRON, order=StopOrder.ENGINE, grace_s=1)
+        outcome = await asyncio.wait_for(run_end.wait(), 20)
+        await parts.take_down()
+        return outcome
+
+    return asyncio.run(run())
+
+
+def test_the_end_of_a_child_is_the_end_of_the_run():
+    outcome = outcome_of("print('ValueError: no such model'); raise SystemExit(3)", is_starting=True)
+    assert (outcome.failed_part, outcome.exit_code) == ("engine", 3)
+    assert outcome.reason == "engine exited with 3: ValueError: no such model"
+    assert outcome.last_log_lines == ("ValueError: no such model",)
+
+
+@pytest.mark.parametrize(("is_starting", "exit_code"), [(True, 75), (False, 1)])
+def test_a_port_that_was_taken_is_tried_again_until_the_service_was_ready(is_starting, exit_code):
+    code = "print('OSError: [Errno 98] Address already in use'); raise SystemExit(1)"
+    assert outcome_of(code, is_starting=is_starting).exit_code == exit_code
+
+
+def test_a_command_that_is_not_there_is_named_with_advice():
+    async def run():
+        parts = Parts(MARK, RunEnd())
+        await parts.start("ray head", ["no-such-ray"], ENVIRON, order=StopOrder.RAY, grace_s=1)
+
+    with pytest.raises(PartFailedError, match=r"no command no-such-ray .*HPC_SERVE_ENV") as caught:
+        asyncio.run(run())
+    assert caught.value.outcome.exit_code == 127
+
+
+def test_the_engine_is_stopped_before_the_workers_and_they_before_ray():
+    stopped = []
+
+    async def run():
+        parts = Parts(MARK, RunEnd())
+        for order in (StopOrder.RAY, StopOrder.ENGINE, StopOrder.WORKERS):
+
+            async def stop(order=order):
+                await asyncio.sleep(0)
+                stopped.append(order)
+
+            parts.add(order, stop)
+        await parts.take_down()
+
+    asyncio.run(run())
+    assert stopped == [StopOrder.ENGINE, StopOrder.WORKERS, StopOrder.RAY]
+
+
+def test_a_taken_down_run_leaves_no_process():
+    code = (
+        "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); print(1); time.sleep(600)"
+    )
+
+    async def run():
+        started = asyncio.Event()
+        parts = Parts(MARK, RunEnd())
+        await parts.start(
+            "engine",
+            python(code),
+            ENVIRON,
+            order=StopOrder.ENGINE,
+            grace_s=1,
+            on_line=lambda line: started.set(),
+        )
+        await asyncio.wait_for(started.wait(), 20)
+        assert len(list(marked_pids(MARK))) == 2
+        await parts.take_down()
+
+    asyncio.run(run())
+    assert not list(marked_pids(MARK))
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "reason"),
+    [(InvalidRequestError("bad words"), 2, "bad words"), (KeyError("x"), 1, "KeyError: 'x'")],
+)
+def test_an_error_of_the_launcher_is_the_end_of_the_run(error, exit_code, reason):
+    async def fail():
+        raise error
+
+    async def run():
+        run_end = RunEnd()
+        await run_end.fail_on_error(fail())
+        return await run_end.wait()
+
+    outcome = asyncio.run(run())
+    assert (outcome.failed_part, outcome.exit_code, outcome.reason) == ("launcher", exit_code, reason)
+
+
+class FakeLink:
+    """A worker's connection: says nothing, and knows whether it was closed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.name, self.address, self.read_bytes = rank, f"n{rank}", f"10.0.0.{rank}", 5
+        self.is_closed = False
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+    async def send_heartbeats(self, read_bytes):
+        await asyncio.Event().wait()
+
+    async def close(self):
+        self.is_closed = True
+
+
+def test_a_rank_that_is_unknown_or_taken_is_refused():
+    async def run():
+        joined: list[Link] = []
+        parts = Parts(MARK, RunEnd())
+        workers = WorkerLinks(3, parts, RunEnd(), joined.append)
+        links = [FakeLink(rank) for rank in (1, 1, 0, 3)]
+        for link in links:
+            workers.add_worker(cast(Link, link))
+        await asyncio.sleep(0.01)
+        assert (len(workers), workers.absent_ranks, workers.read_bytes) == (1, [2], 5)
+        assert workers.names == {"10.0.0.1": "n1"}
+        return joined, [link.is_closed for link in links], links
+
+    joined, closed, links = asyncio.run(run())
+    assert joined == links[:1]
+    assert closed == [False, True, True, True]

@@ -1,0 +1,141 @@
+"""The launcher of a node other than the head, over a real control connection; `ray` and `vllm` are small scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.job import outcome as outcome_module
+from hpc_serve.job.control import ControlServer, Link, LinkLostError
+from hpc_serve.job.network import HeadPorts, listen_on
+from hpc_serve.job.process import marked_pids
+from hpc_serve.job.worker import run_worker
+from tests.support.nodes import ALLOCATION, make_node
+
+RUNS = "print('running', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def over_a_connection(tmp_path, monkeypatch):
+    """Runs a worker beside `scenario(head's link)`; `command` is the code of `ray` or `vllm` on its PATH."""
+    monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
+
+    def run(scenario, code: str | None, *, backend: str = "ray"):
+        if code is not None:
+            script = tmp_path / ("ray" if backend == "ray" else "vllm")
+            arguments = tmp_path / "arguments"
+            script.write_text(
+                f"#!{sys.executable}\nimport os, sys, time\n"
+                f"open({str(arguments)!r}, 'w').write(' '.join(sys.argv[1:]))\n{code}\n"
+            )
+            script.chmod(0o755)
+
+        async def meet():
+            ports = HeadPorts.choose()
+            listener = listen_on(ports.control)
+            node = make_node(
+                tmp_path,
+                backend=backend,
+                words="vllm serve m -pp 2",
+                allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
+                head_ports=ports,
+                run_mark=f"test-{os.getpid()}-worker",
+                environ={"PATH": str(tmp_path)},
+            )
+            links: asyncio.Queue[Link] = asyncio.Queue()
+            server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
+            await server.start(listener)
+            worker = asyncio.create_task(run_worker(node))
+            try:
+                link = await asyncio.wait_for(links.get(), 20)
+                told = await asyncio.wait_for(scenario(link), 20)
+                code = await asyncio.wait_for(worker, 20)
+            finally:
+                server.close()
+            assert not list(marked_pids(node.run_mark))
+            return told, code
+
+        return asyncio.run(meet())
+
+    return run
+
+
+async def wait_for_arguments(tmp_path):
+    path = tmp_path / "arguments"
+    while not path.exists() or not path.read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return path.read_text()
+
+
+def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path):
+    async def scenario(link):
+        await link.send("go")
+        arguments = await wait_for_arguments(tmp_path)
+        await link.send("stop")
+        with pytest.raises(LinkLostError):
+            await link.receive()
+        return arguments
+
+    arguments, code = over_a_connection(scenario, RUNS)
+    assert code == 0
+    assert arguments.startswith("start --block")
+    assert "--address=127.0.0.1:" in arguments
+
+
+def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tmp_path):
+    async def scenario(link):
+        await link.send("go")
+        arguments = await wait_for_arguments(tmp_path)
+        await link.send("stop")
+        return arguments
+
+    arguments, code = over_a_connection(scenario, RUNS, backend="mp")
+    assert code == 0
+    assert (
+        "serve m -pp 2 --distributed-executor-backend mp --nnodes 2 --node-rank 1 --master-addr 127.0.0.1" in arguments
+    )
+    assert arguments.endswith("--headless")
+
+
+def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_connection):
+    async def scenario(link):
+        await link.send("go")
+        message = await link.receive()
+        await link.send("stop")
+        return message
+
+    message, code = over_a_connection(scenario, "print('ValueError: no such network'); sys.exit(3)")
+    assert code == 3
+    assert message == {
+        "kind": "failed",
+        "part": "ray worker",
+        "exit_code": 3,
+        "reason": "ray worker exited with 3: ValueError: no such network",
+        "last_log_lines": ["ValueError: no such network"],
+    }
+
+
+def test_a_node_without_the_command_says_so(over_a_connection):
+    async def scenario(link):
+        await link.send("go")
+        message = await link.receive()
+        await link.send("stop")
+        return message["exit_code"], message["reason"]
+
+    told, code = over_a_connection(scenario, None)
+    assert told[0] == code == 127
+    assert "no command ray" in told[1]
+
+
+@pytest.mark.parametrize("before", [[], ["go"]])
+def test_it_ends_with_the_head(over_a_connection, before):
+    async def scenario(link):
+        for kind in before:
+            await link.send(kind)
+        await link.close()
+
+    assert over_a_connection(scenario, RUNS) == (None, 0)
