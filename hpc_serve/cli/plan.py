@@ -99,6 +99,8 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
         model=model_of(options),
         **machines_of(options, site),
         engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
-        workload=Workload(**{option.name: options[option.name] for option in fields(Workload)}),
+        workload=Workload(
+            **{option.name: options[option.name] for option in fields(Workload) if option.name in options}
+        ),
         **{name: options[name] for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour")},
     )

@@ -114,12 +114,14 @@ class Workload:
     """What the service must hold at once: `concurrency` requests of `max_model_len` tokens each.
 
     The defaults are vLLM's own condition for starting: one request of the longest context the model allows. `replicas`
-    engines share the machines, each holding that much; None is one engine, on as few GPUs as it needs.
+    engines share the machines, each holding that much; None is one engine, on as few GPUs as it needs. `request_tokens`
+    are those of one request, where they are known: a shorter context is of no use.
     """
 
     max_model_len: int | None = None
     concurrency: int = 1
     replicas: int | None = None
+    request_tokens: int = 1
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -115,6 +115,9 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         max_model_len=asked.workload.max_model_len or found.model.max_model_len,
     )
     traffic = _traffic(asked, inputs.max_model_len)
+    if asked.input_tokens or asked.output_tokens:
+        tokens = traffic.input_tokens + traffic.output_tokens
+        inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
     reasons: list[str] = []
     cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
     try:

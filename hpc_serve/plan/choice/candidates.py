@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpc_serve.errors import DoesNotFitError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import ClusterSpec
@@ -37,6 +37,24 @@ class PlanInputs:
     engine: EngineConfig
     workload: Workload
     max_model_len: int
+
+    def for_one_replica(self) -> PlanInputs:
+        """The same with the machines that one replica gets: all of them for one, whole nodes or an equal part of a node
+        for several. Raises InvalidRequestError where they cannot be shared evenly.
+        """
+        replicas = self.workload.replicas or 1
+        if replicas == 1:
+            return self
+        nodes, size = self.cluster.num_nodes or 1, self.cluster.node_size
+        if nodes % replicas == 0:
+            return replace(self, cluster=replace(self.cluster, num_nodes=nodes // replicas))
+        share = nodes * size // replicas
+        if nodes * size % replicas or size % share:
+            raise InvalidRequestError(
+                f"{replicas} replicas cannot share {nodes} x {size} GPUs evenly: "
+                "use a number that divides the nodes, or the GPUs of a node."
+            )
+        return replace(self, cluster=replace(self.cluster, num_nodes=1, gpus_per_node=share))
 
     def evaluate(self, layout: Layout) -> Candidate:
         """What a layout would take, and whether that is enough."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.hardware.cluster import ClusterSpec
-from hpc_serve.plan.hardware.tpu import is_offered
+from hpc_serve.plan.hardware.cluster import ClusterSpec, whole_cluster
+from hpc_serve.plan.hardware.tpu import chip_count, is_offered
 
 MAX_NODES = 64
 """Nodes beyond which the search for a layout stops."""
@@ -128,18 +128,17 @@ def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[
 
 
 def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
+    """Both sizes as asked for. Raises DoesNotFitError where the nodes cannot hold or share them."""
     ranks = tensor * pipeline
-    nodes = cluster.num_nodes or (1 if ranks <= cluster.node_size else -(-ranks // cluster.node_size_of(2)))
+    nodes = cluster.num_nodes or _fewest_nodes(ranks, cluster) or 1
     size = cluster.node_size_of(nodes)
+    asked = f"TP={tensor} x PP={pipeline} is {ranks} ranks"
     if ranks > nodes * size:
-        raise DoesNotFitError(
-            f"TP={tensor} x PP={pipeline} is {ranks} ranks, but {nodes} x {size} GPUs are {nodes * size}; "
-            f"use --nodes {-(-ranks // size)}, or smaller sizes."
-        )
+        places = f"{nodes} x {size} {cluster.accelerator.unit}s are {nodes * size}"
+        raise DoesNotFitError(f"{asked}, but {places}; use {_larger_machines(ranks, cluster)}smaller sizes.")
     if ranks % nodes:
         raise DoesNotFitError(
-            f"TP={tensor} x PP={pipeline} is {ranks} ranks, which {nodes} nodes cannot share evenly; "
-            f"use a number of nodes that divides {ranks}."
+            f"{asked}, which {nodes} nodes cannot share evenly; use {_larger_machines(ranks, cluster)}other sizes."
         )
     return Layout(
         tensor_parallel_size=tensor,
@@ -147,6 +146,27 @@ def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layou
         num_nodes=nodes,
         gpus_per_node=ranks // nodes,
     )
+
+
+def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
+    """The fewest nodes that share so many ranks evenly, or None."""
+    for nodes in range(1, _most_nodes(cluster) + 1):
+        if ranks % nodes == 0 and ranks <= nodes * cluster.node_size_of(nodes):
+            return nodes
+    return None
+
+
+def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
+    """The option that makes room for so many ranks, followed by "or"; empty where there is none."""
+    device = cluster.accelerator
+    if not cluster.is_whole:
+        nodes = _fewest_nodes(ranks, cluster)
+        return f"--nodes {nodes}, or " if nodes else ""
+    for topology in device.slices:
+        chips = chip_count(topology)
+        if chips >= ranks and ranks % (whole_cluster(device, chips).num_nodes or 1) == 0:
+            return f"--gpu {device.name}:{topology}, or "
+    return ""
 
 
 def _divisors(number: int) -> list[int]:

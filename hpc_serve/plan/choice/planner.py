@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.choice.candidates import (
     Candidate,
     PlanInputs,
@@ -79,13 +79,14 @@ def plan(
     InvalidRequestError for a context the model does not have.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
-    inputs = PlanInputs(
+    asked = PlanInputs(
         model=model,
-        cluster=_share_of_a_replica(cluster, workload),
+        cluster=cluster,
         engine=engine,
         workload=workload,
         max_model_len=workload.max_model_len or model.max_model_len,
     )
+    inputs = asked.for_one_replica()
     tried: list[Candidate] = []
     try:
         _check_dtype(model, cluster)
@@ -97,7 +98,7 @@ def plan(
     except DoesNotFitError as error:
         minimum = minimum_gpus(inputs, at_most=0)
         raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
-    raise _nothing_fits(inputs, tried)
+    raise _nothing_fits(asked, tried)
 
 
 def _plan(
@@ -137,23 +138,6 @@ def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
         )
 
 
-def _share_of_a_replica(cluster: ClusterSpec, workload: Workload) -> ClusterSpec:
-    """The machines one replica gets: all of them for one, whole nodes or an equal part of a node for several."""
-    replicas = workload.replicas or 1
-    if replicas == 1:
-        return cluster
-    nodes, size = cluster.num_nodes or 1, cluster.node_size
-    if nodes % replicas == 0:
-        return replace(cluster, num_nodes=nodes // replicas)
-    share = nodes * size // replicas
-    if nodes * size % replicas or size % share:
-        raise InvalidRequestError(
-            f"{replicas} replicas cannot share {nodes} x {size} GPUs evenly: "
-            "use a number that divides the nodes, or the GPUs of a node."
-        )
-    return replace(cluster, num_nodes=1, gpus_per_node=share)
-
-
 def _reasons(
     inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
 ) -> list[str]:
@@ -190,9 +174,10 @@ def _has_asked_sizes(inputs: PlanInputs) -> bool:
     return bool(inputs.engine.tensor_parallel_size or inputs.engine.pipeline_parallel_size)
 
 
-def _nothing_fits(inputs: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
+def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     shown = closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)
-    helps = suggestions(inputs, [candidate.layout for candidate in shown])
+    inputs = asked.for_one_replica()
+    helps = suggestions(asked, [candidate.layout for candidate in shown])
     cluster, concurrency = inputs.cluster, inputs.workload.concurrency
     nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
     requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {inputs.max_model_len:,} tokens"

@@ -1,37 +1,45 @@
-"""What would make a model fit where it does not: more nodes, fewer requests, a shorter context, an fp8 cache, quantised
-weights. Each is tried, so that what is proposed holds.
+"""What would make a model fit where it does not: more nodes, fewer requests, a shorter context, a smaller cache, or
+smaller weights.
+
+Each suggestion is options to type in place of those given. Each is tried first: with these options a layout fits.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hpc_serve.errors import DoesNotFitError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on
-from hpc_serve.plan.hardware.cluster import ClusterSpec
-from hpc_serve.plan.hardware.tpu import slice_with
+from hpc_serve.plan.hardware.cluster import whole_cluster
+from hpc_serve.plan.hardware.tpu import chip_count
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
 from hpc_serve.plan.model.quantization import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
 
 _CONTEXT_STEP = 1024
-_QUANTIZATIONS: tuple[tuple[str, Scheme], ...] = (
-    ("fp8 weights (--quantization fp8)", FP8_TENSOR),
-    ("a checkpoint quantised to 4 bits (AWQ, GPTQ)", int_groups(4, 128, False)),
+_QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
+    ("fp8", "fp8 weights", FP8_TENSOR),
+    ("gptq", "a checkpoint quantised to 4 bits", int_groups(4, 128, False)),
 )
 
 
-def suggestions(inputs: PlanInputs, nearest: list[Layout]) -> list[str]:
-    """Changes after which a layout fits, each as what to type and what it gives. Empty: none of them helps."""
+def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[str]:
+    """Options after which a layout fits, and in parentheses what they give. Empty: none of them helps.
+
+    `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
+    """
+    inputs = asked.for_one_replica()
     tries = (
         _fewer_sequences(inputs, nearest),
-        _more_nodes(inputs) or _other_sizes(inputs),
+        _more_nodes(asked) or _other_sizes(asked),
         _fewer_requests(inputs, nearest),
         _shorter_context(inputs, nearest),
+        _smaller_cache(inputs, nearest),
+        _smaller_weights(inputs),
     )
-    return [text for text in (*tries, _smaller_cache(inputs, nearest), _smaller_weights(inputs)) if text]
+    return [text for text in tries if text]
 
 
 def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
@@ -46,47 +54,53 @@ def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     return None
 
 
-def _more_nodes(inputs: PlanInputs) -> str | None:
-    cluster = inputs.cluster
-    if not cluster.num_nodes:
+def _more_nodes(asked: PlanInputs) -> str | None:
+    """Another number of nodes, or another slice where a slice was named."""
+    cluster, replicas = asked.cluster, asked.workload.replicas or 1
+    if cluster.is_whole:
+        return _another_slice(asked)
+    if not cluster.num_nodes and replicas == 1:
         return None
-    free = replace(inputs, cluster=_any_number_of(cluster))
+    one = replace(asked.workload, replicas=None)
+    free = replace(asked, cluster=cluster.with_nodes(None), workload=one)
     layout = _first_that_fits(free)
     if layout is None:
         return None
-    sizes = f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"
-    if topology := slice_with(cluster.accelerator, layout.num_gpus):
-        return f"--gpu {cluster.accelerator.name}:{topology} ({sizes})"
-    return f"--nodes {layout.num_nodes} --gpus-per-node {free.cluster.node_size_of(layout.num_nodes)} ({sizes})"
+    size = free.cluster.node_size_of(layout.num_nodes)
+    return f"--nodes {layout.num_nodes * replicas} --gpus-per-node {size} ({_sizes(layout)})"
 
 
-def _any_number_of(cluster: ClusterSpec) -> ClusterSpec:
-    """The same machines, as many as one likes; of slices, another slice."""
-    if cluster.is_whole and cluster.accelerator.kind == "tpu":
-        return ClusterSpec(accelerator=cluster.accelerator)
-    return replace(cluster, num_nodes=None)
+def _another_slice(asked: PlanInputs) -> str | None:
+    """The smallest slice that will do."""
+    device = asked.cluster.accelerator
+    for topology in device.slices:
+        layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
+        if layout is not None:
+            return f"--gpu {device.name}:{topology} ({_sizes(layout)})"
+    return None
 
 
-def _other_sizes(inputs: PlanInputs) -> str | None:
-    """Sizes in place of those asked for, on as few nodes as will do the nearest."""
-    engine, cluster = inputs.engine, inputs.cluster
+def _other_sizes(asked: PlanInputs) -> str | None:
+    """Sizes in place of those asked for: the nearest, on as few nodes as will do."""
+    engine = asked.engine
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if not (tensor or pipeline):
         return None
-    free = replace(inputs, engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None))
+    free = replace(asked, engine=replace(engine, tensor_parallel_size=None, pipeline_parallel_size=None))
     first = _first_that_fits(free)
     if first is None:
         return None
+    free = free.for_one_replica()
 
     def distance(layout: Layout) -> tuple[int, int, int]:
         off = abs(layout.tensor_parallel_size - tensor) if tensor else 0
         off += abs(layout.pipeline_parallel_size - pipeline) if pipeline else 0
         return off, -layout.tensor_parallel_size, layout.num_gpus
 
-    there = layouts_on(first.num_nodes, cluster, free.engine)
+    there = layouts_on(first.num_nodes, free.cluster, free.engine)
     best = min((layout for layout in there if free.evaluate(layout).verdict == "fits"), key=distance, default=first)
     sizes = f"--tensor-parallel-size {best.tensor_parallel_size} --pipeline-parallel-size {best.pipeline_parallel_size}"
-    return sizes if cluster.num_nodes else f"{sizes} --nodes {best.num_nodes}"
+    return sizes if asked.cluster.num_nodes else f"{sizes} --nodes {best.num_nodes}"
 
 
 def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
@@ -97,12 +111,12 @@ def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
         memory = inputs.evaluate(layout).memory
         if memory is not None and memory.kv_cache_bytes > 0 and memory.blocks_per_request:
             most = max(most, (memory.num_blocks - 1) // memory.blocks_per_request)
-    return f"{most} request{'s' if most > 1 else ''} of that length at once" if most else None
+    return f"--concurrency {most} (requests of that length at once)" if most else None
 
 
 def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     longest = max((_longest(inputs, layout) for layout in nearest), default=0)
-    return f"--max-model-len {longest}" if longest else None
+    return f"--max-model-len {longest}" if longest >= max(_CONTEXT_STEP, inputs.workload.request_tokens) else None
 
 
 def _longest(inputs: PlanInputs, layout: Layout) -> int:
@@ -127,12 +141,12 @@ def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
 def _smaller_weights(inputs: PlanInputs) -> str | None:
     if inputs.model.quantization.method != "none":
         return None
-    for text, scheme in _QUANTIZATIONS:
+    for method, gives, scheme in _QUANTIZATIONS:
         if scheme is FP8_TENSOR and inputs.cluster.accelerator.kind == "cpu":
             continue  # vLLM 0.32 has no fp8 kernels for CPUs
         layout = _first_that_fits(replace(inputs, model=_quantized(inputs.model, scheme)))
         if layout is not None:
-            return f"{text}: {layout}"
+            return f"--quantization {method} ({gives}: {_sizes(layout)})"
     return None
 
 
@@ -150,11 +164,17 @@ def _quantized(model: ModelSpec, scheme: Scheme) -> ModelSpec:
     return model.with_weights(lambda weights: tuple(change(weight) for weight in weights))
 
 
-def _first_that_fits(inputs: PlanInputs) -> Layout | None:
+def _first_that_fits(asked: PlanInputs) -> Layout | None:
+    """The layout of one replica that a plan would choose."""
     try:
+        inputs = asked.for_one_replica()
         for layout in layouts(inputs.cluster, inputs.engine):
             if inputs.evaluate(layout).verdict == "fits":
                 return layout
-    except DoesNotFitError:
+    except (DoesNotFitError, InvalidRequestError):
         return None
     return None
+
+
+def _sizes(layout: Layout) -> str:
+    return f"TP={layout.tensor_parallel_size} PP={layout.pipeline_parallel_size}"

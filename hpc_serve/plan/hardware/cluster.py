@@ -67,14 +67,23 @@ def cluster_named(
     device = accelerator(base, total_bytes=total_bytes)
     if count is None:
         return ClusterSpec(accelerator=device, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
-    nodes, size = _hosts(device, count)
+    whole = whole_cluster(device, count)
+    nodes, size = whole.num_nodes, whole.gpus_per_node
     for option, asked, has in (("--nodes", num_nodes, nodes), ("--gpus-per-node", gpus_per_node, size)):
         if asked is not None and asked != has:
             raise InvalidRequestError(
-                f"{name} is {nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s, but {option} is {asked}; "
+                f"{name} is {nodes} node{'' if nodes == 1 else 's'} x {size} {device.unit}s, but {option} is {asked}; "
                 "leave it out."
             )
-    return ClusterSpec(accelerator=device, num_nodes=nodes, gpus_per_node=size, is_whole=True)
+    return whole
+
+
+def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
+    """The machines of so many accelerators, all for one engine: a TPU slice over its hosts, or sockets of one host."""
+    if device.kind == "cpu" or count <= device.gpus_per_node:
+        return ClusterSpec(accelerator=device, num_nodes=1, gpus_per_node=count, is_whole=True)
+    size = device.node_size(count)
+    return ClusterSpec(accelerator=device, num_nodes=count // size, gpus_per_node=size, is_whole=True)
 
 
 def _split(name: str) -> tuple[str, int | None]:
@@ -91,11 +100,3 @@ def _split(name: str) -> tuple[str, int | None]:
     if topology not in known:
         raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
     return base, chip_count(topology)
-
-
-def _hosts(device: AcceleratorSpec, count: int) -> tuple[int, int]:
-    """(hosts, accelerators of each): the sockets of a CPU node are of one host."""
-    if device.kind == "cpu" or count <= device.gpus_per_node:
-        return 1, count
-    size = device.node_size(count)
-    return count // size, size

@@ -220,7 +220,7 @@ def test_heads_that_do_not_divide_are_planned_around() -> None:
         ("70b", "h100-80gb", {"nodes": 1, "size": 2}, r"--max-model-len \d+"),
         ("405b", "h100-80gb", {"nodes": 1}, "fp8 weights"),
         ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, "--kv-cache-dtype fp8"),
-        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, "10 requests of that length at once"),
+        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, r"--concurrency 10 \(requests of that length at once\)"),
         ("70b", "l4", {"nodes": 1}, "--nodes 2 --gpus-per-node 8"),
     ],
 )
