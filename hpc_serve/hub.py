@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, match_checkpoint
 from hpc_serve.sizes import MIB
@@ -85,9 +86,7 @@ def find_model(
 
 def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
-    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache" / "huggingface")
-    root = Path(environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
-    folder = root / ("models--" + repository.replace("/", "--"))
+    folder = read_hub_settings(environ).cache / ("models--" + repository.replace("/", "--"))
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
@@ -166,13 +165,14 @@ def _from_folder(path: Path) -> FoundModel:
 def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.BaseTransport | None) -> Mapping[str, Any]:
     import httpx
 
-    if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    settings = read_hub_settings(environ)
+    if settings.is_offline:
         raise UnknownModelError(
-            f"{repository} is not in the catalogue or the Hugging Face cache, and HF_HUB_OFFLINE keeps from the hub."
+            f"{repository} is not in the catalogue or the Hugging Face cache, and HF_HUB_OFFLINE or "
+            "TRANSFORMERS_OFFLINE keeps from the hub."
             f"{catalog.did_you_mean(repository)}"
         )
-    endpoint = (environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    token = _token(environ)
+    endpoint, token = settings.endpoint, settings.token
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True, transport=transport) as client:
@@ -197,17 +197,6 @@ def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.Base
             f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
         )
     return _object(response.content, f"{repository}/config.json of {endpoint}")
-
-
-def _token(environ: Mapping[str, str]) -> str | None:
-    """The token as huggingface_hub finds it: HF_TOKEN, else the file it keeps."""
-    if environ.get("HF_TOKEN"):
-        return environ["HF_TOKEN"].strip()
-    home = environ.get("HF_HOME") or str(Path(environ.get("HOME", "~")).expanduser() / ".cache" / "huggingface")
-    try:
-        return Path(environ.get("HF_TOKEN_PATH") or f"{home}/token").read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
 
 
 def _read(file: Path) -> Mapping[str, Any]:
