@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_value, read_arguments, value_of
+from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_keys, check_value, read_arguments, value_of
 from hpc_serve.vllm.options import completions, load_data, options, pinned_version
 
 OVERRULE = "--allow-unknown-vllm-options"
@@ -37,10 +37,9 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
         if argument.spelling == "--":
             raise InvalidRequestError("`--` ends the options for vLLM, and the launcher adds more: leave it out.")
         _check_not_refused(argument)
+        check_keys(argument)
         if argument.option is None:
             _check_unknown(argument, allow_unknown)
-        elif argument.keys and not argument.option.takes_json:
-            raise InvalidRequestError(f"{argument.name} takes no JSON, so it has no keys after a point.")
         elif not allow_unknown:
             check_value(argument)
     for name, reason in _classes()["only_one"].items():

@@ -104,19 +104,35 @@ def names_in(words: Iterable[str]) -> frozenset[str]:
 
 def check_value(argument: Argument) -> None:
     """Raises InvalidRequestError for values that vLLM's parser does not take after this option."""
-    if argument.keys:
-        return
     option = argument.option
     assert option is not None
-    has_equals = "=" in argument.words[0]
-    if option.values == "0" and has_equals:
+    if option.values == "0" and "=" in argument.words[0]:
         raise InvalidRequestError(f"{argument.spelling} takes no value: write it alone{_negation(option)}.")
-    if option.values in ("1", "+") and not argument.values:
-        raise InvalidRequestError(f"{argument.spelling} needs a value.")
     if argument.stray:
-        stray = shlex.join(argument.stray)
-        raise InvalidRequestError(f"{stray} after {argument.spelling} belongs to no option: vLLM would not read it.")
-    _converted(argument)
+        raise _stray(argument)
+    if not argument.keys:
+        _converted(argument)
+
+
+def check_keys(argument: Argument) -> None:
+    """Raises InvalidRequestError for a `--name.key` that takes words from the options beside it.
+
+    vLLM takes the word after `--name.key` for its value, even an option, and gives further ones to the option before.
+    """
+    if not argument.keys:
+        return
+    written = argument.words[0]
+    if not argument.values or ("=" not in written and _begins_option(argument.values[0])):
+        raise InvalidRequestError(f"{written} needs a value: write {written}=VALUE.")
+    if argument.stray:
+        raise _stray(argument)
+    if argument.option is not None and not argument.option.takes_json:
+        raise InvalidRequestError(f"{argument.name} takes no JSON, so it has no keys after a point.")
+
+
+def _stray(argument: Argument) -> InvalidRequestError:
+    stray = shlex.join(argument.stray)
+    return InvalidRequestError(f"{stray} after {argument.words[0]} belongs to no option: vLLM would not read it.")
 
 
 def _negation(option: Option) -> str:
@@ -198,6 +214,8 @@ def _optimization_level(word: str) -> str:
 
 def _converted(argument: Argument) -> tuple[Any, ...]:
     assert argument.option is not None
+    if not argument.values and argument.option.values in ("1", "+"):
+        raise InvalidRequestError(f"{argument.spelling} needs a value.")
     try:
         return tuple(convert(argument.option, value) for value in argument.values)
     except ValueError as error:

@@ -14,7 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["switch", "text", "integer", "number", "size", "size or auto", "name", "json", "json or text"]
+Kind = Literal[
+    "switch", "text", "integer", "number", "size", "size or auto", "name", "json", "json or text", "json with sizes"
+]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -26,6 +28,7 @@ _EXPECTED: Mapping[str, str] = {
     "size or auto": "a whole number, or one with k (1000) or K (1024), or auto",
     "json": "JSON",
     "json or text": "JSON",
+    "json with sizes": "JSON",
 }
 
 
@@ -122,8 +125,10 @@ def _convert(kind: Kind, text: str) -> Any:
         return read_size(text)
     if kind == "name":
         return text.lower().replace("-", "_")
-    if kind == "json" or (kind == "json or text" and text.strip().startswith("{") and text.strip().endswith("}")):
+    if kind == "json with sizes":
         return json.loads(_expand_sizes(text))
+    if kind == "json" or (kind == "json or text" and text.strip().startswith("{") and text.strip().endswith("}")):
+        return json.loads(text)
     return text
 
 
@@ -137,7 +142,7 @@ def read_size(text: str) -> int:
 
 
 def _expand_sizes(text: str) -> str:
-    """vLLM takes `80g` for a number inside JSON too, outside of its strings."""
+    """In the JSON of its own settings vLLM takes `80g` for a number, outside of strings."""
     parts = _JSON_STRING.split(text)
     for index in range(0, len(parts), 2):
         parts[index] = re.sub(rf"\b{_SIZE.pattern}\b", lambda match: str(read_size(match[0])), parts[index])

@@ -22,7 +22,7 @@ _KINDS: dict[str, str] = {
     "human_readable_int": "size",
     "human_readable_int_or_auto": "size or auto",
     "loads": "json",
-    "parse_dataclass": "json",
+    "parse_dataclass": "json with sizes",
     "union_dict_and_str": "json or text",
 }
 _VALUES = {None: "1", 0: "0", "?": "?", "+": "+"}

@@ -1,0 +1,216 @@
+"""The data and the reader against the installed vLLM: the same options, and the same reading of the same words."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.allowed import check_arguments
+from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.command import GATE, head_args, read_command
+from hpc_serve.vllm.options import load_data, options
+
+CHECKOUT = Path(__file__).parents[3]
+LINES = [
+    "-tp 8 -pp 2 --max-model-len 32k --max-num-seqs 16",
+    "--tensor_parallel_size=4 --pipeline-parallel-size=2",
+    "-tp=2 -q fp8 -ep",
+    "-tp 8 --tensor-parallel-size 2",
+    "--max-model-len 128K --max-num-batched-tokens 1.5k",
+    "--max-model-len auto",
+    "--max-model-len -1 --seed -1",
+    "--device-memory-utilization 0.8",
+    "--gpu_memory_utilization 0.8 --gpu-memory-utilization=0.7",
+    "--enforce-eager --no-enable-prefix-caching",
+    "--enforce-eager --no-enforce-eager",
+    "--no_enforce_eager",
+    "--kv-cache-memory-bytes 16m --block-size 16",
+    "--kv-cache-memory-bytes None",
+    "--served-model-name a b c --port 9000",
+    "--served-model-name=a --port=9000",
+    "--served-model-name a --served-model-name b",
+    "--hf-overrides.a.b 1 --hf-overrides.a.c x",
+    '--hf-overrides {"a":1}',
+    '--hf-overrides.a 1 --hf-overrides {"b":2}',
+    "--limit-mm-per-prompt.image 2",
+    '--limit_mm_per_prompt {"image":2}',
+    "--hf-overrides.sizes+ a,b --hf-overrides.sizes+ c",
+    "-O3",
+    "-O=2",
+    "-O 1",
+    "--kv-cache-dtype fp8 --dtype bfloat16 --quantization fp8",
+    "--moe-backend FlashInfer-Cutlass",
+    "--distributed-executor-backend ray",
+    "--lora-modules a=/a b=/b",
+    "--safetensors-load-strategy None",
+    # what vLLM's parser refuses
+    "--kv-cache-dtype int8",
+    "--disable-log-requests",
+    "--max-num-seqs many",
+    "--max-num-seqs",
+    "--enforce-eager=True",
+    "--enforce-eager True",
+    "--served-model-name=a b",
+    "--watermark -0.5",
+    "--hf-overrides.a",
+    "--tensor-parallel-size.a 2",
+    "--seed 1 -- x",
+    "-tp4",
+    "-O",
+    # what it completes
+    "--max-num-seq 4",
+    "--tensor 4",
+    "-t 4",
+    "-n2",
+    "-qfp8",
+]
+NAMES = (
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--max-num-seqs", "--port", "--seed"),
+    *("--max-num-batched-tokens", "--kv-cache-memory-bytes", "--block-size", "--gpu-memory-utilization", "--dtype"),
+    *("--quantization", "--kv-cache-dtype", "--enforce-eager", "--enable-expert-parallel", "--served-model-name"),
+    *("--distributed-executor-backend", "--hf-overrides", "--limit-mm-per-prompt", "--optimization-level"),
+    *("--moe-backend", "--enable-prefix-caching", "--safetensors-load-strategy", "--load-format"),
+)
+"""Options whose values are plain, so that both readings can be compared."""
+COMPLETED = ("--max-num-seq 4", "--tensor 4", "-t 4", "-n2", "-qfp8")
+MIDDLEWARE = (
+    "--middleware starlette.middleware.gzip.GZipMiddleware",
+    "--middleware=starlette.middleware.gzip.GZipMiddleware --middleware starlette.middleware.trustedhost."
+    "TrustedHostMiddleware --enable-request-id-headers",
+    "--seed 1",
+)
+SEED = 20261121
+
+
+def random_lines(count: int) -> list[list[str]]:
+    """Words that may meet in any order: spellings whole, shortened, with values of all kinds or none."""
+    rng = random.Random(SEED)
+    spellings = [spelling for name in NAMES for spelling in options()[name].spellings]
+    values = [
+        "1",
+        "8",
+        "-1",
+        "0.5",
+        "-0.5",
+        "16k",
+        "auto",
+        "fp8",
+        "x",
+        "None",
+        "",
+        '{"a":1}',
+        "a b",
+        "-",
+        "-a b",
+        "=",
+        "7",
+    ]
+
+    def word() -> list[str]:
+        spelling = rng.choice(spellings)
+        if rng.random() < 0.1:
+            spelling = spelling[: rng.randint(2, len(spelling))]
+        if rng.random() < 0.2:
+            spelling = spelling.replace("-", "_").replace("__", "--", 1)
+        if rng.random() < 0.1:
+            spelling += ".key"
+        if rng.random() < 0.3:
+            return [f"{spelling}={rng.choice(values)}"]
+        return [spelling, *rng.choices(values, k=rng.choice((0, 1, 1, 1, 2)))]
+
+    return [[part for _ in range(rng.randint(1, 4)) for part in word()] for _ in range(count)]
+
+
+RANDOM_LINES = random_lines(1500)
+
+
+def gated(line: str) -> list[str]:
+    """The words of the engine as the head starts it."""
+    command = read_command(["vllm", "serve", "model", *line.split()])
+    return [*command.argv[3:], *head_args(command, host="127.0.0.1", port=9000, device="GPU", backend="mp")]
+
+
+def refusal_of(words: list[str]) -> str:
+    try:
+        check_arguments(words, allow_unknown=False)
+    except InvalidRequestError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def vllm() -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    lines = [*(line.split() for line in LINES), *RANDOM_LINES, *(gated(line) for line in MIDDLEWARE)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_parser"],
+        cwd=CHECKOUT,
+        input=json.dumps({"lines": lines}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_the_committed_options_are_those_of_the_installed_vllm(vllm):
+    data = load_data("options.json")
+    assert data["version"] == vllm["version"], "made for another version: python -m tests.support.vllm_options"
+    assert {option["names"][0]: option for option in data["options"]} == {
+        option["names"][0]: option for option in vllm["options"]
+    }
+
+
+def test_what_is_accepted_is_read_as_vllm_reads_it(vllm):
+    lines = [*(line.split() for line in LINES), *RANDOM_LINES]
+    accepted = 0
+    for words, reading in zip(lines, vllm["readings"]):
+        if refusal_of(words):
+            continue
+        accepted += 1
+        assert reading is not None, f"vLLM refuses {words} (seed {SEED})"
+        arguments = read_arguments(words)
+        for name in NAMES:
+            if any(argument.name == name for argument in arguments):
+                value = value_of(arguments, name)
+                ours = list(value) if isinstance(value, tuple) else value
+                assert ours == reading[name[2:].replace("-", "_")], f"{name} in {words} (seed {SEED})"
+    assert accepted > 100
+
+
+def test_what_vllm_takes_is_accepted_but_for_abbreviations(vllm):
+    for words, reading in zip([*(line.split() for line in LINES), *RANDOM_LINES], vllm["readings"]):
+        # Words with keys take the next word, whatever it is, and are read last; -0.5 is one, the key 5 of an option -0.
+        if reading is None or any("." in word for word in words):
+            continue
+        refusal = refusal_of(words)
+        is_ours = any(part in refusal for part in ("full name", "cannot be given", "has no keys", "`--` ends")) or not refusal
+        assert is_ours, f"{words}: {refusal} (seed {SEED})"
+
+
+def test_vllm_completes_abbreviations_and_we_refuse_them(vllm):
+    readings = dict(zip(LINES, vllm["readings"]))
+    assert all(readings[line] is not None for line in COMPLETED)
+    assert readings["--tensor 4"]["tensor_parallel_size"] == 4
+    for line in COMPLETED:
+        with pytest.raises(InvalidRequestError, match=r"full name|cannot be given"):
+            check_arguments(line.split(), allow_unknown=False)
+
+
+def test_the_gate_is_around_all_other_middleware(vllm):
+    first, *others = (found for found in vllm["middleware"][-len(MIDDLEWARE) :])
+    assert first[:2] == [GATE, "starlette.middleware.gzip.GZipMiddleware"]
+    for found in (first, *others):
+        assert found[0] == GATE
+        assert found.count(GATE) == 1
+    assert "starlette.middleware.trustedhost.TrustedHostMiddleware" in others[0]
