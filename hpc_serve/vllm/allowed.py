@@ -47,7 +47,7 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
             raise InvalidRequestError(f"{name} {size} cannot be given to the engine: {reason}.")
 
 
-def check_args_file(words: Iterable[str]) -> None:
+def check_file_arguments(words: Iterable[str]) -> None:
     """Raises InvalidRequestError for words that a file of arguments may not hold.
 
     A file may hold what is "free" in the pinned version: an option that nobody has looked at could name code.

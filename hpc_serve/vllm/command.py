@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.vllm.allowed import check_args_file, check_arguments
+from hpc_serve.vllm.allowed import check_arguments, check_file_arguments
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 
 Device = Literal["GPU", "TPU"]
@@ -31,7 +31,7 @@ class StandIn:
     args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_args_file(self.args)
+        check_file_arguments(self.args)
 
 
 @dataclass(frozen=True, kw_only=True)

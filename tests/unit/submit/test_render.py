@@ -233,6 +233,15 @@ def test_the_header_says_how_to_get_the_script_again():
     )
 
 
+def test_options_that_the_pinned_vllm_does_not_know_are_refused_unless_overruled():
+    words = ("--new-option", "a", "b")
+    with pytest.raises(InvalidRequestError, match=r"has no option --new-option.*--allow-unknown-vllm-options"):
+        script(engine_args=words)
+    text = script(engine_args=words, allow_unknown_vllm_options=True)
+    assert " --allow-unknown-vllm-options -- --new-option a b\n" in text
+    assert "            --new-option a b" in text
+
+
 def test_the_header_cannot_be_left_by_a_newline():
     text = script(engine_args=("--x", "a\nrm -rf ~"), allow_unknown_vllm_options=True)
     assert "\nrm -rf ~ \\" not in text.split("set -euo pipefail")[0]

@@ -181,6 +181,23 @@ class TestSubmit:
         services.submit(request(), environ=stand_in)
         assert len(slurm.scripts) == 2
 
+    @pytest.mark.parametrize("text", ["# no dummy weights\n", "--served-model-name dummy\n"])
+    def test_dummy_weights_are_an_option_of_the_file_and_no_word_in_it(self, store, slurm, environ, tmp_path, text):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        (tmp_path / "model" / "hpc-serve-args.txt").write_text(text)
+        with pytest.raises(InvalidRequestError, match="holds no weights"):
+            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
+        assert slurm.scripts == []
+
+    def test_a_file_of_arguments_that_names_code_is_found_before_the_queue(self, store, slurm, environ, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        (tmp_path / "model" / "hpc-serve-args.txt").write_text("--load-format dummy --worker-cls a.B\n")
+        with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt holds --worker-cls"):
+            services.submit(request(), environ=environ | {"HPC_SERVE_MODEL": str(tmp_path / "model")})
+        assert slurm.scripts == []
+
     def test_without_an_environment_nothing_is_queued(self, store, slurm, environ, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(InvalidRequestError, match="set HPC_SERVE_ENV"):

@@ -80,6 +80,8 @@ NAMES = (
     *("--moe-backend", "--enable-prefix-caching", "--safetensors-load-strategy", "--load-format"),
 )
 """Options whose values are plain, so that both readings can be compared."""
+OURS = ("full name", "cannot be given", "has no keys", "`--` ends")
+"""What hpc-serve refuses although vLLM would take it."""
 COMPLETED = ("--max-num-seq 4", "--tensor 4", "-t 4", "-n2", "-qfp8")
 MIDDLEWARE = (
     "--middleware starlette.middleware.gzip.GZipMiddleware",
@@ -194,7 +196,9 @@ def test_what_vllm_takes_is_accepted_but_for_abbreviations(vllm):
         if reading is None or any("." in word for word in words):
             continue
         refusal = refusal_of(words)
-        is_ours = any(part in refusal for part in ("full name", "cannot be given", "has no keys", "`--` ends")) or not refusal
+        is_ours = (
+            any(part in refusal for part in ("full name", "cannot be given", "has no keys", "`--` ends")) or not refusal
+        )
         assert is_ours, f"{words}: {refusal} (seed {SEED})"
 
 

@@ -10,6 +10,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.vllm.command import (
+    GATE,
     Device,
     check_layout,
     choose_backend,
@@ -67,6 +68,33 @@ def test_a_stand_in_takes_the_place_of_the_weights_and_keeps_the_name(tmp_path: 
     )
     assert (command.model, command.served_model_names) == ("org/m", ("org/m",))
     assert command.tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize("text", ["--middleware a.b", "--api-key k", "--new-option 1", "--trust-remote-code"])
+def test_a_stand_in_s_file_does_not_bring_code_or_secrets(tmp_path: Path, text: str):
+    (tmp_path / "hpc-serve-args.txt").write_text(text)
+    with pytest.raises(InvalidRequestError, match=r"hpc-serve-args.txt holds|cannot be given"):
+        find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
+
+
+def test_a_script_s_options_of_another_version_are_passed_on_as_they_are():
+    line = "vllm serve m --new-option a b -tp 2 --kv-cache-dtype new --max-num-seq 4"
+    command = read_command(words(line))
+    assert list(command.argv) == words(line)
+    assert command.tensor_parallel_size == 2
+
+
+def test_a_layout_with_data_parallelism_is_refused_and_not_missized():
+    for text in ("-dp 2", "--data-parallel-size=2", "-pcp 2", "-dpl 1"):
+        with pytest.raises(InvalidRequestError, match="cannot be given to the engine"):
+            read_command(words(f"vllm serve m -tp 2 {text}"))
+    assert read_command(words("vllm serve m -tp 2 -dp 1")).world_size == 2
+
+
+def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
+    command = read_command(words("vllm serve m --middleware a.B"))
+    argv = [*command.argv, *head_args(command, host="h", port=1, device="GPU", backend="mp")]
+    assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
 
 def test_a_stand_in_that_is_not_there_is_named(tmp_path: Path):

@@ -1,0 +1,175 @@
+"""What may be given to the engine, and from where."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.allowed import check_arguments, check_file_arguments, classes
+from hpc_serve.vllm.options import load_data, options
+
+CODE = (
+    "--middleware a.b",
+    "--middleware=a.b",
+    "--tool-parser-plugin /x.py",
+    "--tool_parser_plugin=/x.py",
+    "--reasoning-parser-plugin /x.py",
+    "--io-processor-plugin x",
+    "--logits-processors a:b",
+    "--worker-cls a.B",
+    "--worker-extension-cls a.B",
+    "--scheduler-cls a.B",
+    "--model-class-overrides.Arch a:B",
+    "--distributed-executor-backend a.B",
+    "--trust-remote-code",
+    "--hf-overrides {}",
+    "--additional-config.x y",
+    "-sc.method custom_class",
+    '--speculative-config {"method":"custom_class","model":"a.B"}',
+    "--spec-method custom_class",
+    "--kv-transfer-config.kv_connector_module_path a.b",
+    "--ec-transfer-config.ec_connector_module_path a.b",
+    "--ec-manager-config.encoder_cache_manager_cls a.B",
+    "--log-config-file /x",
+    "--logging-config.pylogging_config_file /x",
+    "-cc.backend a.B",
+    "-cc.inductor_compile_config.cpp.cxx /x",
+    '--compilation-config {"backend":"a.B"}',
+    "--compilation_config.inductor_passes.x a.b",
+    "--structured-outputs-config.reasoning_parser_plugin /x.py",
+    "--tool-server demo",
+    "--no-such-option a.B",
+    "--middlewar a.b",
+)
+OPEN = (
+    *("--root-path /x", "--allow-credentials", "--allowed-local-media-path /", "--enable-prompt-embeds"),
+    *("--trust-request-chat-template", "--kv-events-config.publisher zmq", "--otlp-traces-endpoint h:1"),
+    *("--h11-max-header-count 9", "--enable-log-requests", "--profiler-config.torch_profiler_dir /x"),
+)
+REFUSED = (
+    *("--api-key k3y", "--api_key=k3y", "--api-ke k3y", "--uds /x", "--headless", "--nnodes 2", "-n 2", "-n2", "-r 1"),
+    *("--node-rank 1", "--master-addr h", "--ssl-keyfile k", "--ssl_certfile=c", "--ssl-ca-certs c", "--host h"),
+    *("--model m", "--config c.yaml", "--grpc", "--grpc-port 1", "--hf-token t", "--help", "--data-parallel-rank 0"),
+    *("-dpb ray", "-dpl 1", "--data-parallel-external-lb", "--no-data-parallel-external-lb", "-dp 2", "-pcp 2"),
+    *("--data_parallel_size=2", "--enable-elastic-ep", "--api-key.x k3y"),
+)
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_some_options_are_refused_wherever_they_come_from(line: str) -> None:
+    for check in (
+        lambda words: check_arguments(words, allow_unknown=False),
+        lambda words: check_arguments(words, allow_unknown=True),
+        check_file_arguments,
+    ):
+        with pytest.raises(InvalidRequestError, match="cannot be given to the engine") as refused:
+            check(line.split())
+        assert "k3y" not in str(refused.value)
+
+
+@pytest.mark.parametrize("line", CODE)
+def test_what_names_code_comes_from_its_owner_only(line: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^hpc-serve-args.txt holds "):
+        check_file_arguments(line.split())
+    check_arguments(line.split(), allow_unknown=True)
+
+
+@pytest.mark.parametrize("line", OPEN)
+def test_what_opens_the_engine_comes_from_its_owner_only(line: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^hpc-serve-args.txt holds "):
+        check_file_arguments(line.split())
+    check_arguments(line.split(), allow_unknown=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--dtype bfloat16 --max-model-len 2048 --max-num-seqs 8 --kv-cache-memory-bytes 16777216 --enforce-eager",
+        "--load-format dummy --tensor-parallel-size 2 -cc.mode 0 -cc.cudagraph_mode NONE --seed 1",
+        '--compilation-config {"mode":0} --model-loader-extra-config.num_threads 4 -dp 1',
+    ],
+)
+def test_what_tests_and_demos_need_may_stand_in_a_file(line: str) -> None:
+    check_file_arguments(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("--disable-log-requests", "--disable-log-requests: requests are not logged unless --enable-log-requests"),
+        ("--max-modle-len 3", "has no option --max-modle-len: did you mean --max-model-len?"),
+        ("--no-such-option", "--no-such-option (for another version of vLLM: --allow-unknown-vllm-options)"),
+        ("--max-num-seq 4", "--max-num-seq is not the full name of an option: write --max-num-seqs"),
+        ("-t 4", "write --tensor-parallel-size"),
+        ("-qfp8", "write --quantization"),
+        ("--kv-cache-dtype int8", "--kv-cache-dtype is 'int8': vLLM 0.32.0 takes auto,"),
+        ("--enforce-eager=True", "--enforce-eager takes no value: write it alone, or --no-enforce-eager"),
+        ("--enforce-eager True", "True after --enforce-eager belongs to no option"),
+        ("--served-model-name=a b", "b after --served-model-name=a belongs to no option"),
+        ("--max-num-seqs", "--max-num-seqs needs a value"),
+        ("x", "'x' belongs to no option"),
+    ],
+)  # fmt: skip
+def test_what_the_pinned_version_does_not_take_is_refused_unless_overruled(line: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(why)):
+        check_arguments(line.split(), allow_unknown=False)
+    if line != "-t 4":  # the launcher reads the layout, so it must see it
+        check_arguments(line.split(), allow_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("--tensor-par 4", "write --tensor-parallel-size"),
+        ("--served-model x", "write --served-model-name"),
+        ("--max-num-seqs 4 -- x", "`--` ends the options"),
+        ("--served-model-name.x y", "takes no JSON"),
+        ("--hf-overrides.a --seed 1", "write --hf-overrides.a=VALUE"),
+        ("--served-model-name a --hf-overrides.a 1 b", "b after --hf-overrides.a belongs to no option"),
+        ("--port 80 -0.5 --seed", "write -0.5=VALUE"),
+    ],
+)
+def test_what_the_launcher_would_misread_is_refused_in_a_script_too(line: str, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(why)):
+        check_arguments(line.split(), allow_unknown=True)
+
+
+@pytest.mark.parametrize(
+    "line", ["--device cpu", "--swap-space 4", "--new-option a b", "--kv-cache-dtype new", "-zz 1"]
+)
+def test_another_version_s_options_pass_in_a_script(line: str) -> None:
+    check_arguments(line.split(), allow_unknown=True)
+
+
+def test_every_option_of_the_pinned_version_has_one_class() -> None:
+    data = load_data("classes.json")
+    listed = [name for kind in ("free", "owner", "ours", "refused", "only_one") for name in data[kind]]
+    assert sorted(listed) == sorted({option.name for option in options().values()})
+    assert set(classes()) == set(listed)
+
+
+def test_free_keys_are_of_free_json_options() -> None:
+    for name in load_data("classes.json")["free_keys"]:
+        assert classes()[name] == "free"
+        assert options()[name].takes_json
+
+
+def test_successors_are_of_options_that_are_gone_and_name_those_that_are_there() -> None:
+    for gone, advice in load_data("classes.json")["successors"].items():
+        assert gone not in options()
+        for name in re.findall(r"(?<![\w-])--[a-z0-9-]+", advice):
+            assert name in options() or name == "--backend", f"{gone}: {advice}"
+
+
+def test_no_free_option_has_a_name_that_tells_of_code() -> None:
+    telling = re.compile(r"plugin|-cls$|-class|-code$|middleware|trust|token$|-key$|ssl|uds|grpc|data-parallel|nnodes")
+    free = {name for name, kind in classes().items() if kind == "free"}
+    assert not {name for name in free if telling.search(name)}
+
+
+def test_quoting_of_a_line_does_not_matter() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be given"):
+        check_arguments(shlex.split("'--api-key' \"k\""), allow_unknown=True)

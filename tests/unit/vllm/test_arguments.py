@@ -1,0 +1,98 @@
+"""Words of vLLM's command line and of files of arguments, read one way. test_against_vllm holds it to vLLM's parser."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.vllm.arguments import names_in, read_args_file, read_arguments, value_of, without
+
+CC = "--compilation-config"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("-tp 8", "--tensor-parallel-size", 8),
+        ("-tp=8", "--tensor-parallel-size", 8),
+        ("--tensor_parallel_size=8", "--tensor-parallel-size", 8),
+        ("-tp 8 --tensor-parallel-size 2", "--tensor-parallel-size", 2),
+        ("-dp 2", "--data-parallel-size", 2),
+        ("-q fp8", "--quantization", "fp8"),
+        ("--max-model-len 32k", "--max-model-len", 32_000),
+        ("--max-model-len 32K", "--max-model-len", 32_768),
+        ("--max-model-len auto", "--max-model-len", -1),
+        ("--seed -1 --port 80", "--port", 80),
+        ("--seed -1 --port 80", "--seed", -1),
+        ("--enforce-eager", "--enforce-eager", True),
+        ("--enforce-eager --no-enforce-eager", "--enforce-eager", False),
+        ("-ep", "--enable-expert-parallel", True),
+        ("--seed 1", "--enforce-eager", None),
+        ("--served-model-name a b --port 1", "--served-model-name", ("a", "b")),
+        ("--middleware a.b --middleware=c.d", "--middleware", ("a.b", "c.d")),
+        ("--device-memory-utilization 0.5", "--gpu-memory-utilization", 0.5),
+        ("--kv-cache-memory-bytes None", "--kv-cache-memory-bytes", None),
+        ("-O3", "--optimization-level", "3"),
+        ("-O 2", "--optimization-level", "2"),
+        ("-cc.mode 3 -cc.custom_ops+ a,b -cc.custom_ops+=c", CC, {"mode": 3, "custom_ops": ["a", "b", "c"]}),
+        ("--compilation-config.mode 3 -cc.backend x", CC, {"backend": "x"}),
+        ("--compilation_config.pass_config.x 8k", CC, {"pass_config": {"x": 8000}}),
+        ("""--compilation-config '{"max_cudagraph_capture_size": 1k}'""", CC, {"max_cudagraph_capture_size": 1000}),
+        ("""--hf-overrides '{"a": "8k"}'""", "--hf-overrides", {"a": "8k"}),
+    ],
+)  # fmt: skip
+def test_an_option_is_read_in_each_of_its_spellings(line: str, name: str, value: Any) -> None:
+    assert value_of(read_arguments(shlex.split(line)), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("--max-num-seqs many", "--max-num-seqs is 'many': it must be a whole number"),
+        ("--kv-cache-dtype int8", "vLLM 0.32.0 takes auto, bfloat16,"),
+        ("--max-num-seqs", "--max-num-seqs needs a value"),
+        ("--compilation-config {", "it must be JSON"),
+    ],
+)
+def test_a_value_that_vllm_does_not_take_is_said(line: str, why: str) -> None:
+    arguments = read_arguments(line.split())
+    with pytest.raises(InvalidRequestError, match=why):
+        value_of(arguments, arguments[0].name)
+
+
+def test_every_word_is_in_one_argument_and_in_order() -> None:
+    words = [
+        "x",
+        "--served-model-name",
+        "a",
+        "b",
+        "--foo",
+        "1",
+        "2",
+        "--hf-overrides.a",
+        "--seed",
+        "-1",
+        "--no-such",
+        "-1",
+    ]
+    arguments = read_arguments(words)
+    assert [word for argument in arguments for word in argument.words] == words
+    assert [argument.spelling for argument in arguments] == [
+        *("", "--served-model-name", "--foo", "--hf-overrides", "--no-such"),
+    ]
+
+
+def test_what_a_person_says_again_is_left_out_of_the_plan_s() -> None:
+    plan = ["--tensor-parallel-size", "8", "--max-model-len", "8192", "--enforce-eager"]
+    assert without(plan, names_in(["-tp=4", "--no-enforce-eager"])) == ("--max-model-len", "8192")
+
+
+def test_a_file_of_arguments_has_comments_and_quotes_as_a_shell_has() -> None:
+    assert read_args_file("# --load-format dummy\n--seed 1 # dummy\n--served-model-name 'a # b'") == (
+        *("--seed", "1", "--served-model-name", "a # b"),
+    )
+    with pytest.raises(InvalidRequestError, match=r"hpc-serve-args.txt cannot be read"):
+        read_args_file("--served-model-name 'a")
