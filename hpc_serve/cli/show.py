@@ -60,6 +60,7 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "gpus_per_node": plan.layout.gpus_per_node,
         "tensor_parallel_size": plan.layout.tensor_parallel_size,
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
+        "replicas_wanted": plan.replicas,
         "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in submission.others],
     }
 

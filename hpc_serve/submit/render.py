@@ -194,7 +194,8 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
     units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
     where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
     sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
-    return f'{plan.model} as "{request.service}": {where}, {sizes}'
+    replica = f" (one of the {plan.replicas} replicas that --target asks for)" if plan.replicas > 1 else ""
+    return f'{plan.model} as "{request.service}": {where}, {sizes}{replica}'
 
 
 def _comment(text: str) -> Markup:

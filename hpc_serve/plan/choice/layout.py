@@ -100,21 +100,24 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
             if is_tpu and num_nodes > 1 and pipeline not in (1, num_nodes):
                 continue  # a stage is a host: tpu-inference's Ray executor takes no other number of them
             used = tensor * pipeline // num_nodes
-            if tensor * pipeline % num_nodes == 0 and used <= node_size and (tensor, pipeline) not in seen:
-                seen.add((tensor, pipeline))
-                yield Layout(
-                    tensor_parallel_size=tensor,
-                    pipeline_parallel_size=pipeline,
-                    num_nodes=num_nodes,
-                    gpus_per_node=used,
-                )
+            if tensor * pipeline % num_nodes or used > node_size or (tensor, pipeline) in seen:
+                continue
+            seen.add((tensor, pipeline))
+            layout = Layout(
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=pipeline,
+                num_nodes=num_nodes,
+                gpus_per_node=used,
+            )
+            if not _leaves_asked_gpus_idle(layout, cluster):
+                yield layout
 
 
 def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[int, int]]:
     """(TP, PP) of `total` ranks, the widest TP that stays within a node first."""
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if pipeline:
-        if total % pipeline == 0:
+        if total % pipeline == 0 and tensor in (None, total // pipeline):
             yield total // pipeline, pipeline
         return
     if tensor is None:
@@ -140,12 +143,41 @@ def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layou
         raise DoesNotFitError(
             f"{asked}, which {nodes} nodes cannot share evenly; use {_larger_machines(ranks, cluster)}other sizes."
         )
-    return Layout(
+    layout = Layout(
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         num_nodes=nodes,
         gpus_per_node=ranks // nodes,
     )
+    if _leaves_asked_gpus_idle(layout, cluster):
+        raise DoesNotFitError(_too_many_gpus(layout, cluster))
+    return layout
+
+
+def _leaves_asked_gpus_idle(layout: Layout, cluster: ClusterSpec) -> bool:
+    """Whether GPUs that were asked for by number would stay idle: a job takes several nodes, or a slice, whole."""
+    is_asked_for = cluster.num_nodes is not None and cluster.gpus_per_node is not None
+    takes_all = layout.num_nodes > 1 or cluster.is_whole
+    return is_asked_for and takes_all and layout.gpus_per_node < cluster.node_size_of(layout.num_nodes)
+
+
+def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
+    """That GPUs would stay idle, and what to write instead."""
+    tensor, ranks = layout.tensor_parallel_size, layout.num_gpus
+    device, nodes, size = cluster.accelerator, layout.num_nodes, cluster.node_size_of(layout.num_nodes)
+    instead = []
+    if nodes * size % tensor == 0:
+        instead.append(f"--pipeline-parallel-size {nodes * size // tensor} to use all")
+    if device.kind == "cpu":
+        instead.append(f"--gpu {device.name}-{ranks}s")
+    elif cluster.is_whole:
+        instead += [f"--gpu {device.name}:{topology}" for topology in device.slices if chip_count(topology) == ranks][:1]
+    else:
+        instead += [f"--nodes {-(-ranks // size)}"] if ranks <= size or ranks % size == 0 else []
+        instead.append(f"--gpus-per-node {layout.gpus_per_node} to use as many of each node")
+    sizes = f"TP={tensor} x PP={layout.pipeline_parallel_size} is {ranks} rank{'s' if ranks > 1 else ''}"
+    places = f"{nodes} node{'s' if nodes > 1 else ''} x {size} {device.unit}s are {nodes * size}"
+    return f"{sizes}, but {places}: {nodes * size - ranks} would stay idle; use {', or '.join(instead)}."
 
 
 def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:

@@ -157,6 +157,10 @@ def _reasons(
             "the network between nodes carries one hop a stage."
         )
     reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
+    size = inputs.cluster.node_size_of(layout.num_nodes)
+    if layout.num_nodes > 1 and layout.gpus_per_node < size:
+        idle = size - layout.gpus_per_node
+        reasons.append(f"{layout}: a job takes several nodes whole, so {idle} of {size} {gpu.unit}s of each stay idle.")
     reasons.append(f"{layout} leaves {cache_room_text(memory)}.")
     if memory.least_blocks and memory.max_num_seqs != max_num_seqs(inputs.engine, gpu):
         reasons.append(
