@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -48,5 +49,19 @@ def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: 
         show.print_json(show.submission_json(submission))
     else:
         click.echo(show.submission_text(submission))
+        if (missing := submission.missing_replicas) > 0:
+            click.echo(_more_replicas(submission.plan.replicas, missing))
     if wait:
         show.follow_until_ready(os.environ, request.service, job_id=submission.job.job_id, timeout_s=timeout)
+
+
+def _more_replicas(wanted: int, missing: int) -> str:
+    """That the target wants more replicas than this submit started, and the command that starts the rest."""
+    meta = click.get_current_context().meta
+    words = ["hpc-serve", *meta["words"], *(("--", *meta["engine_args"]) if "engine_args" in meta else ())]
+    others = "the other one" if missing == 1 else f"the other {missing}"
+    loop = "" if missing == 1 else f"for replica in {' '.join(str(number + 1) for number in range(missing))}; do "
+    return (
+        f"  more    the target takes {wanted} replicas, and a submit starts one; start {others} with\n"
+        f"          {loop}{shlex.join(words)}{'; done' if loop else ''}"
+    )

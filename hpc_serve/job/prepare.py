@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.job import node_dir
 from hpc_serve.job.allocation import Allocation, read_allocation
 from hpc_serve.job.log_setup import set_up_logging
@@ -23,8 +23,7 @@ from hpc_serve.job.network import HeadPorts, node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
-from hpc_serve.rendezvous.files import make_folders
-from hpc_serve.rendezvous.ownership import check_log_dir
+from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     """Make what a run needs; returns the variables that its processes must have."""
     store = ServiceStore(default_home(environ))
     api_key_file = store.ensure_api_key(service)
-    log_dir = make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))
+    log_dir = _make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))
     node_dir_name = choose_node_dir(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
     if allocation.cluster == "local":
         address = "127.0.0.1"
@@ -79,16 +78,12 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     }
 
 
-def make_log_dir(path: Path) -> Path:
+def _make_log_dir(path: Path) -> Path:
     """Make the folder of logs if it is missing. Raises InvalidRequestError; srun would only say that IO failed."""
-    check_log_dir(path, called=f"HPC_SERVE_LOG_DIR={path}")
     try:
-        make_folders(path)
-    except OSError as error:
-        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={path} cannot be made: {error.strerror}.") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise InvalidRequestError(f"HPC_SERVE_LOG_DIR={path} cannot be written to.")
-    return path
+        return make_log_dir(path, called="HPC_SERVE_LOG_DIR")
+    except StoreError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def choose_node_dir(root: str) -> str:

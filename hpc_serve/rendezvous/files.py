@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.rendezvous.ownership import fault, stat_fault
+from hpc_serve.rendezvous.names import check_log_path
+from hpc_serve.rendezvous.ownership import check_log_dir, fault, stat_fault
 
 T = TypeVar("T")
 
@@ -56,6 +57,23 @@ def make_folders(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
+
+
+def make_log_dir(path: Path, *, called: str) -> Path:
+    """Make the folder of logs if it is missing, 0700, and return it. `called` is how a person named it.
+
+    Raises InvalidRequestError where Slurm would not find it or others can change what is in it, StoreError where it
+    cannot be made or written to.
+    """
+    check_log_path(str(path), called)
+    check_log_dir(path, called=f"{called} {path}")
+    try:
+        make_folders(path)
+    except OSError as error:
+        raise StoreError(f"the log folder {path} cannot be made: {error.strerror}. Set {called}.") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise StoreError(f"the log folder {path} cannot be written to. Set {called} to one that can.")
+    return path
 
 
 def check_folder(path: Path) -> None:

@@ -37,6 +37,19 @@ def validate_job_id(job_id: str) -> str:
     return job_id
 
 
+def check_log_path(path: str, called: str) -> None:
+    """Raises InvalidRequestError for a log folder whose name Slurm would read as a pattern.
+
+    `--output` of sbatch and srun expand %x, %j and others, and take a backslash to end that. The folder is made before
+    there is a job, under the name as it is written, so the two would differ.
+    """
+    if "%" in path or "\\" in path:
+        raise InvalidRequestError(
+            f"{called} is {path!r}: Slurm would expand the % (or \\) in it for each job, but the folder is made before "
+            "there is a job. Use a folder without them; the files in it are named after the job's id."
+        )
+
+
 def record_file_name(job_id: str, restart: int, replica: int) -> str:
     """The file of one replica of one run of a job.
 

@@ -6,14 +6,11 @@ the request and its plan were made.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.errors import InvalidRequestError, StoreError
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import ServePlan
-from hpc_serve.rendezvous.files import make_folders
-from hpc_serve.rendezvous.ownership import check_log_dir
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.vllm.arguments import read_arguments, value_of
@@ -36,23 +33,6 @@ def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
     if stand_in := find_stand_in(environ):
         called = f"HPC_SERVE_MODEL={stand_in.folder}"
         _check_weights(Path(stand_in.folder), called, (*request.engine_args, *stand_in.args))
-
-
-def make_log_dir(request: ServeRequest) -> Path:
-    """The log folder, made if it is missing (0700).
-
-    Raises StoreError if it cannot be written to, InvalidRequestError if others can change what is in it.
-    """
-    assert request.log_dir is not None
-    folder = Path(request.log_dir)
-    check_log_dir(folder, called=f"--log-dir {folder}")
-    try:
-        make_folders(folder)
-    except OSError as error:
-        raise StoreError(f"the log folder {folder} cannot be made: {error.strerror}. Set --log-dir.") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise StoreError(f"the log folder {folder} cannot be written to. Set --log-dir to one that can.")
-    return folder
 
 
 def _check_weights(folder: Path, called: str, engine_args: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.rendezvous.names import validate_service_name
+from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.vllm.allowed import check_arguments
 
 Backend = Literal["auto", "ray", "mp"]
@@ -235,8 +235,4 @@ class ServeRequest:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
-            if "%" in self.log_dir:
-                raise InvalidRequestError(
-                    f"log-dir is {self.log_dir!r}: Slurm would expand the % in it for each job, but the folder is made "
-                    "before there is a job. Use a folder without %; the files in it are named after the job's id."
-                )
+            check_log_path(self.log_dir, "log-dir")

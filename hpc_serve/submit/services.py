@@ -15,12 +15,13 @@ from pathlib import Path
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.preflight import check_files, check_stand_in, make_log_dir
+from hpc_serve.submit.preflight import check_files, check_stand_in
 from hpc_serve.submit.render import devices_per_node, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
@@ -37,6 +38,11 @@ class Submission:
     plan: ServePlan
     others: tuple[ReplicaStatus, ...] = ()
 
+    @property
+    def missing_replicas(self) -> int:
+        """How many replicas the plan's target takes beyond those that there are now."""
+        return max(0, self.plan.replicas - 1 - len(self.others))
+
 
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
     """Check the request, claim its name, and hand its script to the scheduler.
@@ -50,7 +56,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     script = render_script(request, plan)
     check_files(request, plan, environ)
     store.ensure_service(request.service)
-    log_dir = make_log_dir(request)
+    log_dir = make_log_dir(Path(request.log_dir or ""), called="--log-dir")
     slurm = SchedulerView()
     is_over = _over_by_scheduler(store, request.service, slurm)
     store.sweep(request.service, is_over=is_over)
