@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import pwd
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +20,7 @@ from hpc_serve.job.network import PortsInUseError, choose_ports, reachable_addre
 from hpc_serve.job.node import Node
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.user import user_name
 
 _log = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -92,14 +91,6 @@ def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
     if allocation.cluster == "local":
         return ("127.0.0.1",)
     return tuple(dict.fromkeys((head, *reachable_addresses())))
-
-
-def user_name() -> str:
-    """The user's name, or the user's number where a container lacks the site's user database."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 class RecordKeeper:

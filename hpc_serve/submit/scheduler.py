@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pwd
 import re
 import subprocess
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
+from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.slurm import (
     GONE,
     UNKNOWN,
@@ -227,14 +227,6 @@ def _answer(argv: Sequence[str]) -> str:
     if done.exit_code:
         raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
     return done.stdout
-
-
-def user_name() -> str:
-    """The name Slurm knows us by."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container may not know its user
-        return str(os.getuid())
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
-from hpc_serve.submit import scheduler
+from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_files, check_stand_in
@@ -91,7 +91,7 @@ def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Pat
         submitted_at=time.time(),
         script=str(done.script),
         log_path=str(log_dir / f"{done.job_id}.log"),
-        user=scheduler.user_name(),
+        user=user_name(),
         num_nodes=plan.layout.num_nodes,
         gpus_per_node=devices_per_node(plan),
         pid=done.pid,

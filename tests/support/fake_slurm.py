@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_serve.submit.scheduler import user_name
+from hpc_serve.rendezvous.user import user_name
 
 COMMANDS = {
     "sbatch": """
