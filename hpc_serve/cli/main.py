@@ -77,9 +77,9 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            told = _told(error)
-            if told is not None and self._owes_json(ctx):
-                click.echo(json.dumps({"error": told[0], "exit_code": told[1]}, ensure_ascii=False))
+            described = describe_error(error)
+            if described is not None and self._owes_json(ctx):
+                click.echo(json.dumps({"error": described[0], "exit_code": described[1]}, ensure_ascii=False))
             raise
 
     def _owes_json(self, ctx: click.Context) -> bool:
@@ -138,10 +138,10 @@ def _run(argv: Sequence[str] | None) -> int:
         click.echo("", err=True)
         return _INTERRUPTED
     except Exception as error:
-        told = _told(error)
-        if told is None:
+        described = describe_error(error)
+        if described is None:
             raise
-        text, exit_code = told
+        text, exit_code = described
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx:
             hint = f"\nSee: {error.ctx.command_path} --help"
@@ -153,7 +153,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return exit_code
 
 
-def _told(error: Exception) -> tuple[str, int] | None:
+def describe_error(error: Exception) -> tuple[str, int] | None:
     """What an error says to a person, and its exit code; None for what is no error of a command."""
     if isinstance(error, HpcServeError):
         return str(error), error.exit_code

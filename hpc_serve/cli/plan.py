@@ -60,14 +60,14 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
     """
     from hpc_serve.cli import plan_view, show
-    from hpc_serve.submit.planning import answer
+    from hpc_serve.submit.planning import plan_for
 
     if plot and compare is not None:
         raise click.UsageError("--plot draws one accelerator: write --gpu NAME in place of --compare.")
     names = [word.strip() for word in compare.split(",") if word.strip()] if compare is not None else [options["gpu"]]
     if not names:
         raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
-    results = [answer(_plan_request(options | {"gpu": name})) for name in names]
+    results = [plan_for(_plan_request(options | {"gpu": name})) for name in names]
     if plot and results[0].plan:
         from hpc_serve.plots.figure import draw
 

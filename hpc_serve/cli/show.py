@@ -46,8 +46,8 @@ def print_json(value: Any) -> None:
     click.get_current_context().meta["has_answered"] = True
 
 
-def submission_json(submission: Submission) -> dict[str, Any]:
-    """A submission under stable keys."""
+def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> dict[str, Any]:
+    """A submission under stable keys, with the other replicas of its service."""
     job, plan = submission.job, submission.plan
     return {
         "service": job.service,
@@ -61,11 +61,11 @@ def submission_json(submission: Submission) -> dict[str, Any]:
         "tensor_parallel_size": plan.layout.tensor_parallel_size,
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "replicas_wanted": plan.replicas,
-        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in submission.others],
+        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in others],
     }
 
 
-def submission_text(submission: Submission) -> str:
+def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()) -> str:
     """What was submitted, and what to type next."""
     job, plan = submission.job, submission.plan
     layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
@@ -81,9 +81,9 @@ def submission_text(submission: Submission) -> str:
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
         f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
-    if submission.others:
-        count = len(submission.others)
-        there = ", ".join(f"job {other.job_id} ({other.state})" for other in submission.others)
+    if others:
+        count = len(others)
+        there = ", ".join(f"job {other.job_id} ({other.state})" for other in others)
         lines += [
             f"  note    this is replica {count + 1} of {job.service}: it has {count} already, {there};",
             f"          if it is one too many: hpc-serve stop {job.job_id}",

@@ -45,11 +45,12 @@ def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: 
 
     request = make_request(options)
     submission = services.submit(request)
+    others = services.other_replicas(submission.job)
     if as_json:
-        show.print_json(show.submission_json(submission))
+        show.print_json(show.submission_json(submission, others))
     else:
-        click.echo(show.submission_text(submission))
-        if (missing := submission.missing_replicas) > 0:
+        click.echo(show.submission_text(submission, others))
+        if (missing := submission.plan.replicas - 1 - len(others)) > 0:
             click.echo(_more_replicas(submission.plan.replicas, missing))
     if wait:
         show.follow_until_ready(os.environ, request.service, job_id=submission.job.job_id, timeout_s=timeout)

@@ -22,7 +22,6 @@ from submitit.core.utils import FailedJobError
 from submitit.local.local import LocalJob
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
-from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.slurm import sbatch_argv
 from hpc_serve.submit.slurm_answers import parse_sbatch, says_unreachable
@@ -97,11 +96,11 @@ class ScriptLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]
 
 
 def submit_to_slurm(script_text: str, folder: Path) -> SubmittedScript:
-    """Give the script to sbatch. A refused one leaves nothing in `folder`.
+    """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
 
     Raises SchedulerUnavailableError, SubmissionRefusedError with sbatch's own words, StoreError.
     """
-    executor = ScriptSlurmExecutor(make_private_folder(folder), script_text)
+    executor = ScriptSlurmExecutor(folder, script_text)
     try:
         # submitit prints what sbatch said; it is in its exception as well, and ours says it once.
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
@@ -116,8 +115,11 @@ def submit_to_slurm(script_text: str, folder: Path) -> SubmittedScript:
 
 
 def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScript:
-    """Run the script on this machine, in the background. Raises StoreError."""
-    executor = ScriptLocalExecutor(make_private_folder(folder), script_text, log_dir)
+    """Run the script on this machine, in the background, and keep it in `folder`, which is private.
+
+    Raises StoreError.
+    """
+    executor = ScriptLocalExecutor(folder, script_text, log_dir)
     try:
         with _private_files():
             job = executor._submit_command("")

@@ -6,19 +6,13 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub import find_spec
 from hpc_serve.plan.choice.planner import ServePlan
-from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.submit.request import ServeRequest
-from hpc_serve.vllm.arguments import names_in, without
 
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 
@@ -28,49 +22,25 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
     `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """
-    engine_options = read_fields(request.engine_args)
-    if engine_options.get("quantization") in _NOT_VLLMS:
+    asked = _plan_request(request)
+    if asked.engine.quantization in _NOT_VLLMS:
         raise InvalidRequestError(
-            f"vLLM has no --quantization {engine_options['quantization']} for checkpoints of 16 bit: name a checkpoint "
-            "that is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
+            f"vLLM has no --quantization {asked.engine.quantization} for checkpoints of 16 bit: name a checkpoint that "
+            "is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
         )
     both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
-    result = answer(_plan_request(request, engine_options), stand_in=stand_in if both_sizes else None)
-    return replace(result.chosen, vllm_args=without(result.chosen.vllm_args, names_in(request.engine_args)))
+    return plan_for(asked, stand_in=stand_in if both_sizes else None).chosen
 
 
-def answer(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
-    """Find the model and the machines that are named, and plan for them. Raises UnknownModelError, InvalidRequestError.
-
-    With `stand_in` the model keeps its name and has the weights of that folder.
-    """
-    engine = asked.engine
-    found, model = find_spec(asked.model, dtype=engine.dtype, quantization=engine.quantization, stand_in=stand_in)
-    cluster = cluster_named(
-        asked.gpu,
-        total_bytes=asked.gpu_memory_bytes,
-        num_nodes=asked.num_nodes,
-        gpus_per_node=asked.gpus_per_node,
-    )
-    parts = FoundParts(
-        model=model,
-        cluster=cluster,
-        served_model_names=found.served_model_names,
-        note=found.note,
-        warning=found.warning,
-    )
-    return make_plan(asked, parts)
-
-
-def _plan_request(request: ServeRequest, engine_options: Mapping[str, Any]) -> PlanRequest:
+def _plan_request(request: ServeRequest) -> PlanRequest:
     """What is asked of the plan. The engine's own words win over our options, as they do on vLLM's command line."""
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,
         "pipeline_parallel_size": request.pipeline_parallel_size,
         "max_model_len": request.max_model_len,
     }
-    engine = flags | dict(engine_options)
+    engine = {**flags, **request.engine_options}
     return PlanRequest(
         model=request.model,
         gpu=request.gpu,
@@ -83,3 +53,21 @@ def _plan_request(request: ServeRequest, engine_options: Mapping[str, Any]) -> P
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,
     )
+
+
+def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
+    """Find the model and the machines that are named, and plan for them. Raises UnknownModelError, InvalidRequestError.
+
+    With `stand_in` the model keeps its name and has the weights of that folder.
+    """
+    engine = asked.engine
+    found, model = find_spec(asked.model, dtype=engine.dtype, quantization=engine.quantization, stand_in=stand_in)
+    cluster = cluster_named(
+        asked.gpu,
+        total_bytes=asked.gpu_memory_bytes,
+        num_nodes=asked.num_nodes,
+        gpus_per_node=asked.gpus_per_node,
+    )
+    names = found.served_model_names
+    parts = FoundParts(model=model, cluster=cluster, served_model_names=names, note=found.note, warning=found.warning)
+    return make_plan(asked, parts)

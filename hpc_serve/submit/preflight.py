@@ -6,7 +6,7 @@ the request and its plan were made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
@@ -18,31 +18,30 @@ from hpc_serve.vllm.arguments import read_arguments, value_of
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 
-def check_files(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError for what the job would not find."""
-    if plan.model.startswith("/") and not environ.get("HPC_SERVE_MODEL"):
-        _check_weights(Path(plan.model), f"the model's folder {plan.model}", request.engine_args)
+def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError where there is no Python environment, or HPC_SERVE_MODEL names no model's folder."""
     try:
         _check_environment(request.environment, environ)
     except OSError as error:
         raise InvalidRequestError(f"The Python environment cannot be read: {error}.") from error
-
-
-def check_stand_in(request: ServeRequest, environ: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError where HPC_SERVE_MODEL names no model's folder."""
     if stand_in := find_stand_in(environ):
-        called = f"HPC_SERVE_MODEL={stand_in.folder}"
-        _check_weights(Path(stand_in.folder), called, (*request.engine_args, *stand_in.args))
+        load_format = value_of(read_arguments(stand_in.args), "--load-format") or request.load_format
+        _check_folder(Path(stand_in.folder), f"HPC_SERVE_MODEL={stand_in.folder}", load_format)
 
 
-def _check_weights(folder: Path, called: str, engine_args: Sequence[str]) -> None:
+def check_weights(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError where the model is a folder that the job could not load."""
+    if plan.model.startswith("/") and not environ.get("HPC_SERVE_MODEL"):
+        _check_folder(Path(plan.model), f"the model's folder {plan.model}", request.load_format)
+
+
+def _check_folder(folder: Path, called: str, load_format: str | None) -> None:
     try:
         if not folder.is_dir():
             raise InvalidRequestError(f"{called} is not a folder here; weights must be on a file system the nodes see.")
         if not (folder / "config.json").is_file():
             raise InvalidRequestError(f"{called} holds no config.json: it is no model as Hugging Face lays them out.")
-        are_random = value_of(read_arguments(engine_args), "--load-format") == "dummy"
-        if not are_random and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        if load_format != "dummy" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
             raise InvalidRequestError(
                 f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."
             )

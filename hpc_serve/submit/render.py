@@ -20,7 +20,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
-from hpc_serve.vllm.arguments import read_arguments
+from hpc_serve.vllm.arguments import names_in, read_arguments, without
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
@@ -77,7 +77,6 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
     return {
         "title": _comment(_title(request, plan)),
         "not_run": _comment(_not_run(device)),
-        "rendered_by": _comment(shlex.join(render_argv(request))),
         "version": _Checked(hpc_serve.__version__),
         "directives": [_Checked(line) for line in directives(request, plan)],
         "environment": request.environment,
@@ -89,8 +88,15 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
-        "engine_options": [option.words for option in read_arguments((*plan.vllm_args, *request.engine_args))],
+        "rendered_by": _comment(shlex.join(render_argv(request))),
+        "engine_options": _engine_options(request, plan),
     }
+
+
+def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, ...]]:
+    """The options after the model, each with its values: the plan's, but for those that the request gives again."""
+    words = (*without(plan.vllm_args, names_in(request.engine_args)), *request.engine_args)
+    return [option.words for option in read_arguments(words)]
 
 
 def devices_per_node(plan: ServePlan) -> int:

@@ -6,13 +6,16 @@ Whether the model fits is decided by the planner, whether the partition exists b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.vllm.allowed import check_arguments
+from hpc_serve.vllm.arguments import read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
@@ -215,6 +218,22 @@ class ServeRequest:
     settings: JobSettings = field(default_factory=JobSettings)
     log_dir: str | None = None
     templates_dir: str | None = None
+
+    @cached_property
+    def engine_options(self) -> Mapping[str, Any]:
+        """What `engine_args` say of memory and layout, by EngineConfig's names and `max_model_len`.
+
+        Raises InvalidRequestError for what the plan cannot read.
+        """
+        from hpc_serve.plan.choice.vllm_flags import read_fields
+
+        return read_fields(self.engine_args)
+
+    @property
+    def load_format(self) -> str | None:
+        """How `engine_args` tell vLLM to load weights; "dummy" makes random ones, and needs no files."""
+        load_format: str | None = value_of(read_arguments(self.engine_args), "--load-format")
+        return load_format
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from hpc_serve.cli.options import Duration, default_service
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait
+from hpc_serve.submit.request import SlurmOptions
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
@@ -152,6 +154,7 @@ def test_submit_as_json(capsys, place, store):
         "gpus_per_node": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "replicas_wanted": 1,
         "other_jobs": [],
     }
     assert "\n            --seed 1" in place.scripts[0]
@@ -173,6 +176,20 @@ def test_a_further_replica_is_said_to_be_one(capsys, place):
     assert run(["submit", "--model", "8b", "--json"]) == 0
     others = json.loads(capsys.readouterr().out)["other_jobs"]
     assert others == [{"job_id": job_id, "state": "pending"} for job_id in ("101", "102")]
+
+
+def test_submit_starts_one_of_the_replicas_of_a_target_and_says_how_to_start_the_rest(capsys, place):
+    words = ["submit", "8b", "--target", "throughput", "--nodes", "1", "--", "--seed", "1"]
+    assert run(words) == 0
+    out = capsys.readouterr().out
+    assert "the target takes 8 replicas, and a submit starts one; start the other 7 with" in out
+    assert "for replica in 1 2 3 4 5 6 7; do hpc-serve submit 8b --target throughput --nodes 1 -- --seed 1; done" in out
+    for _ in range(6):
+        assert run(words) == 0
+    assert "start the other one with\n          hpc-serve submit 8b" in capsys.readouterr().out
+    assert run([*words[:-3], "--json", *words[-3:]]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas_wanted"] == 8
+    assert "one of the 8 replicas" in place.scripts[0]
 
 
 def test_flags_win_over_the_site_file(tmp_path, capsys, place):
@@ -199,6 +216,47 @@ def test_render_prints_the_script_and_touches_nothing(capsys, tmp_path, store, p
 def test_render_to_where_nothing_can_be_written(capsys):
     assert run(["render", "--model", "8b", "--output", "/dev/null/x"]) == 1
     assert "/dev/null/x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("70b", "--target", "throughput"),
+        ("70b", "--target", "tpot=40ms", "--gpu", "mi300x"),
+        ("70b", "--target", "throughput", "--input-tokens", "4000", "--nodes", "2", "--gpus-per-node", "4"),
+        ("8b", "-tp", "2", "-pp", "2"),
+        ("8b", "--concurrency", "4"),
+    ],
+)
+def test_render_asks_for_the_layout_that_plan_prints(capsys, words):
+    assert run(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert run(["render", *words]) == 0
+    script = capsys.readouterr().out
+    options = " ".join(script.replace("\\\n", " ").split())
+    assert " ".join(plan["vllm_args"]) in options
+    assert f"#SBATCH --nodes={plan['num_nodes']}\n" in script
+    assert f"#SBATCH --gpus-per-node={plan['gpus_per_node']}\n" in script
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit"])
+def test_a_model_is_named_once(capsys, command):
+    assert run([command]) == 2
+    assert f"No model is named: write hpc-serve {command} MODEL, or --model MODEL" in capsys.readouterr().err
+    assert run([command, "8b", "--model", "70b"]) == 2
+    assert "Two models are named, 8b and 70b" in capsys.readouterr().err
+    assert run([command, ""]) == 2
+
+
+def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(capsys):
+    assert run(["submit", "--help"]) == 0
+    slurm = capsys.readouterr().out.split("Slurm options:")[1]
+    names = [
+        option.name for option in fields(SlurmOptions) if option.name not in ("gpu_directive", "gres_type", "extra")
+    ]
+    assert len(names) == 12
+    for name in names:
+        assert f"--{name.replace('_', '-')}" in slurm
 
 
 @pytest.mark.parametrize("option", [["--max-num-seqs", "16"], ["--max-num-seqs=16"]])

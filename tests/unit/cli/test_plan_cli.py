@@ -130,6 +130,44 @@ def test_what_cannot_be_is_said(
 
 
 @pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("--nodes 4 --gpus-per-node 4 -tp 4 -pp 1", "4 nodes x 4 GPUs are 16: 12 would stay idle"),
+        ("--nodes 3 --gpus-per-node 4 -tp 2 -pp 3", "3 nodes x 4 GPUs are 12: 6 would stay idle"),
+        ("--gpu v5e:4x4 -tp 4 -pp 1", "4 nodes x 4 chips are 16: 12 would stay idle"),
+        ("--gpu v6e:2x4 -tp 4 -pp 1", "1 node x 8 chips are 8: 4 would stay idle"),
+        ("--gpu cpu-spr-2s --gpu-memory 256GiB -tp 1 -pp 1", "1 node x 2 sockets are 2: 1 would stay idle"),
+    ],
+)
+def test_gpus_that_were_asked_for_are_not_left_idle(capsys: pytest.CaptureFixture[str], words: str, idle: str) -> None:
+    asked = words.split()
+    assert run(["plan", "8b", *asked]) == 3
+    error = capsys.readouterr().err
+    assert idle in error
+    instead = error.split("; use ")[1].strip().removesuffix(".").split(", or ")
+    assert instead
+    for advice in instead:  # each is accepted as it is written
+        option, value = advice.split()[:2]
+        changed = (
+            [*asked[: asked.index(option) + 1], value, *asked[asked.index(option) + 2 :]] if option in asked else []
+        )
+        pipeline = [*asked[: asked.index("-pp") + 1], value, *asked[asked.index("-pp") + 2 :]]
+        found = parsed(capsys, "8b", *(changed or pipeline))
+        ranks = found["tensor_parallel_size"] * found["pipeline_parallel_size"]
+        assert ranks == found["num_nodes"] * found["gpus_per_node"]
+
+
+def test_idle_gpus_that_nobody_asked_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    reasons = parsed(capsys, "8b", "--nodes", "4", "-tp", "4", "-pp", "1")["reasons"]
+    assert any("7 of 8 GPUs of each stay idle" in reason for reason in reasons)
+
+
+def test_a_target_keeps_the_sizes_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = parsed(capsys, "8b", "--nodes", "1", "-tp", "2", "-pp", "1", "--target", "throughput")
+    assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["replicas"]) == (2, 1, 4)
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("79.2GiB", int(79.2 * 2**30)),

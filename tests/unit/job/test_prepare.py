@@ -67,6 +67,7 @@ def test_outside_a_job_it_fails_with_words(monkeypatch, capsys):
     [
         ("HPC_SERVE_TMPDIR", "/" + "x" * 40, "too long"),
         ("HPC_SERVE_LOG_DIR", "/proc/x", "cannot be made"),
+        ("HPC_SERVE_LOG_DIR", "/tmp/%x-%j", "Slurm would expand the %"),
     ],
 )
 def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypatch, variable, value, why):

@@ -14,6 +14,7 @@ import submitit
 from submitit.core import core, utils
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
+from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.submit.executor import (
     ScriptLocalExecutor,
@@ -32,6 +33,11 @@ def command(folder: Path, name: str, text: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{text}\n")
     (folder / name).chmod(0o755)
+
+
+def scripts(folder: Path) -> Path:
+    """The private folder that `submit` makes for scripts."""
+    return make_private_folder(folder / "scripts")
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def test_our_hooks_are_the_ones_that_submitit_calls():
 def test_sbatch_gets_our_script_and_it_is_kept_privately(bin_folder, tmp_path):
     answer = 'echo "Submitted batch job 4711 on cluster x"'
     command(bin_folder, "sbatch", f'cat "$1" > {tmp_path}/seen; umask > {tmp_path}/umask; {answer}')
-    done = submit_to_slurm("#!/bin/bash\necho 'ü'\n", tmp_path / "scripts")
+    done = submit_to_slurm("#!/bin/bash\necho 'ü'\n", scripts(tmp_path))
     assert done.job_id == "4711"
     assert (tmp_path / "seen").read_text() == done.script.read_text() == "#!/bin/bash\necho 'ü'\n"
     assert list((tmp_path / "scripts").iterdir()) == [done.script]
@@ -92,7 +98,7 @@ def test_what_sbatch_says_when_it_refuses_is_told_once_with_a_hint(bin_folder, t
     words = "sbatch: error: invalid partition specified: nope"
     command(bin_folder, "sbatch", f"echo '{words}' >&2; exit 1")
     with pytest.raises(SubmissionRefusedError) as caught:
-        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
     assert str(caught.value) == (
         "sbatch refused the job: invalid partition specified: nope. Partitions here: gpu (default)."
     )
@@ -102,7 +108,7 @@ def test_what_sbatch_says_when_it_refuses_is_told_once_with_a_hint(bin_folder, t
 
 def test_a_missing_sbatch_is_told_as_such(bin_folder, tmp_path):
     with pytest.raises(SchedulerUnavailableError, match="no `sbatch` here"):
-        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
     assert list((tmp_path / "scripts").iterdir()) == []
 
 
@@ -116,20 +122,20 @@ def test_a_missing_sbatch_is_told_as_such(bin_folder, tmp_path):
 def test_a_silent_controller_is_told_apart_from_a_refusal(bin_folder, tmp_path, words, told):
     command(bin_folder, "sbatch", f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1")
     with pytest.raises(SchedulerUnavailableError, match=told):
-        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
 
 
 def test_an_answer_without_an_id_is_an_error(bin_folder, tmp_path):
     command(bin_folder, "sbatch", "echo done")
     with pytest.raises(SchedulerError, match="no job id"):
-        submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+        submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
 
 
 def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypatch):
     command(bin_folder, "sbatch", f"env > {tmp_path}/env; echo 'Submitted batch job 1'")
     for name, value in {"SLURM_JOB_ID": "9", "SLURM_MEM_PER_CPU": "100", "SLURM_CONF": "/etc/x"}.items():
         monkeypatch.setenv(name, value)
-    submit_to_slurm("#!/bin/bash\n", tmp_path / "scripts")
+    submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
     seen = [line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()]
     assert [name for name in seen if name.startswith("SLURM")] == ["SLURM_CONF"]
     assert os.environ["SLURM_MEM_PER_CPU"] == "100"
@@ -139,7 +145,7 @@ def test_inside_a_job_its_sizes_are_not_handed_on(bin_folder, tmp_path, monkeypa
 
 
 def start(tmp_path: Path, text: str) -> SubmittedJob:
-    done = start_locally(f"#!/bin/bash\n{text}\n", tmp_path / "scripts", tmp_path)
+    done = start_locally(f"#!/bin/bash\n{text}\n", scripts(tmp_path), tmp_path)
     assert done.pid is not None
     return local_job(pid=done.pid, pid_start_time=process_start_time(done.pid))
 

@@ -173,6 +173,12 @@ def test_what_cannot_stand_in_a_directive_is_refused(name, value):
         SlurmOptions(**{name: value})
 
 
+@pytest.mark.parametrize("word", ["--output=/x.log", "-o=/x.log"])
+def test_the_log_is_not_put_where_hpc_serve_would_not_find_it(word):
+    with pytest.raises(InvalidRequestError, match="--log-dir"):
+        SlurmOptions(extra=(word,))
+
+
 @pytest.mark.parametrize("word", ["no-dashes", "--x=a\nb", "--x=a b", "-", "--"])
 def test_an_extra_directive_is_checked_too(word):
     with pytest.raises(InvalidRequestError, match="extra sbatch option"):
@@ -256,6 +262,8 @@ def test_the_header_cannot_be_left_by_a_newline():
         ({"cluster": "local", "num_nodes": 2}, "this machine alone"),
         ({"log_dir": "logs"}, "absolute path"),
         ({"log_dir": "/a b"}, "log-dir"),
+        ({"log_dir": "/logs/%x_%j"}, "Slurm would expand the %"),
+        ({"concurrency": 0}, "concurrency is 0"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused(fields, why):

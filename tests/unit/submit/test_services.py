@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -99,6 +100,7 @@ class TestSubmit:
         assert store.read_submitted("8b") == (done.job,)
         (script,) = slurm.scripts
         assert script == Path(done.job.script or "").read_text()
+        assert stat.S_IMODE(Path(done.job.script or "").parent.stat().st_mode) == 0o700
         assert "#SBATCH --partition=gpu\n" in script
         assert f"#SBATCH --output={store.log_dir('8b')}/%j.log\n" in script
         assert done.job.log_path == str(store.log_dir("8b") / "101.log")
@@ -112,14 +114,16 @@ class TestSubmit:
 
     def test_what_the_service_has_already_is_told(self, store, slurm, environ):
         first = services.submit(request(), environ=environ)
+        assert services.other_replicas(first.job, environ=environ) == ()
         slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
         second = services.submit(request(), environ=environ)
-        assert first.others == ()
-        assert sorted((one.job_id, one.state) for one in second.others) == [("101", "pending"), ("55", "pending")]
+        others = services.other_replicas(second.job, environ=environ)
+        assert sorted((one.job_id, one.state) for one in others) == [("101", "pending"), ("55", "pending")]
         slurm.queue()
         slurm.job("101", "CANCELLED")
         slurm.job("102", "FAILED", exit_code="1:0")
-        assert services.submit(request(), environ=environ).others == ()
+        third = services.submit(request(), environ=environ)
+        assert services.other_replicas(third.job, environ=environ) == ()
 
     def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
