@@ -148,11 +148,8 @@ def test_gpus_that_were_asked_for_are_not_left_idle(capsys: pytest.CaptureFixtur
     assert instead
     for advice in instead:  # each is accepted as it is written
         option, value = advice.split()[:2]
-        changed = (
-            [*asked[: asked.index(option) + 1], value, *asked[asked.index(option) + 2 :]] if option in asked else []
-        )
-        pipeline = [*asked[: asked.index("-pp") + 1], value, *asked[asked.index("-pp") + 2 :]]
-        found = parsed(capsys, "8b", *(changed or pipeline))
+        place = asked.index(option.replace("--pipeline-parallel-size", "-pp"))
+        found = parsed(capsys, "8b", *asked[: place + 1], value, *asked[place + 2 :])
         ranks = found["tensor_parallel_size"] * found["pipeline_parallel_size"]
         assert ranks == found["num_nodes"] * found["gpus_per_node"]
 
