@@ -66,7 +66,7 @@ def make_log_dir(path: Path, *, called: str) -> Path:
     cannot be made or written to.
     """
     check_log_path(str(path), called)
-    check_log_dir(path, called=f"{called} {path}")
+    check_log_dir(path, called=f"{called}={path}")
     try:
         make_folders(path)
     except OSError as error:
