@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.cluster import ClusterSpec, whole_cluster
-from hpc_serve.plan.hardware.tpu import chip_count, is_offered
+from hpc_serve.plan.hardware.tpu import chip_count, is_offered, slice_with
 
 MAX_NODES = 64
 """Nodes beyond which the search for a layout stops."""
@@ -171,7 +171,7 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
     if device.kind == "cpu":
         instead.append(f"--gpu {device.name}-{ranks}s")
     elif cluster.is_whole:
-        instead += [f"--gpu {device.name}:{topology}" for topology in device.slices if chip_count(topology) == ranks][:1]
+        instead += [f"--gpu {device.name}:{topology}" for topology in [slice_with(device, ranks)] if topology]
     else:
         instead += [f"--nodes {-(-ranks // size)}"] if ranks <= size or ranks % size == 0 else []
         instead.append(f"--gpus-per-node {layout.gpus_per_node} to use as many of each node")
