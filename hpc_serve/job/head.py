@@ -21,7 +21,7 @@ from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import Child, read_bytes, start_child
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, watch_nodes_argv
+from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.claims import claim
@@ -96,11 +96,12 @@ class Head:
             backend=node.backend,
         )
         await self._wait_for_workers()
-        environ = node.child_environ(address=node.head)
         uses_ray = node.backend == "ray"
         if uses_ray:
-            environ = ray_environ(environ)
+            environ = node.ray_environ(address=node.internal_head)
             await self._start_ray(environ)
+        else:
+            environ = node.child_environ(address=node.internal_head)
         await self._workers.start_all()
         if uses_ray:
             await self._wait_for_ray_nodes(environ)
@@ -130,20 +131,21 @@ class Head:
         node = self._node
         self._keeper.set_stage("starting Ray's head")
         (client_port,) = choose_ports(1)
-        options = node.ray_options(address=node.head)
+        options = node.ray_options(address=node.internal_head)
         argv = head_argv(options, gcs_port=node.head_ports.gcs, client_port=client_port)
         await self._parts.start("ray head", argv, environ, order=StopOrder.RAY, grace_s=_RAY_GRACE_S)
 
         def missing() -> str | None:
+            gcs = (node.internal_head, node.head_ports.gcs)
             with socket.socket() as probe:
                 probe.settimeout(1)
-                return "Ray's GCS does not listen" if probe.connect_ex((node.head, node.head_ports.gcs)) else None
+                return "Ray's GCS does not listen" if probe.connect_ex(gcs) else None
 
         await self._wait_until_complete(missing, part="ray head")
 
     async def _wait_for_ray_nodes(self, environ: dict[str, str]) -> None:
         node = self._node
-        expected = {node.head: node.allocation.node_name, **self._workers.names}
+        expected = {node.internal_head: node.allocation.node_name, **self._workers.names}
 
         def on_line(line: str) -> None:
             if (nodes := parse_nodes(line)) is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 
+LOOPBACK = "127.0.0.1"
 _FIRST_PORT = 10_240
 _DEFAULT_EPHEMERAL_START = 32_768
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -140,7 +141,7 @@ def node_address(*, interface: str | None, towards: str | None) -> str:
             ) from error
     if towards:
         return _source_address(towards)
-    return next(iter(reachable_addresses()), "127.0.0.1")
+    return next(iter(reachable_addresses()), LOOPBACK)
 
 
 def reachable_addresses() -> list[str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import HeadPorts, choose_ports, interface_of
+from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of
 from hpc_serve.job.process import mark_environ
-from hpc_serve.job.ray_cluster import RayStartOptions, ray_start_options
+from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.rendezvous.files import check_folder, read_private
 from hpc_serve.rendezvous.ownership import require
+from hpc_serve.trust.peers import make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
 
@@ -56,9 +57,15 @@ class Node:
     environ: Mapping[str, str]
 
     @property
+    def internal_head(self) -> str:
+        """Where Ray and the engine's processes reach the head. On one node that is the loopback address, so that none
+        of their ports, which ask nobody for anything, is open to the network."""
+        return self.head if self.allocation.num_nodes > 1 else LOOPBACK
+
+    @property
     def gcs(self) -> str:
         """Where Ray's GCS listens, on the head."""
-        return f"{self.head}:{self.head_ports.gcs}"
+        return f"{self.internal_head}:{self.head_ports.gcs}"
 
     @property
     def ray_dir(self) -> str:
@@ -95,7 +102,7 @@ class Node:
         )
 
     def child_environ(self, *, address: str) -> dict[str, str]:
-        """The environment of Ray and the engine on this node. A default does not replace what a person has set.
+        """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set.
 
         Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR.
         """
@@ -116,12 +123,25 @@ class Node:
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
         }
-        if self.allocation.num_nodes > 1 and (interface := interface_of(address)):
-            defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        if interface := interface_of(address):
+            names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+            if address == LOOPBACK:
+                ours |= {**names, "VLLM_LOOPBACK_IP": LOOPBACK}
+            else:
+                defaults |= names
         if self.options.device == "TPU" and self.backend == "ray":
             # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         return {**defaults, **self.environ, **ours}
+
+    def ray_environ(self, *, address: str) -> dict[str, str]:
+        """The same for Ray on this node, and for an engine over it, with a certificate for this node.
+
+        Raises what `make_peer_files` does.
+        """
+        run_dir = Path(self.environ["HPC_SERVE_JOB_DIR"])
+        peer = make_peer_files(run_dir, self.temp_dir / "tls", addresses=(address,))
+        return ray_environ(self.child_environ(address=address), peer)
 
     def _cache_dir(self) -> Path:
         named = self.environ.get("HPC_SERVE_CACHE_DIR")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.sizes import GIB
+from hpc_serve.trust.peers import PeerFiles
 from hpc_serve.vllm.command import Device
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
@@ -64,6 +65,7 @@ def head_argv(options: RayStartOptions, *, gcs_port: int, client_port: int) -> l
         f"--port={gcs_port}",
         f"--ray-client-server-port={client_port}",
         "--include-dashboard=false",
+        "--no-monitor",  # the autoscaler: nothing to scale, and its metrics answer anybody on a fixed port
     ]
 
 
@@ -95,8 +97,8 @@ def _device_args(options: RayStartOptions) -> list[str]:
     return ["--num-gpus=0", f"--resources={json.dumps({options.device: options.num_devices})}"]
 
 
-def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, which names the token's file, with what every Ray process of a run needs beside it."""
+def ray_environ(environ: Mapping[str, str], peer: PeerFiles) -> dict[str, str]:
+    """`environ`, which names the token's file, with what every Ray process on this node needs beside it."""
     return {
         **_with_hip_devices(environ),
         "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
@@ -104,6 +106,15 @@ def ray_environ(environ: Mapping[str, str]) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use
         "RAY_worker_niceness": "0",  # its default, 15, gives every other process on the node precedence
         "RAY_prestart_worker_first_driver": "0",  # else the first driver starts one idle Python per CPU
+        # Metrics answer anybody who connects. -1: they have no switch of their own, and cannot start on that port.
+        "RAY_enable_metrics_collection": "0",
+        "DASHBOARD_METRIC_PORT": "-1",
+        # Every connection of Ray's shows a certificate of this run. The token alone does not do: gcs_server and raylets
+        # of Ray 2.60 end when anybody calls RaySyncer.StartSync without the metadata that they expect.
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_CA_CERT": str(peer.authority),
+        "RAY_TLS_SERVER_CERT": str(peer.certificate),
+        "RAY_TLS_SERVER_KEY": str(peer.key),
     }
 
 

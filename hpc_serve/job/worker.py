@@ -10,7 +10,7 @@ from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import read_bytes
-from hpc_serve.job.ray_cluster import ray_environ, worker_argv
+from hpc_serve.job.ray_cluster import worker_argv
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
@@ -62,12 +62,13 @@ async def _start_part(node: Node, parts: Parts) -> None:
     """Start this node's share of Ray, or of the engine where there is no Ray."""
     node.check_gpus()
     address = _own_address(node)
-    environ = node.child_environ(address=address)
     if node.backend == "ray":
         argv = worker_argv(node.ray_options(address=address), head=node.gcs)
-        await parts.start("ray worker", argv, ray_environ(environ), order=StopOrder.RAY, grace_s=_GRACE_S)
+        environ = node.ray_environ(address=address)
+        await parts.start("ray worker", argv, environ, order=StopOrder.RAY, grace_s=_GRACE_S)
     else:
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
+        environ = node.child_environ(address=address)
         await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
 
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_serve.errors import InvalidRequestError, RecordError
+from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
+from hpc_serve.trust import making
 from hpc_serve.trust.pem import certificates_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.x509 import Certificate, CertificateBuilder, KeyUsage, Name
+    from cryptography.x509 import Certificate
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
-# Longer than a job runs; some TLS libraries refuse certificates of more than 825 days.
-_RUN_LIFETIME = timedelta(days=730)
-# Clocks of nodes and clients differ.
-_BACKDATED = timedelta(days=1)
 _ANYWHERE = ("0.0.0.0/0", "::/0")
 _ALWAYS = ("127.0.0.1", "::1")
 _LOCAL_NAME = "localhost"
@@ -78,22 +75,22 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    ends_at = min(_now() + _RUN_LIFETIME, signed_by.not_valid_after_utc)
-    builder = _builder(f"hpc-serve {run}"[:64], key, ends_at=ends_at).issuer_name(signed_by.subject)
+    ends_at = min(making.now() + making.RUN_LIFETIME, signed_by.not_valid_after_utc)
+    builder = making.builder(f"hpc-serve {run}"[:64], key, ends_at=ends_at).issuer_name(signed_by.subject)
     known = dict.fromkeys(ipaddress.ip_address(address) for address in (*addresses, *_ALWAYS))
     names = [x509.DNSName(_LOCAL_NAME), *(x509.IPAddress(address) for address in known)]
     builder = (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(making.key_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    certificate = _sign(builder, signer)
+    certificate = making.sign(builder, signer)
     made = RunCertificate(
         certificate=certificate, certificate_file=folder / "endpoint.pem", key_file=folder / "endpoint.key"
     )
-    write_private(made.key_file, _private_pem(key))
+    write_private(made.key_file, making.private_pem(key))
     write_private(made.certificate_file, certificate)
     return made
 
@@ -104,7 +101,7 @@ def _new_authority() -> str:
     It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
     its holder who a web site is.
     """
-    _require_cryptography()
+    making.require_cryptography()
     import secrets
 
     from cryptography import x509
@@ -113,20 +110,20 @@ def _new_authority() -> str:
     key = ec.generate_private_key(ec.SECP256R1())
     # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
     name = f"hpc-serve authority {secrets.token_hex(4)}"
-    builder = _builder(name, key, ends_at=_now() + _AUTHORITY_LIFETIME)
+    builder = making.builder(name, key, ends_at=making.now() + _AUTHORITY_LIFETIME)
     networks = [x509.IPAddress(ipaddress.ip_network(network)) for network in _ANYWHERE]
     allowed: list[x509.GeneralName] = [x509.DNSName(_LOCAL_NAME), *networks]
     builder = (
-        builder.issuer_name(_name(name))
+        builder.issuer_name(making.common_name(name))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True), critical=True)
+        .add_extension(making.key_usage(key_cert_sign=True), critical=True)
         .add_extension(x509.NameConstraints(permitted_subtrees=allowed, excluded_subtrees=None), critical=True)
     )
-    return _private_pem(key) + _sign(builder, key)
+    return making.private_pem(key) + making.sign(builder, key)
 
 
 def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate]:
-    _require_cryptography()
+    making.require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -142,7 +139,7 @@ def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate]:
         raise _unusable(path, "it does not hold a key and the certificate of an authority")
     if key.public_key() != certificate.public_key():
         raise _unusable(path, "its key is not that of its certificate")
-    if (end := certificate.not_valid_after_utc) <= _now():
+    if (end := certificate.not_valid_after_utc) <= making.now():
         raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
     return key, certificate
 
@@ -152,66 +149,3 @@ def _unusable(path: Path, why: str) -> RecordError:
         f"{path} cannot sign certificates: {why}. Remove it to have a new one made by the next job, and run "
         "`hpc-serve env` again where other tools than Python's client talk to a service."
     )
-
-
-def _require_cryptography() -> None:
-    try:
-        import cryptography.x509  # noqa: F401
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"TLS on the endpoint needs the Python package `cryptography` in the job's environment ({error}): install "
-            "it there, or submit with --no-tls."
-        ) from error
-
-
-def _builder(name: str, key: EllipticCurvePrivateKey, *, ends_at: datetime) -> CertificateBuilder:
-    from cryptography import x509
-
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_name(name))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - _BACKDATED)
-        .not_valid_after(ends_at)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
-def _name(common_name: str) -> Name:
-    from cryptography import x509
-
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
-
-
-def _key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> KeyUsage:
-    from cryptography import x509
-
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        key_cert_sign=key_cert_sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _sign(builder: CertificateBuilder, signer: EllipticCurvePrivateKey) -> str:
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return builder.sign(signer, SHA256()).public_bytes(Encoding.PEM).decode()
-
-
-def _private_pem(key: EllipticCurvePrivateKey) -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)

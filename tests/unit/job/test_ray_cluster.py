@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
+from hpc_serve.trust.peers import PeerFiles
 from tests.support.nodes import ALLOCATION
 
 NODE = ray_start_options(
@@ -17,6 +19,7 @@ NODE = ray_start_options(
     device="GPU",
     num_devices=8,
 )
+PEER = PeerFiles(authority=Path("/t/a.pem"), certificate=Path("/t/n.pem"), key=Path("/t/n.key"))
 EXPECTED = {"10.0.0.1": "n1", "10.0.0.2": "n2"}
 
 
@@ -55,7 +58,7 @@ def test_chips_of_a_tpu_are_a_resource_like_any_other():
     ],
 )
 def test_amd_gpus_are_named_as_ray_takes_them(monkeypatch, given, seen):
-    environ = ray_environ(given)
+    environ = ray_environ(given, PEER)
     assert {name: value for name, value in environ.items() if name.endswith("VISIBLE_DEVICES")} == seen
     manager = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
@@ -95,8 +98,19 @@ def test_a_worker_joins_the_head_it_is_told():
 
 
 def test_the_token_mode_is_said_on_every_node():
-    assert ray_environ({"X": "1"})["RAY_AUTH_MODE"] == "token"
-    assert ray_environ({"X": "1"})["X"] == "1"
+    assert ray_environ({"X": "1"}, PEER)["RAY_AUTH_MODE"] == "token"
+    assert ray_environ({"X": "1"}, PEER)["X"] == "1"
+
+
+def test_rays_connections_show_certificates_and_its_metrics_do_not_listen():
+    environ = ray_environ({}, PEER)
+    assert environ["RAY_USE_TLS"] == "1"
+    assert environ["RAY_TLS_CA_CERT"] == "/t/a.pem"
+    assert (environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"]) == ("/t/n.pem", "/t/n.key")
+    constants = pytest.importorskip("ray._common.tls_utils")
+    source = Path(constants.__file__).read_text()
+    assert all(name in source for name in environ if name.startswith("RAY_TLS_"))
+    assert "--no-monitor" in head_argv(NODE, gcs_port=1, client_port=2)
 
 
 def test_who_is_missing_is_named():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import RecordError
-from hpc_serve.trust import authority
+from hpc_serve.trust import authority, making
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 from hpc_serve.trust.pinned import pinned_context
 from tests.support.tls_servers import RecordingServer, server_context
@@ -91,7 +91,7 @@ def test_tls_of_old_versions_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "_RUN_LIFETIME", timedelta(hours=-1))
+    monkeypatch.setattr(making, "RUN_LIFETIME", timedelta(hours=-1))
     ours = make(tmp_path, "ours")
     with serving(ours) as server, pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         ask(server, ours.certificate)
