@@ -75,7 +75,10 @@ class Gate:
         if self._key is None:
             return False
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key)
+        has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key)
+        if has_key and (tell_connection := scope.get("hpc_serve.has_key")):  # see connection_limits
+            tell_connection()
+        return has_key
 
     def _health_headers(self, scope: Scope) -> list[Header]:
         headers = [DRAINING_HEADER] if self._drain_file.exists() else []

@@ -151,7 +151,7 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
     assert head_args(command, host="0.0.0.0", port=1, device="GPU", backend="ray") == words(
-        "--host 0.0.0.0 --middleware hpc_serve.job.gate.Gate"
+        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
     )
     one_gpu = read_command(words("vllm serve m"))
     assert "--distributed-executor-backend" not in head_args(one_gpu, host="h", port=1, device="GPU", backend="mp")

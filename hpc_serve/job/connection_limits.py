@@ -1,0 +1,228 @@
+"""What a connection to the engine may cost before it has shown the key: bytes, time, places, and lines in the log.
+
+vLLM serves by uvicorn, which bounds none of these for its usual parser (httptools): headers are collected without end,
+and half a request stays open for ever. `install` puts a protocol class with limits where uvicorn looks for one. Who
+has the key is decided by `gate`. The file imports nothing of ours; uvicorn is imported when the limits are installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+HAS_KEY = "hpc_serve.has_key"
+"""In the scope of a request: the gate calls it once the connection has shown the key."""
+
+MAX_HEADER_BYTES = 64 * 1024  # of one request, and of what follows its body
+HEADERS_TIMEOUT_S = 10.0
+MAX_CONNECTIONS_WITHOUT_KEY = 512
+CONNECTION_WITHOUT_KEY_S = 30.0
+MAX_PIPELINED = 8
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
+_FEED_BYTES = 16 * 1024
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"  # RFC 6585
+)
+
+_MAX_LOGGED_PATH = 200
+_LOGGED_PER_INTERVAL = 20
+_LOG_INTERVAL_S = 10.0
+# Where uvicorn's own class is taken from and what of it is used here. A later uvicorn may have moved any of it.
+_USED_METHODS = (
+    *("connection_made", "connection_lost", "data_received", "handle_websocket_upgrade"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+)
+
+
+class LimitsNotInForceError(RuntimeError):
+    """The installed uvicorn is not one that the limits fit; the engine does not start without them."""
+
+
+def install() -> None:
+    """Make uvicorn use the limits for every server that this process starts. Raises LimitsNotInForceError."""
+    auto: Any = importlib.import_module("uvicorn.protocols.http.auto")
+    try:
+        protocols = importlib.import_module("uvicorn.config").HTTP_PROTOCOLS
+        base = importlib.import_module("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
+    except (ImportError, AttributeError) as error:
+        raise _does_not_fit(str(error)) from error
+    if protocols.get("auto") != "uvicorn.protocols.http.auto:AutoHTTPProtocol":
+        raise _does_not_fit(f"its protocol for HTTP is {protocols.get('auto')}")
+    if missing := [name for name in _USED_METHODS if not callable(getattr(base, name, None))]:
+        raise _does_not_fit(f"{base.__name__} has no {', '.join(missing)}")
+    auto.AutoHTTPProtocol = limited(base)
+    for name in ("uvicorn.access", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(present, LogLimit) for present in logger.filters):
+            logger.addFilter(LogLimit())
+
+
+def bound_tls_handshakes(loop: asyncio.AbstractEventLoop) -> None:
+    """Let no TLS handshake of this loop's servers take longer than TLS_HANDSHAKE_TIMEOUT_S; the default is 60 s.
+
+    Before its handshake a connection has no protocol object, so this is the only limit that reaches it.
+    """
+    create_server = loop.create_server
+
+    def create_bounded_server(*args: Any, **options: Any) -> Any:
+        if options.get("ssl") is not None:
+            options.setdefault("ssl_handshake_timeout", TLS_HANDSHAKE_TIMEOUT_S)
+        return create_server(*args, **options)
+
+    loop.create_server = create_bounded_server  # type: ignore[method-assign]
+
+
+def limited(base: Any) -> Any:
+    """uvicorn's protocol class `base` with limits."""
+
+    class LimitedProtocol(base):  # type: ignore[misc]
+        """One connection. It counts bytes that are not of a body, and knows whether the key has been shown."""
+
+        _without_key: ClassVar[dict[Any, None]] = {}  # the oldest first
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._header_bytes = 0
+            self._request_began_at: float | None = None
+            self._is_upgraded = False
+            self._timer: asyncio.TimerHandle | None = None
+            self.app: Any = _marked(self.app, self._show_key)
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._made_at = self.loop.time()
+            self._without_key[self] = None
+            if len(self._without_key) > MAX_CONNECTIONS_WITHOUT_KEY:
+                next(iter(self._without_key))._end()  # the oldest: a flood must not keep out who has the key
+            self._timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._check_time)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._let_go()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            for start in range(0, len(data), _FEED_BYTES):
+                if self.transport.is_closing() or self._is_upgraded:
+                    return
+                part = data[start : start + _FEED_BYTES]
+                if self._request_began_at is None and not self._is_answering():
+                    self._request_began_at = self.loop.time()
+                self._header_bytes += len(part)
+                super().data_received(part)
+                if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                    if not self._is_answering():
+                        self.transport.write(_TOO_LARGE)
+                    self.transport.close()
+
+        def on_message_begin(self) -> None:
+            if len(self.pipeline) >= MAX_PIPELINED:
+                raise LimitsNotInForceError("too many requests at once on one connection")  # the parser answers 400
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._header_bytes = 0
+            self._request_began_at = None
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._header_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._header_bytes = 0
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._header_bytes and self._request_began_at is None:
+                self._request_began_at = self.loop.time()
+
+        def handle_websocket_upgrade(self) -> None:
+            self._is_upgraded = True  # uvicorn's protocol for websockets takes over; the gate answers its handshake
+            self._let_go()
+            super().handle_websocket_upgrade()
+
+        def _is_answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _show_key(self) -> None:
+            self._without_key.pop(self, None)
+
+        def _check_time(self) -> None:
+            now = self.loop.time()
+            began_at = self._request_began_at
+            too_slow = began_at is not None and now - began_at >= HEADERS_TIMEOUT_S
+            too_old = self in self._without_key and now - self._made_at >= CONNECTION_WITHOUT_KEY_S
+            if too_slow or too_old:
+                self._end()
+            else:
+                self._timer = self.loop.call_later(HEADERS_TIMEOUT_S / 4, self._check_time)
+
+        def _end(self) -> None:
+            self._let_go()
+            self.transport.abort()
+
+        def _let_go(self) -> None:
+            self._without_key.pop(self, None)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    return LimitedProtocol
+
+
+class LogLimit(logging.Filter):
+    """Bounds what a stranger can write into uvicorn's log: refusals, probes and broken requests, by length and rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._interval_began_at = -_LOG_INTERVAL_S
+        self._logged = 0
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        if record.name == "uvicorn.access" and isinstance(args, tuple) and len(args) == 5:
+            client, method, path, version, status = args
+            path = str(path)
+            if len(path) > _MAX_LOGGED_PATH:
+                path = f"{path[:_MAX_LOGGED_PATH]}... ({len(path)} characters)"
+            record.args = (client, method, path, version, status)
+            if status not in (400, 401, 404) and path.partition("?")[0] != "/health":
+                return True
+        elif record.levelno != logging.WARNING:
+            return True
+        return self._is_within_rate(record)
+
+    def _is_within_rate(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._interval_began_at >= _LOG_INTERVAL_S:
+            if self._left_out:
+                # An access log line is formatted from its five values, so the count goes where the path is.
+                note = f" ({self._left_out} lines like this were left out before)"
+                if isinstance(record.args, tuple) and len(record.args) == 5:
+                    record.args = (*record.args[:2], f"{record.args[2]}{note}", *record.args[3:])
+                else:
+                    record.msg = f"{record.msg}{note}"
+            self._interval_began_at, self._logged, self._left_out = now, 0, 0
+        self._logged += 1
+        self._left_out += self._logged > _LOGGED_PER_INTERVAL
+        return self._logged <= _LOGGED_PER_INTERVAL
+
+
+def _marked(app: Any, show_key: Callable[[], None]) -> Any:
+    async def with_mark(scope: Any, receive: Any, send: Any) -> Any:
+        scope[HAS_KEY] = show_key
+        return await app(scope, receive, send)
+
+    return with_mark
+
+
+def _does_not_fit(why: str) -> LimitsNotInForceError:
+    return LimitsNotInForceError(
+        f"hpc-serve's limits for connections do not fit the installed uvicorn: {why}. Without them anybody could fill "
+        "the engine's memory, so it does not start. Install uvicorn[standard] 0.54, or the one of envs/."
+    )

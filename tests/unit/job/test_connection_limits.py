@@ -1,0 +1,386 @@
+"""What a stranger can make the engine spend on a connection: real uvicorn, real sockets, plain and over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from hpc_serve.job import connection_limits as limits
+from hpc_serve.job.gate import Gate
+from hpc_serve.trust.authority import make_run_certificate
+
+pytest.importorskip("httptools")
+uvicorn = pytest.importorskip("uvicorn")
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
+
+KEY = "k-0123456789abcdef"
+WITH_KEY = f"Authorization: Bearer {KEY}\r\n".encode()
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def key_file(tmp_path, monkeypatch):
+    path = tmp_path / "api_key"
+    path.write_text(KEY)
+    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(path))
+    monkeypatch.delenv("HPC_SERVE_DRAIN_FILE", raising=False)
+
+
+async def engine(scope, receive, send):
+    length = 0
+    while scope["method"] == "POST":
+        message = await receive()
+        length += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    body = b"let in, %d bytes" % length
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def served(app=engine, **options):
+    """A uvicorn with the limits and the gate in front of `app`; yields its port and its protocol class."""
+    protocol = limits.limited(HttpToolsProtocol)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(Gate(app), http=protocol, log_level="warning", lifespan="off", **options)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], protocol
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        listener.close()
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=SOON_S)
+
+
+def request(*headers: bytes, method: bytes = b"GET", path: bytes = b"/v1/models") -> bytes:
+    return method + b" " + path + b" HTTP/1.1\r\nHost: e\r\n" + b"".join(headers) + b"\r\n"
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the other end closes; a reset is an end too."""
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def until(connection: socket.socket, words: bytes) -> bytes:
+    """What comes, up to these words."""
+    received = b""
+    while words not in received and (chunk := connection.recv(65536)):
+        received += chunk
+    return received
+
+
+def pour(connection: socket.socket, head: bytes, endless: bytes, total: int) -> int:
+    """Send `head`, then `endless` again and again; how many bytes went before the other end closed."""
+    sent = 0
+    try:
+        connection.sendall(head)
+        while sent < total:
+            connection.sendall(endless)
+            sent += len(endless)
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return sent
+
+
+ENDLESS = {
+    "headers": (b"GET /health HTTP/1.1\r\n", b"x: " + b"a" * 8000 + b"\r\n"),
+    "one header": (b"GET /health HTTP/1.1\r\nx: ", b"a" * 8192),
+    "a header's name": (b"GET /health HTTP/1.1\r\n", b"a" * 8192),
+    "the path": (b"GET /", b"a" * 8192),
+    "trailers": (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"x: " + b"a" * 8000 + b"\r\n"),
+    "a trailer": (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ", b"a" * 8192),
+    "a chunk's extension": (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a" * 8192),
+    "empty lines": (b"", b"\r\n" * 4096),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_has_no_end_is_cut_off(what):
+    with served() as (port, _), connect(port) as connection:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert pour(connection, *ENDLESS[what], total=400 << 20) < 64 << 20  # what the kernel's buffers hold
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+        with connect(port) as another:
+            another.sendall(request(WITH_KEY, b"Connection: close\r\n"))
+            assert b"let in" in all_of(another)
+
+
+def test_headers_that_are_too_long_are_answered_with_431():
+    with served() as (port, _), connect(port) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (limits.MAX_HEADER_BYTES + 1))
+        assert all_of(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_long_headers_and_long_bodies_of_who_has_the_key_go_through():
+    body = b"b" * (3 << 20)
+    with served() as (port, _), connect(port) as connection:
+        cookie = b"Cookie: " + b"a" * (limits.MAX_HEADER_BYTES // 2) + b"\r\n"
+        connection.sendall(request(WITH_KEY, cookie, b"Content-Length: %d\r\n" % len(body), method=b"POST") + body)
+        assert b"3145728 bytes" in until(connection, b"3145728 bytes")
+        chunked = b"".join(b"1\r\nb\r\n" for _ in range(100_000)) + b"0\r\n\r\n"
+        connection.sendall(request(WITH_KEY, b"Transfer-Encoding: chunked\r\n", method=b"POST") + chunked)
+        assert b"100000 bytes" in until(connection, b"100000 bytes")
+
+
+def test_half_a_request_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.4)
+    with served() as (port, _), connect(port) as connection:
+        began = time.monotonic()
+        connection.sendall(b"GET /health HTT")
+        assert all_of(connection) == b""
+        assert time.monotonic() - began < SOON_S
+
+
+def test_trickled_headers_are_not_waited_for(monkeypatch):
+    """Every byte used to begin the wait anew."""
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.4)
+    with served() as (port, _), connect(port) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        connection.settimeout(0.02)
+        deadline = time.monotonic() + SOON_S
+        closed = False
+        while not closed and time.monotonic() < deadline:
+            try:
+                connection.sendall(b"a")
+                closed = connection.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+        assert closed
+
+
+@pytest.mark.parametrize("sent", [b"", request(path=b"/health")], ids=["silent", "served"])
+def test_without_the_key_a_connection_ends(monkeypatch, sent):
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(limits, "CONNECTION_WITHOUT_KEY_S", 0.5)
+    with served(timeout_keep_alive=600) as (port, protocol), connect(port) as connection:
+        connection.sendall(sent)
+        answer = all_of(connection)
+        assert answer.startswith(b"HTTP/1.1 200") if sent else answer == b""
+        assert not protocol._without_key
+
+
+def test_with_the_key_a_connection_stays(monkeypatch):
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "CONNECTION_WITHOUT_KEY_S", 0.3)
+    with served(timeout_keep_alive=600) as (port, _), connect(port) as connection, connect(port) as stranger:
+        connection.sendall(request(WITH_KEY))
+        assert b"let in" in until(connection, b"let in")
+        assert all_of(stranger) == b""  # the same time later
+        connection.sendall(request(WITH_KEY))
+        assert b"let in" in until(connection, b"let in")
+
+
+def test_a_flood_of_connections_takes_no_place_from_who_has_the_key(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS_WITHOUT_KEY", 20)
+    with served(timeout_keep_alive=600) as (port, protocol), ExitStack() as held, connect(port) as connection:
+        connection.sendall(request(WITH_KEY))
+        assert b"let in" in until(connection, b"let in")
+        for _ in range(200):
+            held.enter_context(connect(port)).sendall(b"GET /health HTTP/1.1\r\n")
+        with connect(port) as another:
+            another.sendall(request(WITH_KEY))
+            assert b"let in" in until(another, b"let in")
+        connection.sendall(request(WITH_KEY))
+        assert b"let in" in until(connection, b"let in")
+        assert len(protocol._without_key) <= 20
+
+
+def test_many_requests_in_one_packet_are_not_all_begun():
+    """14,000 of them fit into one read; each was a task with its own buffers."""
+    with served() as (port, _), connect(port) as connection:
+        pour(connection, b"", request(path=b"/health") * 5000, total=1)
+        answers = all_of(connection)
+        assert answers.count(b"HTTP/1.1 200") <= limits.MAX_PIPELINED + 1
+
+
+def test_a_few_requests_in_one_packet_are_answered():
+    with served() as (port, _), connect(port) as connection:
+        connection.sendall(request(WITH_KEY) * 3 + request(WITH_KEY, b"Connection: close\r\n"))
+        assert all_of(connection).count(b"let in") == 4
+
+
+def test_the_limits_hold_over_tls(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.4)
+    made = make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=["127.0.0.1"])
+    context = ssl.create_default_context(cadata=made.certificate)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    files = {"ssl_certfile": str(made.certificate_file), "ssl_keyfile": str(made.key_file)}
+    with served(**files) as (port, _):
+        with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as connection:
+            connection.sendall(request(WITH_KEY))
+            assert b"let in" in until(connection, b"let in")
+        with context.wrap_socket(connect(port), server_hostname="127.0.0.1") as connection:
+            connection.sendall(b"GET /health HTT")
+            assert all_of_tls(connection) == b""
+
+
+def all_of_tls(connection: ssl.SSLSocket) -> bytes:
+    try:
+        return all_of(connection)
+    except ssl.SSLEOFError:
+        return b""
+
+
+def test_a_websocket_of_who_has_the_key_stays_and_a_strangers_is_refused(monkeypatch):
+    pytest.importorskip("websockets")
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "CONNECTION_WITHOUT_KEY_S", 0.3)
+
+    async def talk(scope, receive, send):
+        await receive()
+        await send({"type": "websocket.accept"})
+        await asyncio.sleep(1)  # longer than a connection without the key may last
+        await send({"type": "websocket.send", "text": "let in"})
+        await send({"type": "websocket.close"})
+
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    with served(talk) as (port, _), connect(port) as connection, connect(port) as stranger:
+        connection.sendall(request(WITH_KEY, upgrade))
+        stranger.sendall(request(upgrade))
+        assert all_of(stranger).startswith((b"HTTP/1.1 403", b"HTTP/1.1 401"))
+        assert b"let in" in until(connection, b"let in")
+
+
+# -- the log
+
+
+def logged(make_records) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.Logger("uvicorn.access")
+    logger.addHandler(handler)
+    logger.addFilter(limits.LogLimit())
+    make_records(logger)
+    return lines
+
+
+def access(logger: logging.Logger, path: str, status: int) -> None:
+    logger.info('%s - "%s %s HTTP/%s" %d', "10.0.0.9:1", "GET", path, "1.1", status)
+
+
+def test_a_long_path_is_one_short_line():
+    (line,) = logged(lambda logger: access(logger, "/" + "a" * 60_000, 200))
+    assert len(line) < 300
+    assert "(60001 characters)" in line
+
+
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 401), ("/x", 404)])
+def test_what_a_stranger_may_ask_for_is_logged_now_and_then(path, status):
+    lines = logged(lambda logger: [access(logger, path, status) for _ in range(1000)])
+    assert len(lines) == limits._LOGGED_PER_INTERVAL
+
+
+def test_what_was_left_out_is_counted(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(limits.time, "monotonic", lambda: clock[0])
+
+    def make(logger):
+        for _ in range(100):
+            access(logger, "/x", 401)
+        clock[0] += limits._LOG_INTERVAL_S
+        access(logger, "/x", 401)
+
+    assert "80 lines like this were left out before" in logged(make)[-1]
+
+
+def test_requests_with_the_key_are_all_logged():
+    assert len(logged(lambda logger: [access(logger, "/v1/completions", 200) for _ in range(100)])) == 100
+
+
+# -- as the engine loads it
+
+IN_AN_ENGINE = """
+import asyncio, logging
+from hpc_serve.job.engine_gate import Gate
+import uvicorn
+
+async def app(scope, receive, send): ...
+config = uvicorn.Config(app)
+config.load()
+print(config.http_protocol_class.__name__)
+filters = [logging.getLogger(name).filters for name in ("uvicorn.access", "uvicorn.error")]
+print([type(one).__name__ for some in filters for one in some])
+
+async def ask():
+    loop = asyncio.get_running_loop()
+    gate = Gate(app)
+    server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+    server.close()
+    async def receive(): return {}
+    async def send(message): print(message["status"] if "status" in message else "")
+    try:
+        await gate({"type": "http", "method": "GET", "path": "/health", "headers": []}, receive, send)
+    except RuntimeError as error:
+        print(error)
+asyncio.run(ask())
+"""
+
+
+def test_the_engine_loads_the_limits_with_the_gate_and_answers_nothing_without_them():
+    done = subprocess.run([sys.executable, "-c", IN_AN_ENGINE], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["LimitedProtocol", "['LogLimit', 'LogLimit']"]
+    assert "limits for connections are not in force" in lines[2]
+
+
+@pytest.mark.parametrize("name", limits._USED_METHODS)
+def test_a_uvicorn_that_they_do_not_fit_is_refused_and_named(monkeypatch, name):
+    monkeypatch.delattr(HttpToolsProtocol, name)
+    if hasattr(HttpToolsProtocol, name):  # asyncio.Protocol has one of its own
+        monkeypatch.setattr(HttpToolsProtocol, name, None)
+    with pytest.raises(limits.LimitsNotInForceError, match=rf"HttpToolsProtocol has no {name}.*Install uvicorn"):
+        limits.install()
+
+
+def test_a_uvicorn_with_another_protocol_is_refused(monkeypatch):
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", "elsewhere:Protocol")
+    with pytest.raises(limits.LimitsNotInForceError, match="elsewhere:Protocol"):
+        limits.install()
+
+
+def test_a_half_open_tls_handshake_is_not_waited_for_in_any_loop():
+    async def handshake_timeout(loop) -> object:
+        seen = {}
+
+        async def create_server(*args, **options):
+            seen.update(options)
+
+        loop.create_server = create_server
+        limits.bound_tls_handshakes(loop)
+        await loop.create_server(None, ssl="context")
+        return seen["ssl_handshake_timeout"]
+
+    async def run() -> object:
+        return await handshake_timeout(asyncio.get_running_loop())
+
+    assert asyncio.run(run()) == limits.TLS_HANDSHAKE_TIMEOUT_S
+    uvloop = pytest.importorskip("uvloop")
+    assert uvloop.run(run()) == limits.TLS_HANDSHAKE_TIMEOUT_S
