@@ -300,7 +300,7 @@ def test_what_a_stranger_may_ask_for_is_logged_now_and_then(path, status):
 
 def test_what_was_left_out_is_counted(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(limits.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
     def make(logger):
         for _ in range(100):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import stat
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.peers import PeerFiles, make_peer_files
 
-grpc = pytest.importorskip("grpc")
+grpc: Any = pytest.importorskip("grpc")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def ask(server: PeerFiles, *shown: bytes | None) -> str:
     """What a client with these three (authority, key, certificate) is told by a server of the run."""
 
     class Handler(grpc.GenericRpcHandler):
-        def service(self, details):
+        def service(self, details: object) -> object:
             return grpc.unary_unary_rpc_method_handler(lambda request, context: b"come in")
 
     running = grpc.server(futures.ThreadPoolExecutor(1))
