@@ -140,7 +140,7 @@ class Node:
         Raises what `make_peer_files` does.
         """
         run_dir = Path(self.environ["HPC_SERVE_JOB_DIR"])
-        peer = make_peer_files(run_dir, self.temp_dir / "tls", addresses=(address,))
+        peer = make_peer_files(run_dir, self.node_dir / "tls", addresses=(address,))
         return ray_environ(self.child_environ(address=address), peer)
 
     def _cache_dir(self) -> Path:

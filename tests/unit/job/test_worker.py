@@ -44,7 +44,7 @@ def over_a_connection(tmp_path, monkeypatch):
                 allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
                 head_ports=ports,
                 run_mark=f"test-{os.getpid()}-worker",
-                environ={"PATH": str(tmp_path)},
+                environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
             server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
