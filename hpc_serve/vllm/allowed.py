@@ -41,7 +41,7 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
         if argument.option is None:
             _check_unknown(argument, allow_unknown)
         elif not allow_unknown:
-            check_value(argument)
+            _check_value(argument)
     for name, reason in _classes()["only_one"].items():
         if (size := value_of(arguments, name)) is not None and size != 1:
             raise InvalidRequestError(f"{name} {size} cannot be given to the engine: {reason}.")
@@ -105,6 +105,15 @@ def _check_unknown(argument: Argument, allow_unknown: bool) -> None:
     raise InvalidRequestError(
         f"vLLM {pinned_version()} has no option {spelling}{_hint(spelling)} (for another version of vLLM: {OVERRULE})."
     )
+
+
+def _check_value(argument: Argument) -> None:
+    try:
+        check_value(argument)
+    except InvalidRequestError as error:
+        if argument.option is not None and argument.option.choices:
+            raise InvalidRequestError(f"{error} For another version of vLLM: {OVERRULE}.") from None
+        raise
 
 
 def _hint(spelling: str) -> str:

@@ -71,13 +71,16 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
 def read_fields(words: Iterable[str]) -> dict[str, Any]:
     """What words for `vllm serve` say of memory and layout, by EngineConfig's names and `max_model_len`.
 
-    Raises InvalidRequestError for a context that vLLM is to choose itself.
+    Raises InvalidRequestError for a context that vLLM is to choose itself, and for values of another version of vLLM.
 
     >>> read_fields(["--max-num-seqs=16", "-tp", "2", "--seed", "1", "--enforce-eager"])
     {'tensor_parallel_size': 2, 'max_num_seqs': 16, 'enforce_eager': True}
     """
     arguments = read_arguments(words)
-    values = {name: value_of(arguments, _flag(name)) for name in _FIELDS}
+    try:
+        values = {name: value_of(arguments, _flag(name)) for name in _FIELDS}
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{error} The plan is made with it, so hpc-serve must know it.") from None
     if values["max_model_len"] == -1:
         raise InvalidRequestError(
             "--max-model-len auto lets vLLM choose the context, and the plan needs it: write a number of tokens."

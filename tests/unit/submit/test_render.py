@@ -248,6 +248,13 @@ def test_options_that_the_pinned_vllm_does_not_know_are_refused_unless_overruled
     assert "            --new-option a b" in text
 
 
+def test_a_value_that_the_plan_needs_must_be_known_even_if_overruled():
+    with pytest.raises(InvalidRequestError, match=r"--kv-cache-dtype is 'new'.* The plan is made with it"):
+        script(engine_args=("--kv-cache-dtype", "new"), allow_unknown_vllm_options=True)
+    with pytest.raises(InvalidRequestError, match="--max-model-len auto"):
+        script(engine_args=("--max-model-len", "auto"))
+
+
 def test_the_header_cannot_be_left_by_a_newline():
     text = script(engine_args=("--x", "a\nrm -rf ~"), allow_unknown_vllm_options=True)
     assert "\nrm -rf ~ \\" not in text.split("set -euo pipefail")[0]

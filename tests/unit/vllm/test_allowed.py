@@ -170,6 +170,12 @@ def test_no_free_option_has_a_name_that_tells_of_code() -> None:
     assert not {name for name in free if telling.search(name)}
 
 
+def test_a_value_of_another_version_is_refused_with_the_switch_that_lets_it_pass() -> None:
+    with pytest.raises(InvalidRequestError, match=r"--lora-dtype is 'new'.* --allow-unknown-vllm-options"):
+        check_arguments(["--lora-dtype", "new"], allow_unknown=False)
+    check_arguments(["--lora-dtype", "new"], allow_unknown=True)
+
+
 def test_quoting_of_a_line_does_not_matter() -> None:
     with pytest.raises(InvalidRequestError, match="cannot be given"):
         check_arguments(shlex.split("'--api-key' \"k\""), allow_unknown=True)
