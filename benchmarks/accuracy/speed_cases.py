@@ -1,9 +1,9 @@
 """Published measurements that the estimate of performance is fitted on: `python -m benchmarks.accuracy.speed_cases`
 prints the scores.
 
-benchmarks/accuracy/data/perf_cases.jsonl holds the figures, each with its source; what a row is about (which catalogue
+benchmarks/accuracy/data/speed_cases.jsonl holds the figures, each with its source; what a row is about (which catalogue
 entry, how many replicas, which lengths) is decided here, as is what is left out and why. Scores and fits are
-perf_scores.py's; rows that nothing was fitted on are perf_cases_later.py's.
+speed_scores.py's; rows that nothing was fitted on are speed_cases_later.py's.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Case:
 
 def load() -> list[Case]:
     """All rows of the file."""
-    return [case(json.loads(line)) for line in (DATA / "perf_cases.jsonl").read_text().splitlines()]
+    return [case(json.loads(line)) for line in (DATA / "speed_cases.jsonl").read_text().splitlines()]
 
 
 def case(row: dict[str, Any]) -> Case:

@@ -1,4 +1,4 @@
-"""Published measurements that no factor was fitted on: benchmarks/accuracy/data/perf_cases_later.jsonl, read and scored
+"""Published measurements that no factor was fitted on: benchmarks/accuracy/data/speed_cases_later.jsonl, read and scored
 apart.
 
 A row says itself which model, layout and engine options it is about. Rows of other engines than vLLM hold the ideal
@@ -28,7 +28,7 @@ UNKNOWN_VERSION = "0.11.0"
 
 def load_later() -> list[Case]:
     """All rows of the later file."""
-    return [later_case(json.loads(line)) for line in (DATA / "perf_cases_later.jsonl").read_text().splitlines()]
+    return [later_case(json.loads(line)) for line in (DATA / "speed_cases_later.jsonl").read_text().splitlines()]
 
 
 def later_case(row: dict[str, Any]) -> Case:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
@@ -104,4 +104,4 @@ def accelerator_entry(name: str) -> dict[str, Any]:
 
 
 def _load(filename: str) -> Any:
-    return json.loads(resources.files(__name__).joinpath(filename).read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8"))
