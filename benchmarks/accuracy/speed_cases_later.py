@@ -1,8 +1,7 @@
-"""Published measurements that no factor was fitted on: benchmarks/accuracy/data/speed_cases_later.jsonl, read and scored
-apart.
+"""Published measurements that no factor was fitted on: reads data/speed_cases_later.jsonl and scores it.
 
-A row says itself which model, layout and engine options it is about. Rows of other engines than vLLM hold the ideal
-roofline to account and are shown, but the factors are of vLLM: medians are given with and without them.
+Each row names its model, layout and engine options. Rows of engines other than vLLM test the ideal roofline only,
+because the factors are vLLM's: the table has medians with and without them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the engine is asked for, in vLLM's own names, and vLLM's own defaults for what is left out.
+"""What the engine is asked for, in vLLM's own names, and vLLM's defaults for what is not asked for.
 
-Defaults depend on the version and on the accelerator; both are looked up here and nowhere else. One version is pinned;
-earlier ones are known as far as published measurements need them.
+Defaults depend on vLLM's version and on the accelerator, and only this module looks them up. One version is pinned.
+Earlier versions are known as far as published measurements need them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _POSITIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of `vllm serve` that decide memory. None: vLLM's default (or, for the layout, the planner's choice).
+    """Options of `vllm serve` that decide about memory. None: vLLM's default, or for the layout the planner's choice.
 
-    `use_v1` False is the engine generation before V1 (vLLM ≤ 0.9 could run either).
+    `use_v1` False is the engine before V1. vLLM up to 0.9 has both.
     """
 
     tensor_parallel_size: int | None = None
@@ -59,48 +59,48 @@ class EngineConfig:
             raise InvalidRequestError(f"vllm_version is {self.vllm_version!r}: write it as {PINNED_VERSION}.")
         if self.version > _version(PINNED_VERSION):
             raise InvalidRequestError(
-                f"vllm_version is {self.vllm_version!r}: what came after {PINNED_VERSION} is not known here. "
+                f"vllm_version is {self.vllm_version!r}, and {PINNED_VERSION} is the newest that the planner knows. "
                 "Leave it out to plan for that one."
             )
 
     @cached_property
     def version(self) -> tuple[int, int]:
-        """(major, minor) of the vLLM assumed."""
+        """(major, minor) of the vLLM that is planned for."""
         return _version(self.vllm_version)
 
     @property
     def is_v0(self) -> bool:
-        """Whether the engine is of the generation before V1 (the default up to 0.7)."""
+        """Whether the engine is the one before V1, which is the default up to 0.7."""
         return not self.use_v1 if self.use_v1 is not None else self.version < (0, 8)
 
     @property
     def saves_windows(self) -> bool:
-        """Whether layers behind a sliding window keep only it: V1's hybrid cache manager, on by default since 0.10."""
+        """Whether layers with a sliding window cache only the window: V1's hybrid cache manager, on since 0.10."""
         return not self.is_v0 and self.version >= (0, 10)
 
     @property
     def keeps_expert_workspaces(self) -> bool:
-        """Whether the experts' workspaces outlive the forward pass (v1/worker/workspace.py, since 0.13)."""
+        """Whether the workspaces of experts stay after the forward pass: v1/worker/workspace.py, since 0.13."""
         return self.version >= (0, 13)
 
     @property
     def caches_state_prefixes(self) -> bool:
-        """Whether hybrids hold a second state per request for prefix caching (mamba_cache_mode "align")."""
+        """Whether hybrids hold a second state per request for prefix caching: mamba_cache_mode "align"."""
         return self.version >= (0, 20)
 
     @property
     def subtracts_cuda_graphs(self) -> bool:
-        """Whether the cache makes room for CUDA graphs (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, on since 0.21)."""
+        """Whether the cache leaves room for CUDA graphs: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, on since 0.21."""
         return self.version >= (0, 21)
 
     @property
     def counts_state_blocks(self) -> bool:
-        """Whether CUDA graphs of hybrids need a cache block for each sequence of a step (config/compilation.py)."""
+        """Whether CUDA graphs of hybrids need a cache block for each sequence of a step: config/compilation.py."""
         return self.version >= (0, 20) and not self.enforce_eager
 
     @property
     def prints_request_tokens(self) -> bool:
-        """Whether "KV cache size" is concurrency times context, rather than blocks per group times their size."""
+        """Whether vLLM prints "KV cache size" as concurrency x context. Before, it is blocks per group x block size."""
         return self.version >= (0, 20)
 
 
@@ -111,11 +111,11 @@ def _version(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the service must hold at once: `concurrency` requests of `max_model_len` tokens each.
+    """What each replica must hold at once: `concurrency` requests of `max_model_len` tokens each.
 
-    The defaults are vLLM's own condition for starting: one request of the longest context the model allows. `replicas`
-    engines share the machines, each holding that much; None is one engine, on as few GPUs as it needs. `request_tokens`
-    are those of one request, where they are known: a shorter context is of no use.
+    The defaults are vLLM's own condition for starting: one request of the longest context that the model allows.
+    `replicas` engines share the machines. None: one engine on as few GPUs as it needs. `request_tokens` are the tokens
+    of one request, where they are known: a shorter context is of no use.
     """
 
     max_model_len: int | None = None
@@ -133,15 +133,15 @@ class Workload:
 
 
 def gpu_memory_utilization(engine: EngineConfig) -> float:
-    """What is asked for, else vLLM's default: 0.92 in 0.32 (config/cache.py), 0.9 before graphs were subtracted."""
+    """What is asked for, else vLLM's default: 0.92 in 0.32 (config/cache.py), 0.9 before it subtracted CUDA graphs."""
     return engine.gpu_memory_utilization or (0.92 if engine.subtracts_cuda_graphs else 0.9)
 
 
 def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, max_model_len: int) -> int:
     """Tokens of one step: what is asked for, else the API server's default.
 
-    Source: `get_batch_defaults` in vLLM's engine/arg_utils.py; before V1 a step held a whole prompt, unless contexts
-    above 32k turned chunked prefill on.
+    Source: `get_batch_defaults` in vLLM's engine/arg_utils.py. Before V1 a step held a whole prompt, except with
+    contexts above 32k, which turned on chunked prefill.
     """
     if engine.max_num_batched_tokens:
         return engine.max_num_batched_tokens
@@ -155,7 +155,7 @@ def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, m
 
 
 def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
-    """Sequences of one step: what is asked for, else the API server's default, from the same place."""
+    """Sequences of one step: what is asked for, else the API server's default, from the same source."""
     if engine.max_num_seqs:
         return engine.max_num_seqs
     if accelerator.kind == "cpu":
@@ -164,7 +164,7 @@ def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
 
 
 def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: bool) -> int:
-    """Tokens of a block: 16, but for latent attention 64 (its kernels' own), and the other way on CPUs: 128, and 16.
+    """Tokens of a cache block: on GPUs 16, with latent attention 64; on CPUs 128, with latent attention 16.
 
     Sources: `update_block_size_for_backend` in platforms/interface.py, and platforms/cpu.py.
     """
@@ -174,6 +174,6 @@ def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: b
 
 
 def _is_large(accelerator: AcceleratorSpec) -> bool:
-    """Whether vLLM has larger steps for it: a GPU of 70 GiB or more, but for those it excepts by name."""
+    """Whether vLLM has larger defaults for it: a GPU of 70 GiB or more that is not excepted by name."""
     is_large = accelerator.kind == "gpu" and accelerator.total_bytes >= 70 * GIB
     return is_large and not accelerator.has_small_batch_defaults

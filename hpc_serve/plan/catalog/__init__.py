@@ -1,6 +1,6 @@
 """Facts about models and accelerators as data, and how a name finds its entry.
 
-The JSON files hold the facts, each with its source; adding a model or a GPU touches one of them alone.
+The JSON files hold the facts, each with its source. A new model or accelerator is one entry in one of them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def resolve(name: str) -> CatalogModel:
 
 
 def did_you_mean(name: str) -> str:
-    """The words " Did you mean …?" with up to three close names, or where all of them are listed."""
+    """The words " Did you mean …?" with up to three close names. Without a close name: where all names are listed."""
     close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
     if not close:
         tails = {key.rsplit("/", 1)[-1]: key for key in _index()}

@@ -14,7 +14,7 @@ from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on
 from hpc_serve.plan.hardware.cluster import whole_cluster
 from hpc_serve.plan.hardware.tpu import chip_count
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype
-from hpc_serve.plan.model.quantization import FP8_TENSOR, Scheme, int_groups
+from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
 

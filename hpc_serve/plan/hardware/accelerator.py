@@ -1,6 +1,6 @@
 """One accelerator as the planner sees it: memory, bandwidth, FLOP/s and links of a GPU, a TPU chip or a CPU socket.
 
-The facts are the catalogue's; the machines made of accelerators are in cluster.py.
+The facts come from the catalogue. cluster.py describes the machines made of accelerators.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AcceleratorSpec:
         return _UNITS[self.kind]
 
     def node_size(self, num_nodes: int) -> int:
-        """How many each of so many nodes has. A single TPU host may have more chips than a host of a larger slice.
+        """How many each of so many nodes has. A single TPU host may have more chips than the hosts of a larger slice.
 
         Source: Google Cloud's TPU VM types; Ray has the same rule (_private/accelerators/tpu.py).
         """
@@ -67,9 +67,9 @@ class AcceleratorSpec:
 
 
 def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec:
-    """The accelerator of that name; `total_bytes` overrides the memory its driver reports.
+    """The accelerator of that name. `total_bytes` replaces the memory that its driver reports.
 
-    Raises InvalidRequestError for an unknown name, or for one whose memory is not a fact of the product (CPUs).
+    Raises InvalidRequestError for an unknown name, and for a CPU without `total_bytes`: its product says no memory.
     """
     entry = accelerator_entry(name)
     seen = int(entry["total_gib"] * GIB) if entry["total_gib"] else None

@@ -22,9 +22,10 @@ _SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The machines there are. `num_nodes` None: as few as needed; `gpus_per_node` None: as many as such nodes have.
+    """The machines there are.
 
-    `is_whole`: an engine uses all of its nodes' accelerators, as with a TPU slice, not as few as it needs.
+    `num_nodes` None: as few as are needed. `gpus_per_node` None: as many as such nodes usually have. `is_whole`: one
+    engine uses all accelerators of all nodes, as in a TPU slice. Otherwise it uses as few as it needs.
     """
 
     accelerator: AcceleratorSpec
@@ -44,18 +45,18 @@ class ClusterSpec:
         return self.node_size_of(1)
 
     def node_size_of(self, num_nodes: int) -> int:
-        """GPUs that each of so many nodes has."""
+        """GPUs of each node, where there are so many nodes."""
         return self.gpus_per_node or self.accelerator.node_size(num_nodes)
 
     def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
-        """The same machines, another number of them."""
+        """The same machines with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
 
 def cluster_named(
     name: str, *, total_bytes: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None
 ) -> ClusterSpec:
-    """The cluster that `name` and the numbers asked for make; `total_bytes` is the memory of one accelerator.
+    """The cluster that a name and the numbers asked for describe. `total_bytes` is the memory of one accelerator.
 
     Raises InvalidRequestError for an unknown name, a slice that is not offered, or numbers that contradict it.
 
@@ -79,7 +80,7 @@ def cluster_named(
 
 
 def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
-    """The machines of so many accelerators, all for one engine: a TPU slice over its hosts, or sockets of one host."""
+    """So many accelerators, all for one engine: the chips of a TPU slice over its hosts, or the sockets of one host."""
     if device.kind == "cpu" or count <= device.gpus_per_node:
         return ClusterSpec(accelerator=device, num_nodes=1, gpus_per_node=count, is_whole=True)
     size = device.node_size(count)
@@ -87,7 +88,7 @@ def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """(accelerator, how many); None for a plain name."""
+    """(accelerator, how many of it). The number is None for a name without slice or sockets."""
     sockets = _SOCKETS.fullmatch(name)
     if sockets and accelerator_entry(sockets[1])["kind"] == "cpu":
         if not 1 <= int(sockets[2]) <= 8:

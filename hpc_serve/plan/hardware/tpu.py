@@ -24,17 +24,17 @@ def chip_count(topology: str) -> int:
 
 
 def split_axes(topology: str) -> int:
-    """Sides along which a slice has more than one chip: those over which a model can be cut."""
+    """How many sides of a slice have more than one chip. A model can be split along these."""
     return sum(int(side) > 1 for side in topology.split("x"))
 
 
 def slice_with(accelerator: AcceleratorSpec, count: int) -> str | None:
-    """The topology of exactly so many chips, or None."""
+    """The topology with exactly so many chips, or None."""
     return next((name for name in accelerator.slices if chip_count(name) == count), None)
 
 
 def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
-    """Whether so many can be had as one machine: any number of GPUs, of TPU chips those of a slice."""
+    """Whether so many make one machine. GPUs come in any number, TPU chips in the numbers of slices."""
     return accelerator.kind != "tpu" or slice_with(accelerator, count) is not None
 
 
@@ -47,25 +47,28 @@ def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
 
 
 def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight: float) -> float:
-    """Sequences from which a matrix is bound by FLOP/s, no longer by loading it: C ÷ W_hbm × bytes ÷ 2."""
+    """The batch at which arithmetic on a matrix takes as long as loading it: C ÷ W_hbm × bytes ÷ 2."""
     assert accelerator.bandwidth_bytes_per_s
     return accelerator.dense_flops[compute] / accelerator.bandwidth_bytes_per_s * bytes_per_weight / 2
 
 
 def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
-    """Bytes per second along one axis of a torus, both ways together."""
+    """Bytes per second along one axis of a torus, both directions together."""
     assert accelerator.link_bytes_per_s
     dimensions = len(accelerator.slices[0].split("x"))
     return 2 * accelerator.link_bytes_per_s / _LINKS_BY_DIMENSIONS[dimensions]
 
 
 def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:
-    """Chips over which a compute-bound model can be cut before the links bind: F·axes ÷ (C ÷ W_ici)."""
+    """The most chips for a large batch before the links take longer than arithmetic: F·axes ÷ (C ÷ W_ici)."""
     return intermediate_size * over_axes / (accelerator.dense_flops["bf16"] / axis_bytes_per_s(accelerator))
 
 
 def small_batch_limit(accelerator: AcceleratorSpec, intermediate_size: int, batch: float) -> float:
-    """The same where loading weights is what binds: F ÷ (B·β), β = W_hbm ÷ W_ici."""
+    """The most chips for a small batch before the links take longer than loading weights.
+
+    F ÷ (B·β), where β = W_hbm ÷ W_ici.
+    """
     assert accelerator.bandwidth_bytes_per_s
     beta = accelerator.bandwidth_bytes_per_s / axis_bytes_per_s(accelerator)
     return intermediate_size / (batch * beta)

@@ -1,8 +1,8 @@
-"""What a layout takes on the GPU that holds most, in the terms vLLM prints when it starts.
+"""What a layout takes of the memory of its tightest GPU, in the terms that vLLM prints when it starts.
 
     KV cache = total × gpu_memory_utilization − weights − loading − activation peak − CUDA graphs − non-torch
 
-as `determine_available_memory` in vLLM's v1/worker/gpu_worker.py computes it from measurements.
+vLLM computes the same from measurements: `determine_available_memory` in v1/worker/gpu_worker.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hpc_serve.plan.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on one GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache (below 0: no fit).
+    """Bytes on the GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache: below 0 nothing fits.
 
-    `weight_bytes` are the checkpoint's, `model_loading_bytes` vLLM's "Model loading took". `kv_cache_tokens`
-    and `max_concurrency` are its "KV cache size" and "Maximum concurrency"; `blocks_per_request` are those of one
-    request of the longest context. `cuda_graph_bytes` lie outside the budget where `graphs_outside` (vLLM before 0.21).
-    vLLM refuses fewer blocks than `least_blocks`: the `max_num_seqs` of a step, where a state takes a block.
+    `weight_bytes` are those of the checkpoint, `model_loading_bytes` is vLLM's "Model loading took". `kv_cache_tokens`
+    is its "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
+    `blocks_per_request`. Where `graphs_outside` (vLLM before 0.21), the budget does not count `cuda_graph_bytes`. vLLM
+    refuses fewer blocks than `least_blocks`, which is `max_num_seqs` where each sequence has a state in a block.
     """
 
     total_bytes: int
@@ -55,7 +55,7 @@ class MemoryEstimate:
     graphs_outside: bool = False
 
     def holds(self, concurrency: int) -> bool:
-        """Whether so many requests of the longest context fit; one block is vLLM's own (the null block)."""
+        """Whether so many requests of the longest context fit. One block is vLLM's own, the null block."""
         needed = max(1 + concurrency * self.blocks_per_request, self.least_blocks)
         return self.kv_cache_bytes > 0 and self.num_blocks >= needed
 
@@ -69,9 +69,9 @@ def estimate_memory(
     pipeline_parallel_size: int,
     max_model_len: int,
 ) -> MemoryEstimate:
-    """The memory of the tightest rank of a layout: of the stage with the fewest blocks, which vLLM gives to all.
+    """The memory of a layout's tightest rank: of the stage with the fewest blocks, to which vLLM limits all stages.
 
-    Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context beyond the model's.
+    Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context longer than the model's.
     """
     if max_model_len > model.max_model_len:
         raise InvalidRequestError(
@@ -170,6 +170,8 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
 
 
 def _batches(engine: EngineConfig, pipeline_parallel_size: int) -> int:
-    """Batches in flight at once (`max_concurrent_batches` in vLLM's config/vllm.py): one per stage, one more when
-    scheduling runs ahead, as it does by default since 0.15."""
+    """Batches that are computed at once: one per stage, and since 0.15 one more, as scheduling is asynchronous.
+
+    Source: `max_concurrent_batches` in vLLM's config/vllm.py.
+    """
     return pipeline_parallel_size + (1 if engine.version >= (0, 15) else 0)

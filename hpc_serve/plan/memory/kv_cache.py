@@ -1,7 +1,7 @@
-"""How vLLM cuts the KV cache into blocks, and how many blocks one request of the longest context takes.
+"""How vLLM divides the KV cache into blocks, and how many blocks one request takes.
 
-Layers of one kind share a group; a model of several kinds (sliding windows, states) has several groups that draw on one
-pool of blocks of equal size. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
+Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
+which take blocks of equal size from one pool. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
 `get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
 """
 
@@ -57,9 +57,9 @@ class CacheGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """All groups of a model at one tensor parallel size, for one rank.
+    """All groups of a model at one tensor parallel size, on one rank.
 
-    By layer: `bytes_per_token` of attention, `page_bytes` of one block. `state_blocks` are those of a request's state.
+    `bytes_per_token` and `page_bytes` (of one block) are by layer. The state of a request takes `state_blocks`.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -69,7 +69,7 @@ class CacheLayout:
     state_blocks: int
 
     def bytes_per_block(self, first_layer: int, end_layer: int) -> int:
-        """Bytes one block takes on a rank that holds these layers: as many as its widest group."""
+        """Bytes of one block on a rank with these layers: those of its largest group."""
         return max(
             (
                 sum(self.page_bytes[layer] for layer in group.layers if first_layer <= layer < end_layer)
@@ -79,7 +79,7 @@ class CacheLayout:
         )
 
     def token_bytes(self, first_layer: int, end_layer: int) -> int:
-        """Bytes of keys and values of one token in these layers."""
+        """Bytes of the keys and values of one token in these layers."""
         return sum(self.bytes_per_token[first_layer:end_layer])
 
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
@@ -90,14 +90,14 @@ class CacheLayout:
 
 
 def kv_cache_dtype(model: ModelSpec, engine: EngineConfig) -> str:
-    """The type the cache is kept in: what is asked for, else what the checkpoint says, else the model's."""
+    """The type of the cache: what is asked for, else what the checkpoint says, else the model's."""
     if engine.kv_cache_dtype != "auto":
         return engine.kv_cache_dtype
     return model.quantization.kv_cache_dtype or model.dtype
 
 
 def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_align: int = 1) -> int:
-    """Bytes one token takes in one layer on one rank.
+    """Bytes of one token in one layer on one rank.
 
     >>> layer_bytes_per_token(LayerCache(kind="full", kv_heads=8, head_dim=128, value_dim=128), 8, "bfloat16")
     512
@@ -113,9 +113,9 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
 
 
 def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: AcceleratorKind = "gpu") -> CacheLayout:
-    """Group the layers of a model as vLLM does for `ranks` tensor-parallel ranks on that kind of accelerator.
+    """The groups that vLLM makes of a model's layers, for `ranks` tensor-parallel ranks on that kind of accelerator.
 
-    Raises DoesNotFitError where KV heads cannot be divided, InvalidRequestError for an unknown kv_cache_dtype.
+    Raises DoesNotFitError where ranks cannot divide the KV heads, InvalidRequestError for an unknown kv_cache_dtype.
     """
     dtype = kv_cache_dtype(model, engine)
     mla_align = 256 if engine.is_v0 else 1
@@ -145,7 +145,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
 
 
 def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> int:
-    """Bytes of the cache of one request of so many tokens, over all ranks, without blocks: the field's formula.
+    """Bytes of the cache of one request of so many tokens, over all ranks and without blocks: the usual formula.
 
     >>> from hpc_serve.plan import resolve, model_from_config
     >>> model = model_from_config(resolve("70b").config, name="70b")
@@ -178,20 +178,20 @@ def _state_bytes(cache: LayerCache, ranks: int, dtype_bytes: int) -> int:
     total = 0
     for elements, element_bytes in cache.state:
         if elements % ranks:
-            raise DoesNotFitError(f"a layer's state of {elements} elements is not divided by {ranks} ranks")
+            raise DoesNotFitError(f"{ranks} ranks do not divide a layer's state of {elements} elements")
         total += elements // ranks * (element_bytes or dtype_bytes)
     return total
 
 
 def _block_size_for_states(block_size: int, state_bytes: int, token_bytes: int) -> int:
-    """Tokens to a block so that a page of attention holds a state: `_align_hybrid_block_size` in platforms/."""
+    """Tokens of a block, so that a page of attention holds a state: `_align_hybrid_block_size` in platforms/."""
     return max(block_size, block_size * -(-state_bytes // (block_size * token_bytes)))
 
 
 def _groups(
     caches: Sequence[LayerCache | None], pages: Sequence[int], block_size: int, *, windows_saved: bool
 ) -> tuple[CacheGroup, ...]:
-    """Groups of equally many layers, each of one kind; layers all of one kind are one group, whatever their pages."""
+    """Groups of equally many layers of one kind. Where all layers are of one kind, they are one group."""
     kinds: dict[tuple[str, int], list[int]] = {}
     for index, cache in enumerate(caches):
         if cache is not None:

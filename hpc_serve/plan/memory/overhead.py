@@ -1,5 +1,7 @@
-"""What a rank takes beside weights and KV cache: the activation peak of vLLM's profile run, CUDA graphs, and memory
-that torch does not see (NCCL, the CUDA context). Each number that is not arithmetic is named here, with its source.
+"""What a rank takes beside weights and KV cache: activations, CUDA graphs, and memory that torch does not see.
+
+Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. Each number that is not
+arithmetic has a name here, and its source.
 """
 
 from __future__ import annotations
@@ -9,51 +11,51 @@ from functools import cached_property
 
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.model.quantization import MXFP4
+from hpc_serve.plan.model.scheme import MXFP4
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.sizes import GIB, MIB
 
 HIDDEN_COPIES = 4
-"""Tensors of the hidden size alive at the peak of a layer: residual, normed input, a projection's output, one more.
-Llama-3.1-8B on MI300X with 131,072 tokens to a step: 14.63 GiB measured, 14.50 by this
+"""Tensors of the hidden size at the peak of a layer: residual, normed input, a projection's output, one more.
+Llama-3.1-8B on MI300X with steps of 131,072 tokens: 14.63 GiB measured, 14.50 by this
 (github.com/cmontemuino/amd-mi300x-ml-benchmarks)."""
 
 SORTED_LOGITS_COPIES = 9.5
-"""Copies, in 32 bit, of the logits of max_num_seqs sequences while top-p sorts them: 16-bit logits ½, 32-bit 1, sorted
-values 1, their indices (64 bit) 2, the sort's indices 2 and its double buffers 3. Seen in V0 and in V1 up to 0.16:
-Qwen3-0.6B on H100 5.56 GiB, gpt-oss 7.38 (github.com/llm-d-incubation/llm-d-planner, empirical results)."""
+"""32-bit copies of the logits of max_num_seqs sequences while top-p sorts them: 16-bit logits ½, 32-bit logits 1,
+sorted values 1, their 64-bit indices 2, the indices of the sort 2 and its double buffers 3. Seen in V0 and in V1 up to
+0.16: Qwen3-0.6B on H100 5.56 GiB, gpt-oss 7.38 (github.com/llm-d-incubation/llm-d-planner, empirical results)."""
 
 FILTERED_LOGITS_COPIES = 3.5
-"""The same with the Triton filter that came with 0.17 (vLLM #33538): logits ½ and 1, probabilities 1, noise 1."""
+"""The same with the Triton filter of 0.17 (vLLM #33538): logits ½ and 1, probabilities 1, noise 1."""
 
 PLAIN_LOGITS_COPIES = 0.5
-"""The same in model runner V2, whose profile run samples without filter from 16-bit logits (v1/worker/gpu/sample)."""
+"""The same in model runner V2. Its profile run samples from 16-bit logits without a filter (v1/worker/gpu/sample)."""
 
 FILTER_BUFFER_BYTES = 80 * MIB
-"""Buffers of that Triton filter, from the same pull request."""
+"""Buffers of the Triton filter, from the same pull request."""
 
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 GRAPH_BYTES_PER_DENSE_LAYER = MIB * 3 // 10
 GRAPH_BYTES_PER_OTHER_LAYER = MIB * 4 // 10
-"""Driver memory of one captured graph, per layer; layers with experts or states launch more kernels. Published totals
-divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, Qwen3-Next 0.38, GLM-5.2 0.39."""
+"""The driver's memory for one captured graph, per layer. Layers with experts or states launch more kernels. Published
+totals divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, Qwen3-Next 0.38, GLM-5.2 0.39."""
 
 NON_TORCH_BASE_BYTES = GIB * 13 // 100
 NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
-"""CUDA context and kernels as they grow while profiling: 0.13 GiB on H100 (0.03-0.10 on older GPUs), and 0.25 in
-0.19 (49 runs in docs/accuracy of the same repository) and in 0.31."""
+"""How much CUDA context and kernels grow during the profile run: 0.13 GiB on H100 (0.03-0.10 on older GPUs), 0.25 in
+vLLM 0.19 (49 runs in docs/accuracy of the llm-d-planner repository) and in 0.31."""
 
 NCCL_PER_PEER_BYTES = GIB * 27 // 100
 HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
-"""NCCL's buffers of tensor parallelism. Per further rank: 2 GPUs 0.55 GiB with the base, 4 GPUs 0.95, 8 GPUs 2.1 (and
-2 RTX 5090 0.75, 4 GB200 0.95 in 2026). On H100s since 0.13, which set up faster all-reduces there, one sum: 2 GPUs
-2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
+"""NCCL's buffers for tensor parallelism. They grow with each further rank: with the base 2 GPUs take 0.55 GiB, 4 GPUs
+0.95, 8 GPUs 2.1 (in 2026 2 RTX 5090 take 0.75, 4 GB200 0.95). On Hopper they are one sum since 0.13, which sets up
+all-reduces over symmetric memory there: 2 GPUs take 2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
 
 MLA_WORKSPACE_TOKENS = 64 * 1024
-"""Most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
+"""The most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class ProfileRun:
 
     @cached_property
     def distinct_layers(self) -> list[tuple[DecoderLayer, int]]:
-        """Each different layer once, and how often it is there."""
+        """Each different layer once, and how often the stage has it."""
         counts: dict[int, int] = {}
         layers: dict[int, DecoderLayer] = {}
         for layer in self.layers:
@@ -88,17 +90,23 @@ class ProfileRun:
 
 
 def activation_bytes(run: ProfileRun) -> int:
-    """Peak of what torch allocates during the profile run: images through the tower, then the larger of forward pass
-    and sampling, beside the images' tokens and the hidden state and residual that pipeline stages hand on."""
-    handed_on = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
-    decoder = handed_on + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
+    """The most that torch allocates during the profile run.
+
+    Either images pass through the tower, or the decoder runs. The decoder's peak is that of forward pass or sampling,
+    plus the hidden state and the residual that go to the next pipeline stage. The tokens of the images stay throughout.
+    """
+    to_next_stage = 2 * run.tokens * _row_bytes(run) if run.is_pipelined else 0
+    decoder = to_next_stage + max(forward_bytes(run), sampling_bytes(run) if run.is_last else 0)
     encoder, outputs = image_bytes(run)
     return outputs + max(encoder, decoder)
 
 
 def image_bytes(run: ProfileRun) -> tuple[int, int]:
-    """(peak of the vision tower, its outputs) for as many of the largest images as a step may hold, and at least one
-    (`MultiModalBudget` in vLLM's multimodal/encoder_budget.py). Model runner V2 encodes on the first stage alone."""
+    """(bytes at the peak of the vision tower, bytes of its outputs).
+
+    A step holds as many of the largest images as fit, and at least one (`MultiModalBudget` in vLLM's
+    multimodal/encoder_budget.py). Model runner V2 encodes images on the first stage only.
+    """
     images = run.model.images
     if images is None or (_has_new_runner(run) and not run.is_first):
         return 0, 0
@@ -114,20 +122,23 @@ def _row_bytes(run: ProfileRun) -> int:
 
 
 def forward_bytes(run: ProfileRun) -> int:
-    """Peak of the forward pass over a full step."""
+    """The peak of the forward pass over a full step."""
     element = run.model.dtype_bytes
     return run.tokens * elements_per_token(run) * element + _latent_expansion_bytes(run)
 
 
 def elements_per_token(run: ProfileRun) -> int:
-    """Elements that one token of the step needs at the peak of the widest layer."""
+    """Elements that one token needs at the peak of the widest layer."""
     widest = max((_layer_elements_per_token(layer, run) for layer, _ in run.distinct_layers), default=0)
     return HIDDEN_COPIES * run.model.hidden_size + widest
 
 
 def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
-    """Elements a token needs at once in the widest half of a layer: the MLP's up (and gate) output with its product,
-    or the experts' with theirs, or q, k and v with attention's output."""
+    """Elements that a token needs at once in a layer, in the widest of its parts.
+
+    Of the MLP these are the outputs of gate and up and their product, of experts the same, of attention q, k, v and the
+    output.
+    """
     widest, experts = 0, 0
     for weight in layer.block.weights:
         if not isinstance(weight, Linear):
@@ -141,8 +152,11 @@ def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
 
 
 def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
-    """The two workspaces of vLLM's fused experts: one for the first output or the result, one for the activation,
-    which may hold the result as well where they are kept (`workspace_shapes` in layers/fused_moe/experts)."""
+    """Elements per token of the two workspaces of vLLM's fused experts: `workspace_shapes` in layers/fused_moe/experts.
+
+    One is for the first output or the result. The other is for the activation, and where workspaces are kept also large
+    enough for the result.
+    """
     if weight.split != "column":
         return 0
     outputs, hidden = weight.shard(run.ranks if run.expert_ranks == 1 else 1)
@@ -152,7 +166,7 @@ def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
 
 
 def _kept_workspace_bytes(run: ProfileRun) -> int:
-    """What the experts' workspaces still hold while sampling. Those in mxfp4 run in kernels that need none."""
+    """Bytes of the experts' workspaces that remain while sampling. Kernels for mxfp4 need no workspace."""
     if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
         return 0
     experts = (
@@ -176,7 +190,7 @@ def _latent_expansion_bytes(run: ProfileRun) -> int:
 
 
 def sampling_bytes(run: ProfileRun) -> int:
-    """Peak of sampling for as many sequences as a step may hold."""
+    """The peak of sampling for as many sequences as a step may hold."""
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
     hidden = (run.tokens + sequences) * _row_bytes(run)
     logits = sequences * run.model.vocab_size * 4
@@ -185,7 +199,7 @@ def sampling_bytes(run: ProfileRun) -> int:
 
 
 def logits_copies(run: ProfileRun) -> tuple[float, int]:
-    """(32-bit copies of the logits alive at once, bytes of buffers) in the sampler of this version."""
+    """(32-bit copies of the logits at once, bytes of buffers) in the sampler of this version of vLLM."""
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
         return SORTED_LOGITS_COPIES, 0
@@ -196,13 +210,13 @@ def logits_copies(run: ProfileRun) -> tuple[float, int]:
 
 
 def _has_new_runner(run: ProfileRun) -> bool:
-    """Whether model runner V2 is the default: for dense models since 0.25, for all since 0.30."""
+    """Whether vLLM uses model runner V2: for dense models since 0.25, for all models since 0.30."""
     version = run.engine.version
     return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
 
 
 def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
-    """Batch sizes for which CUDA graphs are captured, up to `limit` (`_set_cudagraph_sizes` in vLLM's config/vllm.py).
+    """Batch sizes for which vLLM captures CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
 
     >>> len(capture_sizes(512))
     51
@@ -213,7 +227,7 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
 
 
 def graph_count(run: ProfileRun) -> int:
-    """CUDA graphs captured: piecewise ones for mixed batches, full ones for decoding (before V1 full ones alone)."""
+    """How many CUDA graphs vLLM captures: piecewise for mixed batches, full for decoding. Before V1 only full."""
     if run.engine.enforce_eager or run.accelerator.kind != "gpu":
         return 0
     sequences = max_num_seqs(run.engine, run.accelerator)
@@ -226,7 +240,7 @@ def graph_count(run: ProfileRun) -> int:
 
 
 def cuda_graph_bytes(run: ProfileRun) -> int:
-    """Memory of the CUDA graphs."""
+    """Memory of all CUDA graphs."""
     per_graph = sum(
         count * (GRAPH_BYTES_PER_DENSE_LAYER if _is_plain_dense(layer) else GRAPH_BYTES_PER_OTHER_LAYER)
         for layer, count in run.distinct_layers
@@ -240,19 +254,19 @@ def _is_plain_dense(layer: DecoderLayer) -> bool:
 
 
 def non_torch_bytes(run: ProfileRun) -> int:
-    """Memory torch does not see: context and kernels, and NCCL's buffers."""
+    """Memory that torch does not see: CUDA context and kernels, and NCCL's buffers."""
     return context_bytes(run) + nccl_bytes(run)
 
 
 def context_bytes(run: ProfileRun) -> int:
-    """The growth of the CUDA context while profiling. vLLM 0.1 did not count it."""
+    """How much the CUDA context grows during the profile run. vLLM 0.1 does not count it."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
     return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
 
 
 def nccl_bytes(run: ProfileRun) -> int:
-    """NCCL's buffers for tensor parallelism (those of pipeline stages are too small to see)."""
+    """NCCL's buffers for tensor parallelism. Those of pipeline stages are too small to measure."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
         return 0
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:

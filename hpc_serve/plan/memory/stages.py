@@ -1,7 +1,7 @@
-"""How pipeline stages share the layers, and what weights a rank of each holds.
+"""Which layers each pipeline stage has, and the bytes of weights on each of its ranks.
 
-`weight_bytes` are the checkpoint's; `loading_bytes` is what vLLM adds when it loads them, and counts in "Model loading
-took": rotary tables, matrices derived from weights, and what the allocator rounds up.
+`weight_bytes` are those of the checkpoint. `loading_bytes` are what vLLM adds while it loads them and counts in "Model
+loading took": rotary tables, matrices derived from weights, and what the allocator rounds up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpc_serve.sizes import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """One pipeline stage: its layers `first_layer` to `end_layer` - 1, and bytes on each of its ranks."""
+    """One pipeline stage: its layers `first_layer` to `end_layer` - 1, and the bytes on each of its ranks."""
 
     rank: int
     first_layer: int
@@ -28,9 +28,9 @@ class PipelineStage:
 
 
 def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list[int]:
-    """Layers of each stage, as vLLM deals them (`get_pp_indices` in distributed/utils.py).
+    """The number of layers of each stage: `get_pp_indices` in vLLM's distributed/utils.py.
 
-    What is left over goes to the last stages but one, never to the last.
+    Layers that are left over go to the last stages before the very last one.
 
     >>> pipeline_layers(61, 4)
     [15, 15, 16, 15]
@@ -42,7 +42,7 @@ def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list
 
 
 def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raise DoesNotFitError for sizes that vLLM refuses whatever the memory, in its own words where it has any.
+    """Raise DoesNotFitError for sizes that vLLM refuses whatever the memory, in vLLM's own words.
 
     Source: `verify_with_parallel_config` in vLLM's config/model.py.
     """
@@ -60,14 +60,14 @@ def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_
 def pipeline_stages(
     model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int, *, expert_parallel: bool = False
 ) -> tuple[PipelineStage, ...]:
-    """All stages of a layout. Raises DoesNotFitError, naming what cannot be divided, where vLLM refuses it."""
+    """All stages of a layout. Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it."""
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
     found, start = [], 0
     for rank, count in enumerate(pipeline_layers(model.num_hidden_layers, pipeline_parallel_size)):
         layers = model.layers[start : start + count]
         is_last = rank == pipeline_parallel_size - 1
-        ends = _ends(model, is_first=rank == 0, is_last=is_last)
+        ends = _outside_layers(model, is_first=rank == 0, is_last=is_last)
         parts = [*(sizer.size_of(layer.block) for layer in layers), *(sizer.size_of(end) for end in ends)]
         derived = sum(sum(sizer.size_of(layer.derived)) for layer in layers)
         found.append(
@@ -85,8 +85,8 @@ def pipeline_stages(
     return tuple(found)
 
 
-def _ends(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vocabulary]:
-    """Embedding, final norm and head, as far as this stage holds them, and what all stages hold."""
+def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vocabulary]:
+    """What a stage holds beside its layers: what all stages hold, and its own of embedding, norm and head."""
     everywhere = model.on_every_stage
     ends: list[Block | Vocabulary] = [model.everywhere]
     if is_first or "embedding" in everywhere or (is_last and model.head is None):
@@ -99,7 +99,7 @@ def _ends(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vo
 
 
 class _Sizer:
-    """Sizes of blocks on one rank, each computed once: equal layers are one object."""
+    """Sizes of blocks on one rank. Equal layers are one object, so the size of each is computed once."""
 
     def __init__(self, ranks: int, expert_ranks: int) -> None:
         self.ranks = ranks
@@ -116,10 +116,11 @@ class _Sizer:
 
 
 def allocator_rounding(tensor_bytes: int) -> int:
-    """Bytes torch's allocator takes beyond a tensor of this size.
+    """Bytes that torch's allocator takes in addition to a tensor of this size.
 
-    From 10 MiB on a tensor has a segment of its own, a multiple of 2 MiB, whose rest is split off only if it is more
-    than 1 MiB (c10/cuda/CUDACachingAllocator.cpp: kMinLargeAlloc, kRoundLarge, kSmallSize).
+    A tensor of 10 MiB or more has a segment of its own, a multiple of 2 MiB. Others get the rest of the segment
+    only where it is more than 1 MiB (c10/cuda/CUDACachingAllocator.cpp: kMinLargeAlloc, kRoundLarge,
+    kSmallSize).
 
     >>> allocator_rounding(95 * MIB) // MIB
     1

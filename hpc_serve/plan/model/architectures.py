@@ -1,7 +1,7 @@
-"""The architectures the planner knows, by the name in a config's `architectures`, and how a model is put together.
+"""The architectures that the planner knows, and how a model is built from a Hugging Face config.
 
-A family (families_*.py) describes one decoder layer; embeddings, head, vision tower and tables are added here. An
-architecture that is not listed is an error that names it, never a guess.
+A family (dense.py, moe.py, hybrid.py) describes one decoder layer. This module adds embeddings, output head, vision
+tower and tables. An architecture that is not listed is an error that names it, never a guess.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model import dense, hybrid, moe, vision
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
-from hpc_serve.plan.model.quantization import plain_scheme, quantization_from_config
+from hpc_serve.plan.model.quantization import quantization_from_config
+from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Vocabulary
 
@@ -94,7 +95,7 @@ _ON_EVERY_STAGE: dict[str, frozenset[str]] = {
     "Qwen3_5MoeForCausalLM": frozenset({"embedding"}),
     "Qwen3_5MoeForConditionalGeneration": frozenset({"embedding"}),
 }
-"""What each pipeline stage builds, whether it uses it or not, as the model's file in vLLM 0.32 has it."""
+"""What vLLM 0.32 builds on each pipeline stage, even on stages that do not use it, by the model's file in vLLM."""
 
 _DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 
@@ -102,10 +103,10 @@ _DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads
 def model_from_config(
     config: Mapping[str, Any], *, name: str, dtype: str = "auto", quantization: str | None = None
 ) -> ModelSpec:
-    """Read a Hugging Face config.
+    """The model of a Hugging Face config.
 
-    `dtype` and `quantization` are vLLM's options of those names (None: as the checkpoint is). Raises
-    InvalidRequestError for an architecture or a quantisation the planner does not know.
+    `dtype` and `quantization` are vLLM's options of those names. None: as the checkpoint is. Raises InvalidRequestError
+    for an architecture or a quantization that the planner does not know.
     """
     config = CheckedConfig(config)
     architecture = str((config.get("architectures") or ["(none named)"])[0])
@@ -156,7 +157,7 @@ def model_from_config(
 
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
-    """All layers; those that are equal are one object, so that what is computed for one is computed once."""
+    """All layers. Equal layers are one object, so that everything is computed once for them."""
     for key in ("layer_types", "block_configs", "hybrid_override_pattern"):
         named = builder.get(key)
         if named is not None and len(named) < builder.num_layers:
@@ -167,13 +168,13 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the decoder, with the defaults of transformers where a multimodal config omits them."""
+    """The part of the config that describes the decoder. Multimodal configs omit some defaults of transformers."""
     text = config.get("text_config") or config
     return {**_DEFAULT_HEADS.get(str(text.get("model_type")), {}), **text}
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> str:
-    """The type weights are loaded in: what is asked for, else the checkpoint's, 32 bit becoming 16 as in vLLM."""
+    """The type that weights are loaded in: what is asked for, else the checkpoint's. vLLM loads float32 as bfloat16."""
     declared = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
     if asked not in ("auto", ""):
         return {"half": "float16", "float": "float32"}.get(asked, asked)
@@ -182,7 +183,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> st
 
 
 def _max_model_len(builder: LayerBuilder) -> int:
-    """The longest context the config allows, as `_get_and_verify_max_len` in vLLM's config/model.py derives it."""
+    """The longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
     length = int(builder.get("max_position_embeddings", builder.get("model_max_length", 2048)))
     scaling = builder.get("rope_scaling", builder.get("rope_parameters", {}))
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -195,7 +196,7 @@ def _max_model_len(builder: LayerBuilder) -> int:
 
 
 def _rotary_bytes(builder: LayerBuilder) -> int:
-    """Bytes of the table of sines and cosines (`_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py)."""
+    """Bytes of the table of sines and cosines: `_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py."""
     if builder.get("hybrid_override_pattern"):
         return 0
     scaling = builder.get("rope_parameters", {})

@@ -1,7 +1,7 @@
-"""A model's files against its config: what they hold is the truth about bytes, the config about structure.
+"""Compares a model's files with its config. The files decide about bytes, the config about structure.
 
-Left out of the comparison is what vLLM does not load: layers beyond the config's (multi-token prediction), rotary
-tables, and a head that is stored although it is the embedding.
+The comparison leaves out what vLLM does not load: layers beyond those of the config (multi-token prediction), rotary
+tables, and an output head that is stored although it is the embedding.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.model.weights import Vector
 
 TOLERANCE = 0.002
-"""Relative difference below which config and files agree: scales and biases that do not matter."""
+"""Relative difference up to which config and files agree. Small scales and biases do not matter."""
 
 _GRAIN_BYTES = 40_320
-"""A multiple of every tensor parallel size up to 10, and of 12, 14, 16, 32, 64 and 128."""
+"""A layer changes by a multiple of this, which tensor parallel sizes divide: 1 to 10, 12, 14, 16, 32, 64 and 128."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _WIDE_FLOATS = ("F64", "F32", "BF16", "F16")
@@ -25,7 +25,7 @@ _WIDE_FLOATS = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a safetensors file, by its header."""
+    """One tensor of a safetensors file, as its header describes it."""
 
     name: str
     dtype: str
@@ -34,7 +34,7 @@ class StoredTensor:
 
 
 def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
-    """Bytes that vLLM loads of these tensors: plain floats in the model's type, everything else as it is stored."""
+    """Bytes that vLLM loads of these tensors. Plain floats become the model's type, all others stay as they are."""
     total = 0
     for tensor in tensors:
         if _is_skipped(tensor.name, model):
@@ -45,7 +45,7 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
 
 
 def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
-    """The model with its layers as heavy as its files say, and a sentence about the difference, if there is any."""
+    """The model with layers of the size that its files have, and a sentence about the difference, if there is one."""
     computed = model.weight_bytes
     difference = stored_bytes - computed
     if abs(difference) <= TOLERANCE * computed:
@@ -53,8 +53,8 @@ def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, st
     per_layer = difference // model.num_hidden_layers // _GRAIN_BYTES * _GRAIN_BYTES
     extra = Vector(name="stored beyond the config", size=per_layer, split=True, element_bytes=1)
     sentence = (
-        f"The files hold {stored_bytes / 1e9:.2f} GB to load where the config makes {computed / 1e9:.2f}: "
-        "the files are believed."
+        f"The files hold {stored_bytes / 1e9:.2f} GB to load, the config says {computed / 1e9:.2f} GB: "
+        "the plan uses the size of the files."
     )
     return model.with_weights(lambda weights: (*weights, extra)), sentence
 

@@ -1,7 +1,7 @@
-"""What the fields of a Hugging Face config may be, checked before the families calculate with them.
+"""Checks the fields of a Hugging Face config before anything is calculated with them.
 
-Anybody can write a config: a zero among the sizes, or words where a number belongs, is an error that names the field.
-A field that is null is as good as missing, one that is not listed here is left as it is.
+Anybody can write a config. A zero among the sizes, or text in place of a number, is an error that names the field. A
+field that is null counts as missing. A field that is not listed here is left as it is.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type",
 
 
 class CheckedConfig(dict[str, Any]):
-    """A config, or an object in it, whose listed fields are what they must be and whose nulls are gone.
+    """A config, or an object in it, whose listed fields were checked and whose nulls were removed.
 
-    A field that is not there, asked for by `[]`, is an InvalidRequestError that names it.
+    `config[name]` raises InvalidRequestError where the field is missing.
     """
 
     def __init__(self, config: Mapping[str, Any], *, path: str = "") -> None:
@@ -70,7 +70,7 @@ class CheckedConfig(dict[str, Any]):
 
 
 def missing(field: str) -> InvalidRequestError:
-    """What to say of a field that is not there and is needed."""
+    """The error for a missing field that is needed."""
     return InvalidRequestError(f"The config has no {field!r}, without which the model's size is unknown.")
 
 

@@ -1,6 +1,6 @@
-"""Dense decoders: Llama and its relatives, one function a layer.
+"""Dense decoders: one function for one layer of each family.
 
-What differs between them is biases, norms, whether the MLP has a gate, and which layers look through a window.
+Families differ in biases, in norms, in whether the MLP has a gate, and in which layers have a sliding window.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layer
 
 
 def window_cache(builder: LayerBuilder, index: int, *, pattern: int = 0) -> LayerCache:
-    """The cache of a layer that may look through a sliding window.
+    """The cache of a layer that may have a sliding window.
 
-    `layer_types` says it layer by layer; else every `pattern`-th layer looks at everything (0: no pattern, and a
-    window, where one is set and in use, holds for all layers).
+    Where the config has `layer_types`, they decide. Otherwise every `pattern`-th layer attends to all tokens and the
+    others have the window. With `pattern` 0 all layers have the window.
     """
     window = builder.get("sliding_window", 0)
     if not window or builder.get("use_sliding_window") is False:
@@ -52,7 +52,7 @@ def exaone4(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def qwen2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Qwen 2 and 2.5: biases on q, k and v alone."""
+    """Qwen 2 and 2.5: biases on q, k and v only."""
     prefix = f"model.layers.{index}"
     weights = block(
         builder.attention(f"{prefix}.self_attn", bias=True),
@@ -86,7 +86,7 @@ def glm4(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def gemma2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Gemma 2: four norms; every second layer looks at everything."""
+    """Gemma 2: four norms. Every second layer attends to all tokens."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
     weights = block(
@@ -98,7 +98,7 @@ def gemma2(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def gemma3(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Gemma 3: as Gemma 2, with norms over queries and keys; every sixth layer looks at everything."""
+    """Gemma 3: as Gemma 2, with norms over queries and keys. Every sixth layer attends to all tokens."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
     weights = block(
@@ -128,7 +128,7 @@ def olmo2(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def apertus(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Apertus: no gate in the MLP, whose activation has two learned numbers; norms over queries and keys."""
+    """Apertus: no gate in the MLP, two learned numbers in its activation, norms over queries and keys."""
     prefix = f"model.layers.{index}"
     weights = block(
         builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
@@ -141,7 +141,7 @@ def apertus(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Falcon with its new decoder: two norms with biases before attention and MLP side by side, no gate."""
+    """Falcon with its new decoder: attention and MLP in parallel, each after a norm with bias, and no gate."""
     prefix = f"transformer.h.{index}"
     bias = bool(builder.get("bias", False))
     size = builder.intermediate_size or 4 * builder.hidden_size
@@ -154,7 +154,7 @@ def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Nemotron found by architecture search: each layer has its own number of KV heads and MLP size, or none."""
+    """Nemotron from architecture search: each layer has its own KV heads and MLP size, or lacks one of the two."""
     prefix = f"model.layers.{index}"
     config = builder.require("block_configs")[index]
     attention, feed_forward = config.get("attention", {}), config.get("ffn", {})

@@ -1,6 +1,6 @@
-"""Hybrids: layers whose memory of the past is a state of fixed size beside layers with ordinary attention.
+"""Hybrid models: some layers keep a state of fixed size, the others have ordinary attention.
 
-Qwen3-Next and Qwen 3.5 (gated delta net) and Nemotron-H (Mamba 2).
+Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from hpc_serve.plan.model.weights import Part, Weight
 
 
 def qwen3_next(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Qwen3-Next: every fourth layer attends, with a gate on its output; the others are gated delta nets."""
+    """Qwen3-Next: every fourth layer has attention with a gate on its output, the others are gated delta nets."""
     return _qwen_hybrid(builder, index, f"model.layers.{index}", ("in_proj_qkvz", "in_proj_ba"))
 
 
 def qwen3_5(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Qwen 3.5 to 3.8, dense or with experts: the same layers, stored in smaller pieces."""
+    """Qwen 3.5 to 3.8, dense or with experts: the layers of Qwen3-Next, stored in more tensors."""
     return _qwen_hybrid(builder, index, f"model.language_model.layers.{index}", ("in_proj_qkv", "in_proj_b"))
 
 
@@ -58,7 +58,7 @@ def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str])
 
 
 def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Nemotron-H: a letter per layer says Mamba (M), attention (*), MLP (-) or experts (E)."""
+    """Nemotron-H: the config has a letter for each layer: Mamba (M), attention (*), MLP (-) or experts (E)."""
     prefix = f"backbone.layers.{index}.mixer"
     kind = builder.require("hybrid_override_pattern")[index]
     cache = None
@@ -71,7 +71,7 @@ def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
     elif kind == "E":
         mixer = _squared_relu_experts(builder, prefix)
     else:
-        raise InvalidRequestError(f"hybrid_override_pattern has the letter {kind!r}; M, *, - and E are known.")
+        raise InvalidRequestError(f"hybrid_override_pattern has the letter {kind!r}: use M, *, - or E.")
     return DecoderLayer(block=block(mixer, builder.norms("norm")), cache=cache)
 
 
@@ -107,6 +107,6 @@ def _squared_relu_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:
 
 
 def _state_bytes(builder: LayerBuilder) -> int:
-    """Bytes an element of the recurrent state has; 0: the model's type."""
+    """Bytes of an element of the recurrent state. 0: the model's type."""
     name = builder.get("mamba_ssm_cache_dtype", builder.get("mamba_ssm_dtype"))
     return {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(name), 0)

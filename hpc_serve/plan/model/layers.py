@@ -1,6 +1,6 @@
-"""Reads a Hugging Face config for the families: fields with their defaults, and the modules that families share.
+"""Builds the modules that model families share, from the fields of a Hugging Face config.
 
-Names of modules are the checkpoint's, so that a quantisation's list of skipped modules can be matched.
+Modules are named as in the checkpoint, so that the skipped modules of a quantization can be matched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from hpc_serve.plan.model.config_check import missing
-from hpc_serve.plan.model.quantization import Quantization, Scheme
+from hpc_serve.plan.model.quantization import Quantization
+from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
@@ -18,7 +19,7 @@ _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class LayerBuilder:
-    """The text part of a config, and the quantisation its modules have."""
+    """Builds the weights of decoder layers from the text part of a config and its quantization."""
 
     def __init__(self, config: Mapping[str, Any], quantization: Quantization, dtype: str) -> None:
         self.config = config
@@ -35,12 +36,12 @@ class LayerBuilder:
         self.intermediate_size: int = self.get("intermediate_size", self.get("ffn_hidden_size", 0))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field, or `default` where it is missing or null."""
+        """The field, or `default` where it is missing or null."""
         value = self.config.get(key)
         return default if value is None else value
 
     def require(self, key: str) -> Any:
-        """A field without which nothing can be said. Raises InvalidRequestError."""
+        """The field. Raises InvalidRequestError where it is missing or null."""
         value = self.config.get(key)
         if value is None:
             raise missing(key)
@@ -56,7 +57,7 @@ class LayerBuilder:
         bias: bool = False,
         plain: bool = False,
     ) -> Linear:
-        """A linear module, in the scheme the checkpoint gives it (`plain`: never quantised)."""
+        """A linear module in the scheme that the checkpoint has for it. `plain`: it is never quantised."""
         return Linear(
             name=_within_layer(name),
             inputs=inputs if isinstance(inputs, Part) else Part(inputs),
@@ -67,7 +68,7 @@ class LayerBuilder:
         )
 
     def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
-        """Weights that are not a matrix."""
+        """A weight that is not a matrix."""
         return Vector(name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes)
 
     def norms(self, *names: str) -> list[Weight]:
@@ -83,7 +84,7 @@ class LayerBuilder:
         kv_heads: int | None = None,
         gated: bool = False,
     ) -> list[Weight]:
-        """Grouped-query attention: q, k, v fused, and the output projection. `gated`: q brings a gate of its size."""
+        """Grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its size."""
         kv = Part(kv_heads or self.kv_heads, self.head_dim, replicate=True)
         heads = Part(self.heads, self.head_dim)
         query = Part(self.heads, 2 * self.head_dim) if gated else heads
@@ -93,11 +94,11 @@ class LayerBuilder:
         ]
 
     def query_key_norms(self, prefix: str) -> list[Weight]:
-        """Norms over each head's queries and keys."""
+        """Norms over the queries and the keys of each head."""
         return [self.vector(f"{prefix}.q_norm", self.head_dim), self.vector(f"{prefix}.k_norm", self.head_dim)]
 
     def mlp(self, prefix: str, size: int, *, bias: bool = False, gated: bool = True) -> list[Weight]:
-        """Gate and up fused (or up alone), and down."""
+        """Gate and up fused, and down. Without `gated`: up and down."""
         first = [size, size] if gated else [size]
         return [
             self.linear(f"{prefix}.up_proj", self.hidden_size, first, "column", bias=bias),
@@ -151,7 +152,7 @@ class LayerBuilder:
     def router(
         self, prefix: str, count: int, *, bias: bool = False, correction: bool = False, scheme: Scheme | None = None
     ) -> list[Weight]:
-        """The gate that chooses experts (in `scheme`, else plain), and its 32-bit correction bias where it has one."""
+        """The router, which chooses experts: in `scheme` or unquantised, and with a 32-bit bias where `correction`."""
         gate = Linear(
             name=_within_layer(f"{prefix}.gate"),
             inputs=Part(self.hidden_size),
@@ -164,14 +165,14 @@ class LayerBuilder:
         return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
 
     def cache(self, window: int = 0, kind: Literal["full", "sliding", "chunked"] = "full") -> LayerCache:
-        """Keys and values of a layer."""
+        """What a layer with attention caches."""
         return LayerCache(
             kind=kind, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, window=window
         )
 
 
 def _within_layer(name: str) -> str:
-    """The name without its layer's number, so that equal layers are equal.
+    """The name without the number of its layer, so that equal layers compare equal.
 
     >>> _within_layer("model.layers.12.mlp.up_proj")
     'mlp.up_proj'
@@ -180,5 +181,5 @@ def _within_layer(name: str) -> str:
 
 
 def block(*groups: Sequence[Weight]) -> Block:
-    """A block of all the weights in these groups."""
+    """One block of all weights in these groups."""
     return Block(weights=tuple(weight for group in groups for weight in group))

@@ -1,13 +1,13 @@
-"""Mixtures of experts: Mixtral, Qwen, DeepSeek (with its latent attention), GLM, gpt-oss, Llama 4.
+"""Mixtures of experts: one function for one layer of each family. DeepSeek's latent attention is here too.
 
-Routers stay in 16 bit whatever the quantisation, as in vLLM.
+Routers are never quantised, as in vLLM.
 """
 
 from __future__ import annotations
 
 from hpc_serve.plan.model.dense import window_cache
 from hpc_serve.plan.model.layers import LayerBuilder, block
-from hpc_serve.plan.model.quantization import FP32
+from hpc_serve.plan.model.scheme import FP32
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight
 
@@ -28,7 +28,7 @@ def mixtral(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    """The MLP half of a Qwen layer: dense, or experts with or without a shared one."""
+    """The MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
     count = builder.get("num_experts", 0)
     is_sparse = (index + 1) % builder.get("decoder_sparse_step", 1) == 0
     if not count or not is_sparse or index in builder.get("mlp_only_layers", ()):
@@ -66,7 +66,7 @@ def qwen3_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def olmoe(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """OLMoE: small experts, norms over all queries and over all keys together."""
+    """OLMoE: experts in every layer, one norm over all queries and one over all keys."""
     prefix = f"model.layers.{index}"
     count = builder.require("num_experts")
     weights = block(
@@ -83,7 +83,7 @@ def olmoe(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def minimax_m2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """MiniMax-M2: experts in every layer, routers in 32 bit, norms over all queries and over all keys of a rank."""
+    """MiniMax-M2: experts in every layer, routers in 32 bit, norms over all queries and all keys of a rank."""
     prefix = f"model.layers.{index}"
     count = builder.require("num_local_experts")
     weights = block(
@@ -102,7 +102,7 @@ def minimax_m2(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _latent_attention(builder: LayerBuilder, prefix: str) -> list[Weight]:
-    """DeepSeek's: low-rank projections that each rank holds whole, per-head ones that are divided."""
+    """Latent attention: each rank holds the low-rank projections as a whole. Ranks divide the projections of heads."""
     nope, rope = builder.require("qk_nope_head_dim"), builder.require("qk_rope_head_dim")
     value, latent = builder.require("v_head_dim"), builder.require("kv_lora_rank")
     query = Part(builder.heads, nope + rope)
@@ -150,7 +150,7 @@ def deepseek(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def glm4_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """GLM-4.5 and 4.6, whose routers are kept in 32 bit."""
+    """GLM-4.5 and 4.6: routers in 32 bit."""
     prefix = f"model.layers.{index}"
     if index >= builder.get("first_k_dense_replace", 0):
         count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
@@ -170,7 +170,7 @@ def glm4_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def gpt_oss(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """gpt-oss: biases everywhere, a sink per head, every second layer behind a window of 128 tokens."""
+    """gpt-oss: biases everywhere, a sink per head, a sliding window in every second layer."""
     prefix = f"model.layers.{index}"
     count = builder.require("num_local_experts")
     weights = block(
@@ -184,7 +184,7 @@ def gpt_oss(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Llama 4: experts in every `interleave_moe_layer_step`-th layer, three of four layers attend within chunks."""
+    """Llama 4: experts in every `interleave_moe_layer_step`-th layer. Three of four layers attend within chunks."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
     step = builder.get("interleave_moe_layer_step", 1)

@@ -1,113 +1,38 @@
-"""How many bytes a weight matrix takes once vLLM has loaded it: the schemes, and which layers each leaves in 16 bit.
+"""Which scheme each module of a checkpoint has, by the `quantization_config` of its Hugging Face config.
 
-Reads the `quantization_config` of a Hugging Face config. Where tensor parallelism would cut through a block or group
-of scales, vLLM refuses, and so does this. The KV cache's type is not decided here.
+scheme.py knows how many bytes a scheme takes. The type of the KV cache is read here, but decided in memory/kv_cache.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-
-Granularity = Literal["none", "tensor", "channel", "group", "block"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scheme:
-    """One storage format. `group` is in input features, `block` in (output, input) features.
-
-    `bias_bytes` is the type in which biases (never quantised) are kept. `expert_align`: multiples to which fused
-    kernels pad the experts' hidden and intermediate sizes on each rank.
-    """
-
-    name: str
-    weight_bits: float
-    granularity: Granularity = "none"
-    scale_bytes: int = 0
-    zero_point_bits: float = 0
-    group: int = 0
-    block: tuple[int, int] = (0, 0)
-    bias_bytes: int = 2
-    expert_align: tuple[int, int] = (1, 1)
-
-    def linear_bytes(self, outputs: Sequence[int], inputs: int, *, bias: bool) -> int:
-        """Bytes of one fused matrix of these shapes, its scales and its bias."""
-        rows = sum(outputs)
-        total = rows * inputs * self.weight_bits / 8
-        if self.granularity == "tensor":
-            total += self.scale_bytes * len(outputs)
-        elif self.granularity == "channel":
-            total += self.scale_bytes * rows
-        elif self.granularity == "group":
-            groups = max(1, inputs // self.group)
-            total += rows * groups * (self.scale_bytes + self.zero_point_bits / 8)
-        elif self.granularity == "block":
-            out_block, in_block = self.block
-            total += self.scale_bytes * sum(-(-out // out_block) for out in outputs) * -(-inputs // in_block)
-        return int(total) + (rows * self.bias_bytes if bias else 0)
-
-    def check_cut(self, shares: Sequence[int], *, is_output: bool, name: str) -> None:
-        """Raise DoesNotFitError where a rank's share would cut through a block or group, which vLLM refuses.
-
-        Sources: `validate_fp8_block_shape` in quantization/utils/fp8_utils.py, `verify_marlin_supports_shape` in
-        quantization/utils/marlin_utils.py.
-        """
-        if self.granularity == "block":
-            unit = self.block[0] if is_output else self.block[1]
-        elif self.granularity == "group" and not is_output:
-            unit = self.group
-        else:
-            return
-        for share in shares:
-            if share % unit:
-                side = "outputs" if is_output else "inputs"
-                raise DoesNotFitError(
-                    f"{name} would have {share} {side} on a rank, which its {self.name} of {unit} do not divide"
-                )
-
-
-BF16 = Scheme(name="bfloat16", weight_bits=16)
-FP16 = Scheme(name="float16", weight_bits=16)
-FP32 = Scheme(name="float32", weight_bits=32, bias_bytes=4)
-FP8_TENSOR = Scheme(name="fp8", weight_bits=8, granularity="tensor", scale_bytes=4)
-FP8_CHANNEL = Scheme(name="fp8 (per channel)", weight_bits=8, granularity="channel", scale_bytes=4)
-FP8_BLOCK = Scheme(name="fp8 (blocks)", weight_bits=8, granularity="block", scale_bytes=4, block=(128, 128))
-INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", scale_bytes=4)
-MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128))
-"""Padded as Marlin and TensorRT-LLM kernels want it: `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's
-fused_moe/oracle/mxfp4.py."""
-NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)
-BNB_INT4 = Scheme(name="bitsandbytes nf4", weight_bits=4, granularity="group", scale_bytes=4, group=64)
-BNB_INT8 = Scheme(name="bitsandbytes int8", weight_bits=8, granularity="channel", scale_bytes=4)
-
-
-@lru_cache(maxsize=64)
-def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
-    """AWQ and GPTQ: packed integers, a 16-bit scale per group, and a packed zero point where asymmetric."""
-    name = f"int{bits} groups of {group}" if group > 0 else f"int{bits} per channel"
-    if group <= 0:
-        return Scheme(name=name, weight_bits=bits, granularity="channel", scale_bytes=2)
-    return Scheme(
-        name=name,
-        weight_bits=bits,
-        granularity="group",
-        scale_bytes=2,
-        zero_point_bits=bits if zero_points else 0,
-        group=group,
-    )
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.scheme import (
+    BNB_INT4,
+    BNB_INT8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT8_CHANNEL,
+    MXFP4,
+    NVFP4,
+    Scheme,
+    int_groups,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Which scheme each module has: `linear` for linear layers, `experts` for fused experts, but for `skipped` names.
+    """Which scheme each module has: `linear` layers, fused `experts`, and `plain` for `skipped` names.
 
-    `kv_cache_dtype` is the type the checkpoint asks for, if any. `is_assumed`: the checkpoint says nothing of the kind.
-    `skipped` are patterns: a full module name, a prefix or suffix of whole dotted parts, `*` for any run, or `re:…`.
+    `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
+    the checkpoint does not have it. A pattern in `skipped` is a module's name, the first or last dotted parts of it,
+    with `*` for any text, or `re:` and a regular expression.
     """
 
     method: str
@@ -120,7 +45,7 @@ class Quantization:
     is_assumed: bool = False
 
     def scheme_of(self, module: str, *, is_expert: bool = False) -> Scheme:
-        """The scheme of a linear module by its name in the checkpoint."""
+        """The scheme of a linear module, by its name in the checkpoint."""
         scheme = self.experts if is_expert else self.linear
         if scheme is self.plain or not self.skipped:
             return scheme
@@ -138,21 +63,12 @@ def _skip_matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(alternatives))
 
 
-def plain_scheme(dtype: str) -> Scheme:
-    """The scheme of weights kept in `dtype` (torch's name). Raises InvalidRequestError."""
-    name = dtype.removeprefix("torch.")
-    known = {"bfloat16": BF16, "float16": FP16, "half": FP16, "float32": FP32, "float": FP32}
-    if name not in known:
-        raise InvalidRequestError(f"dtype is {dtype!r}: use bfloat16, float16 or float32.")
-    return known[name]
-
-
 def quantization_from_config(
     config: Mapping[str, Any] | None, *, plain: Scheme, override: str | None = None
 ) -> Quantization:
-    """Read a `quantization_config`; `override` is vLLM's --quantization (a checkpoint taken to be quantised so).
+    """The quantization of a `quantization_config`. `override` is vLLM's --quantization: as if quantised with it.
 
-    Raises InvalidRequestError for a method this does not know.
+    Raises InvalidRequestError for a method that the planner does not know.
     """
     declared = str((config or {}).get("quant_method", ""))
     is_assumed = override is not None and not _same_method(declared, override)
@@ -185,7 +101,7 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
     "fp8_per_channel": {"quant_method": "fbgemm_fp8"},
     "fp8_per_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "int8": {"quant_method": "int8"},
-    "int8_per_channel_weight_only": {"quant_method": "experts_int8"},  # vLLM's own: dense layers stay in 16 bit
+    "int8_per_channel_weight_only": {"quant_method": "experts_int8"},  # vLLM's own; dense layers stay in 16 bit
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
     "int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
@@ -206,7 +122,7 @@ _SKIP_KEYS = (
 
 
 def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of modules left alone, under each key that a method has for them; GPTQModel's "-:" patterns among them."""
+    """Names of modules that are not quantised, under the key of each method, and the "-:" patterns of GPTQModel."""
     names = [str(name) for key in _SKIP_KEYS for name in config.get(key) or ()]
     dynamic = config.get("dynamic") or {}
     return (*names, *(f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")))
@@ -218,7 +134,7 @@ def _same_method(declared: str, override: str) -> bool:
 
 
 def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
-    """(linear, experts, head) schemes of a method."""
+    """The schemes of (linear layers, experts, output head) for a method."""
     if method == "fp8":
         block = config.get("weight_block_size")
         scheme = FP8_BLOCK if block else FP8_TENSOR
@@ -257,7 +173,7 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
 
 
 def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
-    """The cache's type as checkpoints name it (`get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py)."""
+    """The KV cache's type by the checkpoint: `get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py."""
     inner = config.get("quantization") or config
     algorithm = inner.get("kv_cache_scheme") or config.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if isinstance(algorithm, Mapping):
@@ -266,7 +182,7 @@ def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of the group that targets linear layers."""
+    """The scheme of compressed-tensors, by the group that targets linear layers."""
     groups = list((config.get("config_groups") or {}).values())
     if not groups:
         raise InvalidRequestError("quantization_config of compressed-tensors has no config_groups.")
@@ -283,7 +199,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _quark(config: Mapping[str, Any]) -> Scheme:
-    """AMD's: one specification for all weights (layers that it treats apart are apart in their outputs)."""
+    """The scheme of AMD's Quark, by the specification for all weights."""
     weights = (config.get("global_quant_config") or {}).get("weight") or {}
     kind, strategy = str(weights.get("dtype")), str(weights.get("qscheme", "per_tensor"))
     known = {
@@ -296,5 +212,7 @@ def _quark(config: Mapping[str, Any]) -> Scheme:
     if kind == "int4" and strategy == "per_group":
         return int_groups(4, int(weights.get("group_size") or 128), not weights.get("symmetric", True))
     if (kind, strategy) not in known:
-        raise InvalidRequestError(f"quantization_config of quark has weights in {kind}, {strategy}: not known here.")
+        raise InvalidRequestError(
+            f"quantization_config of quark has weights in {kind}, {strategy}, which this planner does not know."
+        )
     return known[kind, strategy]

@@ -1,7 +1,6 @@
-"""What a model is made of, read from its Hugging Face config: every weight, and what each layer caches.
+"""What a model is made of: every weight, and what each layer caches.
 
-`ModelSpec` is the value the rest of the planner works on; `model_from_config` chooses the family (families*.py) that
-knows an architecture. How the parts are laid over GPUs, and what they take there, is for memory.py.
+architectures.py builds a `ModelSpec` from a Hugging Face config. memory/ decides what it takes on each GPU of a layout.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ CacheKind = Literal["full", "sliding", "chunked", "mla", "state"]
 class LayerCache:
     """What one layer keeps of a request.
 
-    "full", "sliding" (the last `window` tokens) and "chunked" (the current chunk of `window`): `kv_heads` times
-    (`head_dim` + `value_dim`) elements a token, heads divided by tensor parallelism. "mla": `head_dim` elements a token
-    (latent and rotary), on every rank. "state": `state_elements` of given bytes, whatever the length.
+    "full" keeps all tokens, "sliding" the last `window` tokens, "chunked" the current chunk of `window` tokens. Each of
+    these keeps `kv_heads` x (`head_dim` + `value_dim`) elements per token, and tensor parallelism divides the heads.
+    "mla" keeps `head_dim` elements per token (latent and rotary) on every rank. "state" keeps tensors of fixed size.
     """
 
     kind: CacheKind
@@ -32,12 +31,12 @@ class LayerCache:
     value_dim: int = 0
     window: int = 0
     state: tuple[tuple[int, int], ...] = ()
-    """(elements in all ranks, bytes an element; 0 = the model's type) of each state tensor."""
+    """(elements over all ranks, bytes of an element) of each state tensor. 0 bytes: the model's type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
-    """One layer of a pipeline stage. `derived` is not in the checkpoint: vLLM makes it from the weights on loading."""
+    """One decoder layer. `derived` is not in the checkpoint: vLLM computes it from the weights when it loads them."""
 
     block: Block
     cache: LayerCache | None
@@ -46,9 +45,12 @@ class DecoderLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageEncoder:
-    """What images take while vLLM profiles: the most tokens one image becomes, patches behind each token, elements a
-    patch needs at the peak of the tower (whole, and divided by tensor parallelism), and rows of output for a token
-    (more than one where inner layers feed the decoder too)."""
+    """What images take while vLLM profiles memory.
+
+    `image_tokens` is the most tokens that one image becomes, each from `patches_per_token` patches. At the peak of the
+    tower a patch needs `patch_elements` elements on every rank and `split_patch_elements` divided among the ranks.
+    `output_rows` are rows of output per token: more than one where inner layers feed the decoder too.
+    """
 
     image_tokens: int
     patches_per_token: int
@@ -59,13 +61,13 @@ class ImageEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model as the planner sees it. Sizes in elements; `dtype` is torch's name of the 16-bit (or 32-bit) type, which
-    was asked for by name where `dtype_asked`.
+    """A model as the planner sees it. Sizes are in elements.
 
-    `max_model_len` is the longest context the config allows (vLLM's default). `head` is None where the output head is
-    the embedding. `everywhere` is held by each pipeline stage (the vision tower, which `images` is about), as are those
-    of "embedding", "final" and "head" that `on_every_stage` names (some of vLLM's models do not look at the stage).
-    `rotary_bytes` is the table of sines and cosines that each rank keeps.
+    `dtype` is torch's name of the type without quantization, and `dtype_asked` says that a person asked for it by name.
+    `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None where the output
+    head is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes) and those
+    of "embedding", "final" and "head" that `on_every_stage` names, because some models in vLLM ignore the stage.
+    `rotary_bytes` is the table of sines and cosines on each rank.
     """
 
     name: str
@@ -111,14 +113,14 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all weights, tied ones once, scales not counted."""
+        """Elements of all weights. Tied weights count once, scales do not count."""
         head = self.head.parameters if self.head else 0
         layers = sum(layer.block.parameters for layer in self.layers)
         return self.embedding.parameters + layers + self.final.parameters + head + self.everywhere.parameters
 
     @cached_property
     def active_parameters(self) -> int:
-        """Elements a token passes through: of the routed experts only those chosen for it."""
+        """Elements that one token uses: of the routed experts only those chosen for it."""
         if not self.num_experts:
             return self.parameters
         idle = 0
@@ -130,7 +132,7 @@ class ModelSpec:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights on one rank that holds everything, scales included."""
+        """Bytes of all weights with their scales, on one rank that holds everything."""
         head = self.head.bytes_per_rank(1) if self.head else 0
         layers = sum(layer.block.bytes_per_rank(1) for layer in self.layers)
         ends = self.embedding.bytes_per_rank(1) + self.final.bytes_per_rank(1)
@@ -138,10 +140,10 @@ class ModelSpec:
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether some layers keep a state of fixed size (a hybrid)."""
+        """Whether some layers keep a state of fixed size, as hybrid models do."""
         return any(layer.cache is not None and layer.cache.kind == "state" for layer in self.layers)
 
     @cached_property
     def is_mla(self) -> bool:
-        """Whether the cache is a latent that every rank holds whole."""
+        """Whether the cache is a latent that every rank holds as a whole."""
         return any(layer.cache is not None and layer.cache.kind == "mla" for layer in self.layers)

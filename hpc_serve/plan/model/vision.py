@@ -1,6 +1,6 @@
-"""Vision towers of the multimodal models the planner knows: their weights, and what images need while profiling.
+"""Vision towers of multimodal models: their weights, and what images need while vLLM profiles memory.
 
-Each pipeline stage holds the tower; tensor parallelism divides it as it does the decoder.
+Each pipeline stage holds the tower. Tensor parallelism divides it as it divides the decoder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ Tower: TypeAlias = Callable[[Mapping[str, Any], int], tuple[Block, ImageEncoder]
 _PIXTRAL_IMAGE_SIZE = 1540
 _LLAMA4_TILES = 17
 _QWEN_IMAGE_TOKENS = 16384
-"""Largest inputs by the models' own preprocessors: Mistral's longest edge, 16 tiles and their overview, 16,777,216
-pixels (vLLM prints "Encoder cache will be initialized with a budget of 16384 tokens")."""
+"""The largest inputs that the models' own preprocessors make: Mistral's longest edge in pixels, Llama 4's 16 tiles and
+overview, Qwen's 16,777,216 pixels (vLLM prints "Encoder cache will be initialized with a budget of 16384 tokens")."""
 
 
 def _rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int = 1) -> ImageEncoder:
-    """A tower with rotary embeddings: residual and normed input, and on each rank its share of q, k, v and of q and k
-    rotated in 32 bit (3 widths, and 10 of 16 bit). MiMo-VL-7B on H100: 2.49 GiB measured, 2.47 so."""
+    """What a tower with rotary embeddings needs.
+
+    Every rank holds residual and normed input, and its share of q, k and v (3 widths) and of q and k rotated in 32 bit
+    (10 widths of 16 bit). MiMo-VL-7B on H100: 2.49 GiB measured, 2.47 by this.
+    """
     return ImageEncoder(
         image_tokens=tokens,
         patches_per_token=merge**2,
@@ -98,7 +101,7 @@ def pixtral(config: Mapping[str, Any], hidden_size: int, merge: int = 2) -> tupl
 
 
 def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Qwen2.5-VL: a gated MLP, and norms without biases."""
+    """The tower of Qwen2.5-VL: a gated MLP, norms without bias."""
     width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("spatial_merge_size", 2)
     merged = width * merge**2
     layers: list[Weight] = []
@@ -122,7 +125,7 @@ def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, 
 
 
 def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Qwen3-VL and Qwen 3.5, with a merger at its end and one after each layer that feeds the decoder."""
+    """The tower of Qwen3-VL and Qwen 3.5: a merger at the end, and one after each layer that feeds the decoder."""
     width, inner, output = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
     merge, fed = config["spatial_merge_size"], config.get("deepstack_visual_indexes", ())
     merged = width * merge**2
@@ -152,7 +155,7 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
 
 
 def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Llama 4's tower, its pixel-shuffle adapter and projector."""
+    """The tower of Llama 4, its pixel-shuffle adapter and its projector."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     output = config["vision_output_dim"]
     patches = (config["image_size"] // config["patch_size"]) ** 2 + 1

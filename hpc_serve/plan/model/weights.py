@@ -1,6 +1,6 @@
 """Weights as vLLM lays them out: which parts tensor parallelism divides, which it copies, which it pads.
 
-A model is a list of these; how many bytes one takes follows from its scheme (quantization.py) and the layout.
+A model is a list of weights. The bytes of a weight follow from its scheme (quantization.py) and the layout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hpc_serve.errors import DoesNotFitError
-from hpc_serve.plan.model.quantization import BF16, Scheme
+from hpc_serve.plan.model.scheme import BF16, Scheme
 
 VOCAB_PADDING = 64
 """Rows to which vLLM rounds a vocabulary (DEFAULT_VOCAB_PADDING_SIZE in vocab_parallel_embedding.py)."""
@@ -26,10 +26,10 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of features made of `units` that are never cut, each `width` wide.
+    """Features in `units` that stay on one rank, each `width` wide.
 
-    `replicate`: where the ranks outnumber the units, each unit is held by several ranks (KV heads). `align`: a rank's
-    share is padded to a multiple of this (some kernels' tiles).
+    `replicate`: where there are more ranks than units, several ranks hold the same unit (KV heads). `align`: a rank's
+    share is padded to a multiple of this, for kernels that work on tiles.
     """
 
     units: int
@@ -43,7 +43,7 @@ class Part:
         return self.units * self.width
 
     def per_rank(self, ranks: int, name: str) -> int:
-        """Features one of `ranks` holds. Raises DoesNotFitError where vLLM would refuse to cut."""
+        """Features on each of `ranks` ranks. Raises DoesNotFitError where vLLM refuses to divide them."""
         if self.units % ranks == 0:
             return round_up(self.units // ranks * self.width, self.align)
         if self.replicate and ranks % self.units == 0:
@@ -54,10 +54,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A matrix, or several fused ones that share their input (`outputs` of q, k, v; of gate and up).
+    """A matrix, or several fused ones that share their input: `outputs` of q, k and v, or of gate and up.
 
-    `split`: "column" divides the outputs among the ranks, "row" the inputs (its bias is whole on each rank), "none" is
-    copied. `copies` > 1: so many matrices in one tensor, the experts; expert parallelism may divide those instead.
+    `split`: "column" divides the outputs among the ranks. "row" divides the inputs, and each rank holds the whole bias.
+    "none" copies the matrix to each rank. `copies` is the number of matrices in one tensor: more than one for experts,
+    which expert parallelism divides instead.
     """
 
     name: str
@@ -71,19 +72,19 @@ class Linear:
 
     @property
     def parameters(self) -> int:
-        """Elements in the checkpoint, scales not counted."""
+        """Elements in the checkpoint, without scales."""
         rows = sum(part.size for part in self.outputs)
         return self.copies * rows * (self.inputs.size + self.bias)
 
     def shard(self, ranks: int) -> tuple[list[int], int]:
-        """(output features of each fused part, input features) that one rank holds."""
+        """(output features of each fused part, input features) on one rank."""
         column = ranks if self.split == "column" else 1
         row = ranks if self.split == "row" else 1
         outputs = [part.per_rank(column, self.name) for part in self.outputs]
         return outputs, self.inputs.per_rank(row, self.name)
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes one rank holds; `expert_ranks` > 1 divides whole experts instead of their matrices."""
+        """Bytes on one rank. `expert_ranks` above 1 divides whole experts instead of their matrices."""
         copies = self.copies
         if self.is_expert and expert_ranks > 1:
             copies, ranks = -(-self.copies // expert_ranks), 1
@@ -96,7 +97,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """An embedding table or output head: rows padded, then divided."""
+    """An embedding table or output head. vLLM pads its rows and then divides them."""
 
     name: str
     rows: int
@@ -109,14 +110,14 @@ class Vocabulary:
         return self.rows * self.width
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes one rank holds."""
+        """Bytes on one rank."""
         rows = Part(round_up(self.rows, VOCAB_PADDING)).per_rank(ranks, f"the padded vocabulary of {self.name}")
         return self.scheme.linear_bytes([rows], self.width, bias=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vector:
-    """Norms, sinks, convolutions, positions: small, never quantised; `split` where each rank holds its heads' share."""
+    """Norms, sinks, convolutions, positions: never quantised. `split`: ranks divide it as they divide the heads."""
 
     name: str
     size: int
@@ -129,7 +130,7 @@ class Vector:
         return self.size
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes one rank holds."""
+        """Bytes on one rank."""
         return self.element_bytes * Part(self.size).per_rank(ranks if self.split else 1, self.name)
 
 
@@ -138,7 +139,7 @@ Weight: TypeAlias = Linear | Vocabulary | Vector
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Weights that live and move together: one decoder layer, a vision tower, the final norm."""
+    """Weights that stay on one pipeline stage together: a decoder layer, a vision tower, the final norm."""
 
     weights: tuple[Weight, ...] = ()
 
@@ -148,5 +149,5 @@ class Block:
         return sum(weight.parameters for weight in self.weights)
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes one tensor-parallel rank holds."""
+        """Bytes on one tensor-parallel rank."""
         return sum(weight.bytes_per_rank(ranks, expert_ranks) for weight in self.weights)

@@ -14,7 +14,7 @@ from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
 from hpc_serve.plan.memory.stages import pipeline_stages
-from hpc_serve.plan.model.quantization import Scheme
+from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
 

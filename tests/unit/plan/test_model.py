@@ -13,7 +13,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, pipeline_stages
-from hpc_serve.plan.model.quantization import FP8_BLOCK, FP8_CHANNEL
+from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
 
 VLLM_BYTES = json.loads((DATA / "vllm_weight_bytes.json").read_text())
