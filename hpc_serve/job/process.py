@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.vllm.log import is_consequence, read_error
+from hpc_serve.vllm.log import is_consequence, is_server_up, read_error
 
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
@@ -24,7 +24,10 @@ RUN_MARK = "HPC_SERVE_RUN_MARK"
 
 
 class Child:
-    """A running child. `last_log_lines` are its latest lines of output, `first_error` the error it reported first."""
+    """A running child. `last_log_lines` are its latest lines of output, `first_error` the error it reported first.
+
+    Errors that an engine logged before its server was up did not end it, and are forgotten.
+    """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
         self.name = name
@@ -96,7 +99,7 @@ class Child:
         line = raw.decode(errors="replace").rstrip()
         if line:
             self.last_log_lines.append(line[:_MAX_LINE_LENGTH])
-            self.first_error = self.first_error or read_error(line)
+            self.first_error = None if is_server_up(line) else self.first_error or read_error(line)
             if self._consequence is None and is_consequence(line):
                 self._consequence = line.rpartition("] ")[2].strip()
             self._on_line(line)

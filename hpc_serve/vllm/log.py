@@ -26,6 +26,8 @@ _STAGES = (
     (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
 )
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
+# Before an error's name: the level of a line that only warns, as vLLM, Ray and Python's logging write it.
+_NO_ERROR_LEVEL = re.compile(r"(?:^|[\s)\]])(?:DEBUG|INFO|WARNING|WARN)(?=[\s:])")
 # How `ray start --block` names the one of its processes that ended.
 _RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
 # Ray's C++ side logs what it retries or merely notes in the same words.
@@ -147,11 +149,11 @@ def read_figures(line: str) -> dict[str, float]:
 
 
 def read_error(line: str) -> str | None:
-    """The error that `line` reports ("ValueError: …"), unless it only reports the consequence of another one."""
+    """The error that `line` reports ("ValueError: …"); None for a warning, or for the consequence of another error."""
     if part := _RAY_PART.search(line):
         return f"{part[1]} ended with {part[2]}"
     match = _ERROR.search(line)
-    if match is None or _RAY_LOG.search(line) or is_consequence(line):
+    if match is None or _NO_ERROR_LEVEL.search(line[: match.start(1)]) or _RAY_LOG.search(line) or is_consequence(line):
         return None
     return f"{match[1]}: {match[2]}".strip()
 
@@ -159,3 +161,8 @@ def read_error(line: str) -> str | None:
 def is_consequence(line: str) -> bool:
     """Whether `line` only reports that something else went wrong: better than nothing, if that is all there is."""
     return any(words in line for words in _CONSEQUENCES)
+
+
+def is_server_up(line: str) -> bool:
+    """Whether `line` says that the start is complete: no error that was logged before it ended the engine."""
+    return "Application startup complete" in line

@@ -33,6 +33,23 @@ def test_lines_exit_code_and_last_lines_are_kept():
     assert lines == ["a", "b", "c"]
 
 
+def test_the_cause_is_no_warning_and_nothing_from_before_the_server_was_up():
+    async def reason(*lines: str) -> str:
+        code = f"import sys; print(*{lines!r}, sep=chr(10)); sys.exit(1)"
+        child = await start_child("engine", python(code), environ(), lambda line: None)
+        await child.wait()
+        return child.failure_reason
+
+    warning = "WARNING 11-21 22:40:11 [a.py:1] Exception: optional"
+    up = "INFO:     Application startup complete."
+    assert asyncio.run(reason(warning, "x", "TypeError: the cause")) == "engine exited with 1: TypeError: the cause"
+    assert (
+        asyncio.run(reason("OSError: tried again", up, "ValueError: later"))
+        == "engine exited with 1: ValueError: later"
+    )
+    assert asyncio.run(reason("OSError: tried again", up)) == "engine exited with 1"
+
+
 def test_a_consequence_is_better_than_no_reason():
     async def run(code):
         child = await start_child("engine", python(code), environ(), lambda line: None)

@@ -43,6 +43,11 @@ def test_stage_of_a_line(line, stage):
         ("RuntimeError: Engine core initialization failed. See root cause above.", None),
         ("2026-11-21 02:36:08,7\tERR scripts.py:1300 -- raylet [exit code=-9]", "raylet ended with -9"),
         ("INFO errors: none", None),
+        ("WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm, using another kernel", None),
+        ("(Worker pid=9) WARNING 11-21 22:40:11 [x.py:9] RuntimeError: the cache could not be read", None),
+        ("2026-11-21 02:30:20,123\tWARNING utils.py:12 -- ConnectionError: will retry", None),
+        ("WARNING:root:ValueError: ignored", None),
+        ("TypeError: WARNING is no level", "TypeError: WARNING is no level"),
         (
             "[2026-11-21 02:30:20,1 E 9 9] core_worker_process.cc:841: RpcError: Running out of retries. rpc_code: 14",
             None,
