@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.demo_model import ARGS_FILE, make_demo_model
+from hpc_serve.demo_model import make_demo_model
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.pinned import pinned_context
+from hpc_serve.vllm.arguments import ARGS_FILE
+from hpc_serve.vllm.command import GATE
 
 KEY = "k" * 32
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -63,7 +65,7 @@ def engine(folder: Path, *flags: str, certificate: str | None = None) -> Iterato
     model = folder / "model"
     words = shlex.split((model / ARGS_FILE).read_text(), comments=True)
     argv = ["vllm", "serve", str(model), "--served-model-name", "m", *words, "--host", "127.0.0.1"]
-    argv += ["--port", str(port), "--middleware", "hpc_serve.job.gate.Gate", "--disable-uvicorn-access-log", *flags]
+    argv += ["--port", str(port), "--middleware", GATE, "--disable-uvicorn-access-log", *flags]
     environ = {
         **os.environ,
         "HPC_SERVE_API_KEY_FILE": str(folder / "key"),

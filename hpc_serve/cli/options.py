@@ -120,6 +120,14 @@ _JOB_OPTIONS = (
     click.option(
         "--cluster", type=click.Choice(get_args(Cluster)), default="slurm", help="Slurm, or this machine alone."
     ),
+    click.option(
+        "--no-tls",
+        "tls",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Serve in the clear: whoever can read the network reads the key, prompts and answers.",
+    ),
     *(_slurm_option(option) for option in _SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option(
@@ -211,6 +219,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         **{name: options[name] for name in as_they_are},
         backend=options["backend"],
         cluster=options["cluster"],
+        tls=options["tls"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),

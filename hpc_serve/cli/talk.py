@@ -23,9 +23,12 @@ _WAIT = click.option("--wait", type=Duration(), help="Wait for it that long if i
 @_WAIT
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
-    """Print OPENAI_BASE_URL and OPENAI_API_KEY as export lines, for any tool that speaks to OpenAI.
+    """Print export lines for any tool that speaks to OpenAI: the address, the key, and the certificates to trust.
 
     eval "$(hpc-serve env 405b)"
+
+    The certificates are the system's and that of your services. SSL_CERT_FILE, REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE and
+    NODE_EXTRA_CA_CERTS name files of them in the folder of your services.
 
     Without a name the one service that is ready is meant. The address is that of one replica, as it is now. Programs
     in Python should use hpc_serve.client.connect(), which follows the service when it moves.
@@ -35,11 +38,11 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 
     found = endpoint(service, wait=wait)
     if as_json:
-        names = ("service", "model", "base_url", "api_key")
+        names = ("service", "model", "base_url", "api_key", "variables")
         show.print_json({name: getattr(found, name) for name in names})
         return
-    click.echo(f"export OPENAI_BASE_URL={shlex.quote(found.base_url)}")
-    click.echo(f"export OPENAI_API_KEY={shlex.quote(found.api_key)}")
+    for name, value in found.variables.items():
+        click.echo(f"export {name}={shlex.quote(value)}")
 
 
 @click.command("chat")

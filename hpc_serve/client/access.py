@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from hpc_serve.client.status import ServiceStatus
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.trust.bundle import trust_variables
 
 if TYPE_CHECKING:
     from hpc_serve.client.openai_client import AsyncServiceClient, ServiceClient
@@ -55,21 +56,39 @@ async def connect_async(
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One ready replica, for any tool that speaks to OpenAI. The base URL ends in /v1."""
+    """One ready replica, for any tool that speaks to OpenAI. The base URL ends in /v1.
+
+    `trust` are the environment variables that make other programs trust its certificate; none for one in the clear.
+    """
 
     service: str
     model: str
     base_url: str
     api_key: str = field(repr=False)
+    trust: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What other programs read from their environment."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, **self.trust}
 
 
 def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path | None = None) -> Endpoint:
-    """The address, model name and key of a ready replica of a service. Waits and raises as `connect` does."""
+    """The address, model name and key of a ready replica of a service, and what other programs need to trust it.
+
+    Waits and raises as `connect` does.
+    """
     store, policy = _store(home), WaitPolicy(wait)
     watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=policy.waits))
     wait_for_replica(watch, policy)
+    replica = watch.status.ready[-1]
+    speaks_tls = replica.record is not None and replica.record.certificate is not None
     return Endpoint(
-        service=watch.service, model=watch.model, base_url=watch.status.ready[-1].base_url, api_key=watch.api_key
+        service=watch.service,
+        model=watch.model,
+        base_url=replica.base_url,
+        api_key=watch.api_key,
+        trust=trust_variables(store.home, os.environ) if speaks_tls else {},
     )
 
 

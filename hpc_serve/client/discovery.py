@@ -17,6 +17,7 @@ from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, a
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
 REVERIFY_S = 60.0
@@ -77,7 +78,7 @@ class ServiceWatch:
                 return self.status
             self._refreshed_at_s = self._clock()
             self.status = self._read_status()
-            self.pool.fill(map(_address, self.status.ready))
+            self.pool.fill(_address(replica, self.api_key) for replica in self.status.ready)
             return self.status
 
     def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
@@ -151,10 +152,11 @@ class ServiceWatch:
         return {**known, **fresh}
 
 
-def _address(replica: ReplicaStatus) -> ReplicaAddress:
-    assert replica.record is not None
+def _address(replica: ReplicaStatus, api_key: str) -> ReplicaAddress:
+    record = replica.record
+    assert record is not None
     assert replica.host is not None
-    return ReplicaAddress(name=replica.record.name, host=replica.host, port=replica.record.port)
+    return ReplicaAddress(name=record.name, host=replica.host, port=record.port, identity=Identity.of(record, api_key))
 
 
 def discover_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:

@@ -10,14 +10,17 @@ import threading
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from hpc_serve.trust.connection import Identity
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaAddress:
-    """Where a replica answers; `name` is its record's."""
+    """Where a replica answers, and how it shows that it is this replica; `name` is its record's."""
 
     name: str
     host: str
     port: int
+    identity: Identity
 
 
 class ReplicaPool:

@@ -1,25 +1,24 @@
 """Asks a replica's engine whether it is there, and measures how long a record has not been renewed.
 
-An engine is believed when it answers /health and proves that it knows the service's API key. The key itself is not
-sent: after an engine has died, its port may belong to another user. status.py decides what an answer means.
-`http.client` ignores proxy variables.
+Each connection is verified before anything is sent (`trust.connection`): after an engine has died, its port may belong
+to another user. status.py decides what an answer means. `http.client` ignores proxy variables.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import http.client
 import queue
-import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from hpc_serve.client.status import ProbeResult, ProbeStatus
-from hpc_serve.job.gate import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove
+from hpc_serve.errors import RecordError
+from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
 from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, WrongProofError
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -30,32 +29,46 @@ _BEST_FIRST: tuple[ProbeStatus, ...] = get_args(ProbeStatus)
 _NO_ANSWER = ProbeResult(status="no answer", detail="no answer in time")
 
 
-def probe(host: str, port: int, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
-    """Ask one address for its health, and for a proof that it knows `api_key`, which is not sent."""
-    challenge = secrets.token_hex(16).encode()
+def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    """Ask at one address whether the engine of `identity` is there, whether it is healthy and takes the key."""
     try:
-        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
-            connection.request("GET", "/health", headers={CHALLENGE_HEADER.decode(): challenge.decode()})
-            response = connection.getresponse()
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        with contextlib.closing(VerifiedConnection(host, port, identity, timeout_s=timeout_s)) as connection:
+            return _ask_engine(connection, host, identity.api_key)
+    except WrongProofError as error:
+        return ProbeResult(status="other key", host=host, detail=str(error))
+    except NotOurEngineError as error:
+        return ProbeResult(status="not ours", host=host, detail=str(error))
+    except (OSError, http.client.HTTPException, ValueError, RecordError) as error:
         return ProbeResult(status="no answer", host=host, detail=str(error) or type(error).__name__)
-    proof = response.getheader(PROOF_HEADER.decode(), "").encode("latin-1")
-    if not hmac.compare_digest(proof, prove(api_key.encode(), challenge)):
-        return ProbeResult(status="other key" if proof else "not ours", host=host, detail=f"HTTP {response.status}")
-    if response.getheader(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode():
+
+
+def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> ProbeResult:
+    health = _get(connection, "/health")
+    if health.getheader(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode():
         return ProbeResult(status="draining", host=host)
-    if response.status != 200:
-        return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {response.status}")
+    if health.status != 200:
+        return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")
+    if _get(connection, "/v1/models", {"Authorization": f"Bearer {api_key}"}).status == 401:
+        return ProbeResult(status="other key", host=host, detail="it does not take the service's key")
     return ProbeResult(status="ready", host=host)
+
+
+def _get(
+    connection: VerifiedConnection, path: str, headers: Mapping[str, str] | None = None
+) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers or {})
+    response = connection.getresponse()
+    response.read()
+    return response
 
 
 def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
     """Ask all addresses of a replica at once. Of those that are its engine, the one that the record prefers counts."""
-    hosts = record.hosts
+    hosts, identity = record.hosts, Identity.of(record, api_key)
     results: queue.SimpleQueue[tuple[int, ProbeResult]] = queue.SimpleQueue()
 
     def ask(rank: int) -> None:
-        results.put((rank, probe(hosts[rank], record.port, api_key, timeout_s=timeout_s)))
+        results.put((rank, probe(hosts[rank], record.port, identity, timeout_s=timeout_s)))
 
     for rank in range(len(hosts)):
         _in_background(ask, rank)

@@ -121,7 +121,7 @@ class ReplicaStatus:
         """The engine's URL as OpenAI clients want it; for a replica that is ready."""
         assert self.record is not None
         host = f"[{self.host}]" if self.host and ":" in self.host else self.host
-        return f"http://{host}:{self.record.port}/v1"
+        return f"{self.record.scheme}://{host}:{self.record.port}/v1"
 
     @property
     def is_overdue(self) -> bool:
@@ -258,11 +258,12 @@ def _why_unresponsive(record: EndpointRecord, probe: ProbeResult) -> str:
         return f"its engine at {asked} is not healthy: {probe.detail}"
     if probe.status == "other key":
         return (
-            f"its engine at {asked} has another API key than the service's file: the key was replaced after it "
+            f"the engine at {asked} has another API key than the service's file: the key was replaced after it "
             "started; restart it"
         )
     if probe.status == "not ours":
-        return f"something else answers at {asked}, the engine is gone"
+        why = f" ({probe.detail})" if probe.detail else ""
+        return f"something else answers at {asked}, the engine is gone{why}"
     places = ", ".join(f"{host}:{record.port}" for host in record.hosts) or "no address"
     return f"ready by its record, but no answer from {places} to this machine: {probe.detail}"
 

@@ -13,15 +13,13 @@ from typing import cast
 
 import anyio.to_thread
 
+from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import http
-from hpc_serve.job.gate import DRAINING_HEADER
+from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
 
 CONNECT_S = 5.0
-
-# As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
-_LIMITS = http.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=4.0)
 
 
 class NoReplicaError(http.ConnectError):
@@ -33,7 +31,8 @@ class ServiceTransport(http.BaseTransport):
 
     def __init__(self, watch: ServiceWatch) -> None:
         self._watch = watch
-        self._inner = http.HTTPTransport(trust_env=False, limits=_LIMITS)
+        self._origins = Origins()
+        self._inner = make_transport(self._origins)
 
     def handle_request(self, request: http.Request) -> http.Response:
         routing = _Routing(self._watch, request)
@@ -43,7 +42,7 @@ class ServiceTransport(http.BaseTransport):
                 self._watch.refresh()
                 attempt = routing.next_attempt_or_error()
             try:
-                response = self._inner.handle_request(request)
+                response = self._inner.handle_request(_on_connection_to(attempt.replica, request, self._origins))
             except BaseException as error:
                 attempt.end_with(error)
                 if _never_arrived(error):
@@ -67,7 +66,8 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
 
     def __init__(self, watch: ServiceWatch) -> None:
         self._watch = watch
-        self._inner = http.AsyncHTTPTransport(trust_env=False, limits=_LIMITS)
+        self._origins = Origins()
+        self._inner = make_async_transport(self._origins)
 
     async def handle_async_request(self, request: http.Request) -> http.Response:
         routing = _Routing(self._watch, request)
@@ -77,7 +77,9 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
                 await anyio.to_thread.run_sync(self._watch.refresh)
                 attempt = routing.next_attempt_or_error()
             try:
-                response = await self._inner.handle_async_request(request)
+                response = await self._inner.handle_async_request(
+                    _on_connection_to(attempt.replica, request, self._origins)
+                )
             except BaseException as error:
                 attempt.end_with(error)
                 if _never_arrived(error):
@@ -136,7 +138,7 @@ class _Routing:
         if replica is None:
             return None
         self._tried.add(replica.name)
-        _send_to(self._request, replica, self._watch.api_key)
+        _send_to(self._request, replica)
         return _Attempt(self._watch, replica)
 
     def next_attempt_or_error(self) -> _Attempt:
@@ -159,15 +161,24 @@ class _Routing:
         return response.status_code == 500 and self._watch.is_being_stopped(attempt.replica)
 
 
-def _send_to(request: http.Request, replica: ReplicaAddress, api_key: str) -> None:
+def _send_to(request: http.Request, replica: ReplicaAddress) -> None:
     """Rewrite the request's URL and headers for that replica."""
-    request.url = request.url.copy_with(scheme="http", host=replica.host, port=replica.port)
+    scheme = "http" if replica.identity.certificate is None else "https"
+    request.url = request.url.copy_with(scheme=scheme, host=replica.host, port=replica.port)
     request.headers["Host"] = request.url.netloc.decode("ascii")
     # Always the service's own key: the SDK may have taken keys and headers meant for OpenAI from the environment.
-    request.headers["Authorization"] = f"Bearer {api_key}"
+    request.headers["Authorization"] = f"Bearer {replica.identity.api_key}"
     timeout = dict(request.extensions.get("timeout") or {})
     timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
     request.extensions = {**request.extensions, "timeout": timeout}
+
+
+def _on_connection_to(replica: ReplicaAddress, request: http.Request, origins: Origins) -> http.Request:
+    """The request as the inner transport takes it: its URL names the connections that are verified for this replica."""
+    url = request.url.copy_with(scheme="http", host=origins.origin_of(replica))
+    return http.Request(
+        request.method, url, headers=request.headers, stream=request.stream, extensions=request.extensions
+    )
 
 
 def _never_arrived(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
 """Which requests reach the engine: those with the service's API key, until the engine drains.
 
 It is an ASGI middleware for `vllm serve --middleware hpc_serve.job.gate.Gate`. vLLM's own `--api-key` leaves several
-routes open, inference among them; this asks for the key on every route but /health. The file imports the standard
-library alone, so that a container needs nothing but this package on PYTHONPATH.
+routes open, inference among them; this asks for the key on every route but /health. It needs the standard library and
+this package on PYTHONPATH, and nothing else, so that it runs in any container.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+
 _log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
@@ -26,9 +28,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-DRAINING_HEADER: Header = (b"x-hpc-serve", b"draining")
-CHALLENGE_HEADER = b"x-hpc-serve-challenge"
-PROOF_HEADER = b"x-hpc-serve-proof"
 _MAX_CHALLENGE_BYTES = 128
 _RETRY_AFTER: Header = (b"retry-after", b"2")
 _DRAIN_CHECK_INTERVAL_S = 0.25
@@ -49,13 +48,15 @@ class Gate:
     """Asks for the key in HPC_SERVE_API_KEY_FILE, and answers 503 to new requests once HPC_SERVE_DRAIN_FILE exists.
 
     The key is read once, at start; without a key every request is refused. GET and HEAD of `/health` need no key. The
-    answer has the engine's health, a header if the engine drains, and the proof that it knows the key (see `prove`).
+    answer has the engine's health, and a header if the engine drains. An engine without TLS has HPC_SERVE_RECORD, the
+    name of its record; its answer to a challenge is the proof of `prove_connection`.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = _read_key(os.environ.get("HPC_SERVE_API_KEY_FILE"))
         self._drain_file = _DrainFile(os.environ.get("HPC_SERVE_DRAIN_FILE"))
+        self._record = os.environ.get("HPC_SERVE_RECORD")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,18 +83,21 @@ class Gate:
 
     def _health_headers(self, scope: Scope) -> list[Header]:
         headers = [DRAINING_HEADER] if self._drain_file.exists() else []
-        challenge = _header(scope, CHALLENGE_HEADER)
-        if self._key is not None and 0 < len(challenge) <= _MAX_CHALLENGE_BYTES:
-            headers.append((PROOF_HEADER, prove(self._key, challenge)))
+        if (proof := self._proof(scope)) is not None:
+            headers.append((PROOF_HEADER, proof))
         return headers
 
-
-def prove(key: bytes, challenge: bytes) -> bytes:
-    """The answer to `challenge`, which only a holder of the key can compute. It does not reveal the key.
-
-    A client asks for it before it sends the key: another user's program may have the port of an engine that has ended.
-    """
-    return hmac.new(key, b"hpc-serve-probe:" + challenge, "sha256").hexdigest().encode()
+    def _proof(self, scope: Scope) -> bytes | None:
+        challenge = _header(scope, CHALLENGE_HEADER)
+        client, server = scope.get("client"), scope.get("server")
+        if not self._key or not self._record or not 0 < len(challenge) <= _MAX_CHALLENGE_BYTES:
+            return None
+        # The server takes the client's address from these headers if a local program sends them.
+        if not client or not server or _header(scope, b"x-forwarded-for") or _header(scope, b"forwarded"):
+            return None
+        with contextlib.suppress(ValueError):  # an end that is no IP address
+            return prove_connection(self._key, challenge, self._record, client=client, server=server)
+        return None
 
 
 class _DrainFile:

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 
 from hpc_serve.job.control import ControlServer, Link
-from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
+from hpc_serve.job.endpoint import Endpoint, make_endpoint
+from hpc_serve.job.health import NotReadyError, check_ready, is_healthy
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node
@@ -48,14 +49,14 @@ async def run_head(node: Node) -> int:
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
-    keeper = RecordKeeper(store, first_record(node))
-    return await Head(node, keeper, store.read_api_key(service)).run(listener)
+    endpoint = make_endpoint(node, first_record(node), store)
+    return await Head(node, RecordKeeper(store, endpoint.record), endpoint).run(listener)
 
 
 class Head:
     """One run of one replica, as its head node sees it."""
 
-    def __init__(self, node: Node, keeper: RecordKeeper, api_key: str) -> None:
+    def __init__(self, node: Node, keeper: RecordKeeper, endpoint: Endpoint) -> None:
         self._node, self._keeper = node, keeper
         self._run_end = RunEnd()
         self._changed = asyncio.Event()
@@ -63,7 +64,7 @@ class Head:
         self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
         self._progress = StartProgress()
-        self._engine = EngineAddress(host=node.head, port=keeper.record.port, api_key=api_key)
+        self._endpoint = endpoint
 
     async def run(self, listener: socket.socket) -> int:
         """Start the service, and take it down when its end is decided; returns the exit code."""
@@ -109,7 +110,7 @@ class Head:
         engine = await self._start_engine(environ)
         await self._wait_until_ready(engine)
         self._keeper.update(state="ready", stage="ready", progress=None)
-        _log.info("%s is ready at %s:%d", node.options.service, node.head, self._engine.port)
+        _log.info("%s is ready at %s", node.options.service, self._endpoint.url)
         await self._watch_health()
 
     async def _wait_for_workers(self) -> None:
@@ -187,25 +188,30 @@ class Head:
     async def _start_engine(self, environ: dict[str, str]) -> Child:
         node, command = self._node, self._node.command
         host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
-        device, port = node.options.device, self._engine.port
-        added = head_args(command, host=host, port=port, device=device, backend=node.backend)
+        added = head_args(
+            command,
+            host=host,
+            port=self._endpoint.address.port,
+            device=node.options.device,
+            backend=node.backend,
+            tls_files=self._endpoint.tls_files,
+        )
         argv = [*command.argv, *added, *node.multi_node_args()]
         _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
+        environ = {**environ, **self._endpoint.environ}
         return await self._parts.start(
             "engine", argv, environ, order=StopOrder.ENGINE, grace_s=_ENGINE_GRACE_S, on_line=self._read_engine_line
         )
 
     async def _wait_until_ready(self, engine: Child) -> None:
         node = self._node
-        model = node.command.served_model_names[0]
+        model, address = node.command.served_model_names[0], self._endpoint.address
         while True:
-            if await asyncio.to_thread(is_healthy, self._engine):
+            if await asyncio.to_thread(is_healthy, address):
                 self._keeper.set_stage("answering a first request")
                 try:
-                    await asyncio.to_thread(
-                        check_ready, self._engine, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
-                    )
+                    await asyncio.to_thread(check_ready, address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S)
                     return
                 except NotReadyError as error:
                     self._keeper.set_stage(f"not ready: {error}")
@@ -226,7 +232,7 @@ class Head:
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_INTERVAL_S)
-            healthy = await asyncio.to_thread(is_healthy, self._engine)
+            healthy = await asyncio.to_thread(is_healthy, self._endpoint.address)
             self._keeper.set_stage("ready" if healthy else "the engine does not answer /health")
 
     # -- what is published

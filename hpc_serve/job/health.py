@@ -1,17 +1,22 @@
 """Whether the engine is ready: it answers /health, lists the model's name, and has completed one request.
 
 One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
-When to ask, and what follows from the answer, is decided by the head.
+Each connection is verified first (`trust.connection`): until the engine listens, anybody may take its port, and would
+get the key. When to ask, and what follows from the answer, is decided by the head.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_serve.trust.connection import Identity, VerifiedConnection
+
 _TIMEOUT_S = 10.0
+_HEALTH = "/health"
 
 
 class NotReadyError(Exception):
@@ -20,20 +25,17 @@ class NotReadyError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAddress:
-    """Where the engine listens, and the key it asks for. The key is not part of the repr."""
+    """Where the engine listens, and how it shows that it is the engine."""
 
     host: str
     port: int
-    api_key: str
-
-    def __repr__(self) -> str:
-        return f"EngineAddress({self.host}:{self.port})"
+    identity: Identity
 
 
 def is_healthy(engine: EngineAddress) -> bool:
     """Whether /health answers with 200 now."""
     try:
-        return _request(engine, "GET", "/health", timeout_s=_TIMEOUT_S)[0] == 200
+        return _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
 
@@ -44,7 +46,7 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
     The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
     """
     try:
-        status, _ = _request(engine, "GET", "/health", timeout_s=_TIMEOUT_S)
+        status, _ = _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)
         _require(status == 200, f"/health answers {status}")
         status, models = _request(engine, "GET", "/v1/models", timeout_s=_TIMEOUT_S)
         _require(status == 200, f"/v1/models answers {status}")
@@ -68,13 +70,15 @@ def _require(condition: bool, what: str) -> None:
 def _request(
     engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(engine.host, engine.port, timeout=timeout_s)
-    try:
-        headers = {"Authorization": f"Bearer {engine.api_key}", "Content-Type": "application/json"}
+    connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.connect()
+        connection.sock.settimeout(timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if path != _HEALTH:  # which needs no key
+            headers["Authorization"] = f"Bearer {engine.identity.api_key}"
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         response = connection.getresponse()
         content = response.read()
-    finally:
-        connection.close()
     is_json = response.headers.get_content_type() == "application/json"
     return response.status, json.loads(content) if is_json and content else {}

@@ -26,12 +26,14 @@ class LaunchOptions:
 
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
+    Without `tls` the engine speaks in the clear.
     """
 
     service: str
     backend: str
     gpus_per_node: int
     device: Device = "GPU"
+    tls: bool = True
     stall_s: float = 1_800.0
     join_s: float = 300.0
 

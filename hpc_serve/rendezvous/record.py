@@ -44,7 +44,8 @@ class EndpointRecord:
     `hosts` are addresses of the head in order of preference, `port` is the engine's. The record is renewed every
     `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at` and `updated_at` are
     seconds since the epoch by the writer's clock. `measured` and `predicted` hold figures by name, in bytes, seconds
-    and tokens. `last_log_lines` are the last lines of the part that failed.
+    and tokens. `last_log_lines` are the last lines of the part that failed. `certificate` (PEM) is what the engine
+    shows to whoever connects; without one it speaks in the clear.
     """
 
     service: str
@@ -77,12 +78,18 @@ class EndpointRecord:
     log_dir: str | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
+    certificate: str | None = None
     version: int = VERSION
 
     @property
     def name(self) -> str:
         """The record's file name. Raises InvalidRequestError when the job id cannot be part of one."""
         return record_file_name(self.job_id, self.restart, self.replica)
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """How URLs of the engine begin."""
+        return "http" if self.certificate is None else "https"
 
     @property
     def is_final(self) -> bool:

@@ -85,6 +85,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
         "backend": request.backend,
+        "tls": request.tls,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
@@ -189,6 +190,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     for option, value in named.items():
         if value is not None:
             words += [option, str(value)]
+    if not request.tls:
+        words.append("--no-tls")
     if request.allow_unknown_vllm_options:
         words.append(OVERRULE)
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))

@@ -192,8 +192,8 @@ class ServeRequest:
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
-    know are refused unless `allow_unknown_vllm_options`. `log_dir` is absolute, or None for the service's own folder.
-    Templates in `templates_dir` win over our own.
+    know are refused unless `allow_unknown_vllm_options`. Without `tls` the endpoint speaks in the clear. `log_dir` is
+    absolute, or None for the service's own folder. Templates in `templates_dir` win over our own.
     """
 
     model: str
@@ -211,6 +211,7 @@ class ServeRequest:
     output_tokens: int | None = None
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
+    tls: bool = True
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_serve.errors import RecordError
+from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private, write_private
 from hpc_serve.trust import making
 from hpc_serve.trust.pem import certificates_of
@@ -55,9 +55,12 @@ def ensure_authority(home: Path) -> Path:
 
 
 def authority_certificate(home: Path) -> str:
-    """The authority's certificate, as PEM. Raises FileNotFoundError, StoreError or RecordError."""
+    """The authority's certificate, as PEM. Raises StoreError (there is none) or RecordError."""
     path = authority_file(home)
-    found = certificates_of(read_private(path, secret=True))
+    try:
+        found = certificates_of(read_private(path, secret=True))
+    except FileNotFoundError:
+        raise StoreError(f"{path} is missing: the next job makes one; restart the services that run.") from None
     if len(found) != 1:
         raise _unusable(path, f"it holds {len(found)} certificates instead of one")
     return found[0]

@@ -35,7 +35,7 @@ _LONGEST_BUNDLE = 16 << 20
 def trust_variables(home: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Write the files of `home` and return the variables that make other programs trust its endpoints.
 
-    `environ` says what is trusted now. Raises FileNotFoundError without an authority, StoreError or RecordError.
+    `environ` says what is trusted now. Raises StoreError (without an authority, too) or RecordError.
     """
     certificate = authority_certificate(home)
     folder = home / "authority"

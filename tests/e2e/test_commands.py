@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 
@@ -59,6 +60,26 @@ class TestSubmitOnTwoNodes:
         done = alice.run("bash", "-c", f"eval \"$(hpc-serve env 405b)\" && python -c '{code}'")
         assert done.returncode == 0, done.stderr
         assert "meta-llama/Llama-3.1-405B-Instruct" in done.stdout
+
+    def test_env_is_enough_for_programs_that_know_nothing_of_hpc_serve(self, alice, submitted):
+        """curl, and an OpenAI client in a Python that finds the SDK alone, on another host than the login host."""
+        exported = alice.hpc_serve("env", "405b").stdout
+        curl = (
+            'printf \'header = "Authorization: Bearer %s"\' "$OPENAI_API_KEY" | '
+            'curl --silent --show-error --noproxy "*" --config - "$OPENAI_BASE_URL/models"'
+        )
+        code = (
+            "import sys; sys.modules['hpc_serve'] = None\n"
+            "import openai; print([model.id for model in openai.OpenAI().models.list()])"
+        )
+        for command in (curl, f'{sys.executable} -c "{code}"'):
+            done = alice.run("bash", "-c", f"{exported}\n{command}", node="n3")
+            assert done.returncode == 0, done.stderr
+            assert "meta-llama/Llama-3.1-405B-Instruct" in done.stdout
+            without = alice.run(
+                "bash", "-c", f"{exported}\nunset SSL_CERT_FILE CURL_CA_BUNDLE REQUESTS_CA_BUNDLE\n{command}", node="n3"
+            )
+            assert without.returncode != 0, "trusted without our authority"
 
     def test_wait_and_logs(self, alice, submitted):
         assert alice.hpc_serve("wait", "405b").returncode == 0

@@ -4,8 +4,8 @@
 
 Standard library only. It speaks enough of the OpenAI API for clients and launchers: /health, /v1/models,
 /v1/completions and /v1/chat/completions, streams and tool calls included. It prints lines as vLLM 0.32 does while it
-loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE. Any
-other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
+loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and
+HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Engine(ThreadingHTTPServer):
         self.completions = 0
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
+        self.record = os.environ.get("HPC_SERVE_RECORD")
         self.tls: ssl.SSLContext | None = None
         if options.ssl_certfile:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -129,9 +130,8 @@ class Handler(BaseHTTPRequestHandler):
             unhealthy = self.server.options.stub_unhealthy_file
             status = 503 if unhealthy and os.path.exists(unhealthy) else 200
             headers = {"X-HPC-Serve": "draining"} if self.server.draining else {}
-            if self.server.key and (challenge := self.headers.get("X-HPC-Serve-Challenge")):
-                proof = hmac.new(self.server.key, b"hpc-serve-probe:" + challenge.encode(), "sha256")
-                headers["X-HPC-Serve-Proof"] = proof.hexdigest()
+            if self.server.key and self.server.record and (challenge := self.headers.get("X-HPC-Serve-Challenge")):
+                headers["X-HPC-Serve-Proof"] = self.proof(self.server.key, self.server.record, challenge)
             self.answer(status, b"", headers)
         elif self.enters():
             models = [{"id": name, "object": "model", "owned_by": "stub"} for name in self.server.names]
@@ -154,6 +154,12 @@ class Handler(BaseHTTPRequestHandler):
             self.error(404, f"The model `{request.get('model')}` does not exist.")
         else:
             self.complete(request, dies=self.server.completions == options.stub_die_at_request)
+
+    def proof(self, key: bytes, record: str, challenge: str) -> str:
+        """The proof of an engine without TLS: of its key, its record and the ends of this connection."""
+        (client, client_port), (host, port) = self.connection.getpeername()[:2], self.connection.getsockname()[:2]
+        told = f"hpc-serve-connection\n{challenge}\n{record}\n{client} {client_port}\n{host} {port}"
+        return hmac.new(key, told.encode(), "sha256").hexdigest()
 
     def enters(self) -> bool:
         """Whether the request may go on, asked as the gate asks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 
 SCRIPT = Path(__file__).with_name("stub_engine.py")
 
@@ -44,10 +46,26 @@ def make_submitted(**fields: Any) -> SubmittedJob:
 
 
 class StubEngine:
-    """A stub engine's process, up and listening on `port` once made."""
+    """A stub engine's process, up and listening on `port` once made.
 
-    def __init__(self, *flags: str, key_file: Path | None = None, drain_file: Path | None = None) -> None:
+    With a `certificate` it speaks TLS, without one it proves itself as the engine of `record`.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        key_file: Path | None = None,
+        drain_file: Path | None = None,
+        certificate: RunCertificate | None = None,
+        record: str | None = None,
+    ) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HPC_SERVE_")}
+        self.certificate = certificate.certificate if certificate is not None else None
+        if certificate is not None:
+            tls = ("--ssl-keyfile", str(certificate.key_file), "--ssl-certfile", str(certificate.certificate_file))
+            flags = (*tls, *flags)
+        elif record is not None:
+            environ["HPC_SERVE_RECORD"] = record
         if key_file is not None:
             environ["HPC_SERVE_API_KEY_FILE"] = str(key_file)
         if drain_file is not None:
@@ -86,7 +104,7 @@ class StubService:
         self.key_file = self.store.ensure_api_key(service)
         self.engines: list[StubEngine] = []
 
-    def start(self, *flags: str, **fields: Any) -> StubEngine:
+    def start(self, *flags: str, tls: bool = True, **fields: Any) -> StubEngine:
         """One more replica, ready; `fields` are of its record."""
         place = len(self.engines)
         engine = StubEngine(
@@ -94,15 +112,24 @@ class StubService:
             *flags,
             key_file=self.key_file,
             drain_file=self.store.home / f"drain-{place}",
+            certificate=self.certificate() if tls else None,
+            record=make_record(**{"job_id": str(100 + place), **fields}).name,
         )
         self.engines.append(engine)
         self.publish(engine, **fields)
         return engine
 
+    def certificate(self) -> RunCertificate:
+        """A certificate of the home's authority, for one more run."""
+        folder = self.store.home / "jobs" / f"{secrets.token_hex(4)}"
+        folder.mkdir(mode=0o700, parents=True)
+        return make_run_certificate(self.store.home, folder, run="stub", addresses=["127.0.0.1"])
+
     def publish(self, engine: StubEngine, **fields: Any) -> EndpointRecord:
         """Write a record for an engine, as its launcher would."""
         place = self.engines.index(engine)
-        usual = {"service": self.service, "job_id": str(100 + place), "port": engine.port, "counter": 1}
+        usual: dict[str, Any] = {"service": self.service, "job_id": str(100 + place), "counter": 1}
+        usual |= {"port": engine.port, "certificate": engine.certificate}
         record = make_record(**{**usual, **fields})
         self.store.write(record)
         return record

@@ -14,11 +14,11 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
 class RecordingServer:
     """Listens on 127.0.0.1:`port`; `received` is everything that arrived inside its connections, in the clear."""
 
-    def __init__(self, context: ssl.SSLContext | None = None, *, answer: bytes = ANSWER) -> None:
+    def __init__(self, context: ssl.SSLContext | None = None, *, answer: bytes = ANSWER, port: int = 0) -> None:
         self.received = b""
         self.connections = 0
         self._context, self._answer = context, answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

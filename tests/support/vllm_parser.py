@@ -6,6 +6,7 @@ Reads {"lines": [[word, …], …]} from stdin. Writes the options of its parser
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -50,7 +51,11 @@ def _middleware(args: Any) -> list[str]:
     """The outermost first."""
     from vllm.entrypoints.launchers.app import build_app
 
-    return [f"{part.cls.__module__}.{part.cls.__qualname__}" for part in build_app(args, ("generate",)).user_middleware]
+    async def build() -> Any:  # the gate bounds what its event loop does
+        return build_app(args, ("generate",))
+
+    app = asyncio.run(build())
+    return [f"{part.cls.__module__}.{part.cls.__qualname__}" for part in app.user_middleware]
 
 
 if __name__ == "__main__":

@@ -473,9 +473,9 @@ def test_env_prints_lines_that_a_shell_takes(live, store, capsys):
         check=True,
     )
     port = live.engines[0].port
-    assert done.stdout == f"http://127.0.0.1:{port}/v1 {store.read_api_key('8b')}"
+    assert done.stdout == f"https://127.0.0.1:{port}/v1 {store.read_api_key('8b')}"
     assert run(["env", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"service", "model", "base_url", "api_key"}
+    assert set(json.loads(capsys.readouterr().out)) == {"service", "model", "base_url", "api_key", "variables"}
 
 
 def test_env_of_nothing_prints_nothing_to_evaluate(capsys):

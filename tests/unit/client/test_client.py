@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from hpc_serve.errors import (
     StoreError,
     WaitTimeoutError,
 )
+from hpc_serve.trust.connection import Identity
 from tests.support.stubs import StubService, make_record
 
 MODEL = "meta-llama/Llama-3.1-405B-Instruct"
@@ -85,7 +87,7 @@ def test_a_client_needs_no_name_when_one_service_is_live(service):
     assert isinstance(client, openai.OpenAI)
     assert (client.service, client.model) == ("405b", MODEL)
     assert say(client) == engine.port
-    assert str(client.base_url) == f"http://127.0.0.1:{engine.port}/v1/"
+    assert str(client.base_url) == f"https://127.0.0.1:{engine.port}/v1/"
 
 
 def test_everything_the_sdk_does_works(service):
@@ -415,13 +417,17 @@ def test_services_are_listed_with_their_state(services_of):
 def test_an_endpoint_is_what_any_tool_needs(service):
     engine = service.start()
     found = endpoint()
-    assert found.base_url == f"http://127.0.0.1:{engine.port}/v1"
+    assert found.base_url == f"https://127.0.0.1:{engine.port}/v1"
     assert found.model == MODEL
+    assert "OPENAI" not in "".join(found.trust)
+    assert (found.variables["OPENAI_BASE_URL"], found.variables["OPENAI_API_KEY"]) == (found.base_url, found.api_key)
     plain = openai.OpenAI(
         base_url=found.base_url,
         api_key=found.api_key,
         default_headers={"Authorization": f"Bearer {found.api_key}"},
-        http_client=openai.DefaultHttpxClient(trust_env=False),
+        http_client=openai.DefaultHttpxClient(
+            trust_env=False, verify=ssl.create_default_context(cafile=found.trust["SSL_CERT_FILE"])
+        ),
     )
     assert plain.chat.completions.create(model=found.model, messages=HELLO).choices
 
@@ -515,12 +521,13 @@ def test_the_first_address_that_answers_is_taken(service):
     engine = service.start()
     key = service.store.read_api_key("405b")
     # 192.0.2.0/24 is for documentation: nobody answers there.
-    record = make_record(hosts=("192.0.2.1", "127.0.0.1"), port=engine.port)
+    shown = {"port": engine.port, "certificate": engine.certificate}
+    record = make_record(hosts=("192.0.2.1", "127.0.0.1"), **shown)
     assert probe_record(record, key, timeout_s=5.0).host == "127.0.0.1"
-    both = make_record(hosts=("127.0.0.2", "127.0.0.1"), port=engine.port)
+    both = make_record(hosts=("127.0.0.2", "127.0.0.1"), **shown)
     assert probe_record(both, key).host == "127.0.0.1"
     assert probe_record(make_record(hosts=()), key).status == "no answer"
-    assert probe("no such host.invalid", engine.port, key).status == "no answer"
+    assert probe("no such host.invalid", engine.port, Identity.of(record, key)).status == "no answer"
 
 
 def test_an_engine_that_is_not_well_is_not_offered(services_of, tmp_path):

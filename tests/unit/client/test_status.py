@@ -8,6 +8,7 @@ from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, 
 from hpc_serve.client.wait import WaitPolicy
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
 from hpc_serve.rendezvous.record import JobEnd, Progress
+from hpc_serve.trust.connection import Identity
 from tests.support.stubs import make_record, make_submitted
 
 READY = ProbeResult(status="ready", host="10.0.0.2")
@@ -118,6 +119,7 @@ def test_a_job_that_was_cancelled_in_the_queue_is_not_waited_for():
 
 def test_a_base_url_is_one_for_openai_clients():
     assert seen(READY, port=18000).base_url == "http://10.0.0.2:18000/v1"
+    assert seen(READY, port=18000, certificate="PEM").base_url == "https://10.0.0.2:18000/v1"
     assert seen(ProbeResult(status="ready", host="fd00::1"), port=1).base_url == "http://[fd00::1]:1/v1"
 
 
@@ -223,7 +225,8 @@ def test_a_wait_that_is_none_is_refused(wait):
 
 
 def addresses(*names):
-    return [ReplicaAddress(name=name, host="h", port=1) for name in names]
+    identity = Identity(record="r", certificate=None, api_key="k")
+    return [ReplicaAddress(name=name, host="h", port=1, identity=identity) for name in names]
 
 
 def test_the_least_loaded_is_taken():

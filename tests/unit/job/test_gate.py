@@ -1,17 +1,23 @@
 """The gate, alone (plain ASGI calls), under a real uvicorn, and in front of every route of the real vLLM."""
 
+import ast
 import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from hpc_serve.client.probe import probe
 from hpc_serve.job import gate
 from hpc_serve.job.gate import Gate
+from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.trust.connection import Identity
+from tests.support.asgi_server import served
 
 KEY = "k-0123456789abcdef"
 BEARER = (b"authorization", f"Bearer {KEY}".encode())
@@ -32,6 +38,12 @@ def drain_file(tmp_path, monkeypatch):
     path = tmp_path / "drain"
     monkeypatch.setenv("HPC_SERVE_DRAIN_FILE", str(path))
     return path
+
+
+@pytest.fixture
+def record(monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_RECORD", "1-r0-0.json")
+    return "1-r0-0.json"
 
 
 async def _engine(scope, receive, send):
@@ -128,7 +140,7 @@ def test_draining_turns_new_requests_away(key_file, drain_file):
     drain_file.touch()
     start, body = ask(app, headers=[BEARER])
     assert start["status"] == 503
-    assert gate.DRAINING_HEADER in start["headers"]
+    assert DRAINING_HEADER in start["headers"]
     assert any(name == b"retry-after" for name, _ in start["headers"])
     assert json.loads(body["body"])["error"]["code"] == "draining"
     assert ask(app)[0]["status"] == 401, "draining is nobody's business without the key"
@@ -136,29 +148,60 @@ def test_draining_turns_new_requests_away(key_file, drain_file):
 
 def test_draining_does_not_touch_health_but_says_so(key_file, drain_file):
     app = Gate(_engine)
-    assert gate.DRAINING_HEADER not in ask(app, "/health")[0]["headers"]
+    assert DRAINING_HEADER not in ask(app, "/health")[0]["headers"]
     drain_file.touch()
     start = ask(app, "/health")[0]
     assert start["status"] == 200
     assert (b"x-engine", b"1") in start["headers"]
-    assert gate.DRAINING_HEADER in start["headers"]
+    assert DRAINING_HEADER in start["headers"]
 
 
-def test_health_proves_that_the_engine_knows_the_key(key_file):
-    def proof_of(app, *headers):
-        return dict(ask(app, "/health", headers=headers)[0]["headers"]).get(gate.PROOF_HEADER)
+ENDS = {"client": ("10.0.0.1", 40_000), "server": ("10.0.0.2", 10_249)}
 
+
+def proof_of(app, *headers, **scope):
+    """What the answer to GET /health proves, on a connection with the ENDS."""
+    return dict(ask(app, "/health", headers=headers, **{**ENDS, **scope})[0]["headers"]).get(PROOF_HEADER)
+
+
+def test_without_tls_health_proves_that_the_engine_knows_the_key(key_file, record):
     app = Gate(_engine)
     assert proof_of(app) is None
-    assert proof_of(app, (gate.CHALLENGE_HEADER, b"")) is None
-    assert proof_of(app, (gate.CHALLENGE_HEADER, b"x" * 10_000)) is None
-    first = proof_of(app, (gate.CHALLENGE_HEADER, b"one"))
-    assert first == gate.prove(KEY.encode(), b"one")
-    assert first != proof_of(app, (gate.CHALLENGE_HEADER, b"two"))
+    assert proof_of(app, (CHALLENGE_HEADER, b"")) is None
+    assert proof_of(app, (CHALLENGE_HEADER, b"x" * 10_000)) is None
+    first = proof_of(app, (CHALLENGE_HEADER, b"one"))
+    assert first == prove_connection(KEY.encode(), b"one", record, **ENDS)
+    assert first != proof_of(app, (CHALLENGE_HEADER, b"two"))
     key_file.write_text("another-key-0123456789")
-    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) != first
+    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) != first
     key_file.write_text("")
-    assert proof_of(Gate(_engine), (gate.CHALLENGE_HEADER, b"one")) is None, "no key proves nothing"
+    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) is None, "no key proves nothing"
+
+
+def test_a_proof_is_of_one_record_and_one_connection(key_file, record, monkeypatch):
+    asked = (CHALLENGE_HEADER, b"one")
+    first = proof_of(Gate(_engine), asked)
+    for other in (("10.0.0.1", 40_001), ("10.0.0.3", 40_000)):
+        assert proof_of(Gate(_engine), asked, client=other) not in (None, first)
+        assert proof_of(Gate(_engine), asked, server=other) not in (None, first)
+    monkeypatch.setenv("HPC_SERVE_RECORD", "2-r0-0.json")
+    assert proof_of(Gate(_engine), asked) not in (None, first)
+
+
+@pytest.mark.parametrize("scope", [{"client": None}, {"server": None}, {"server": ("/run/engine.sock", None)}])
+def test_a_connection_whose_ends_are_not_known_proves_nothing(key_file, record, scope):
+    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one"), **scope) is None
+
+
+@pytest.mark.parametrize("name", [b"x-forwarded-for", b"forwarded", b"X-Forwarded-For"])
+def test_whoever_names_the_client_in_a_header_gets_no_proof(key_file, record, name):
+    headers = (CHALLENGE_HEADER, b"one"), (name, b"10.0.0.1:40000")
+    assert proof_of(Gate(_engine), *headers) is None
+
+
+def test_with_tls_health_proves_nothing(key_file, monkeypatch):
+    monkeypatch.delenv("HPC_SERVE_RECORD", raising=False)
+    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) is None
 
 
 def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
@@ -200,21 +243,6 @@ def test_the_servers_own_start_passes(key_file):
 
 
 # Under a real server: what paths look like after its parsing is what counts.
-
-
-@contextmanager
-def served(app, **config):
-    uvicorn = pytest.importorskip("uvicorn")
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on", **config))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(timeout=20)
-        listener.close()
 
 
 def starlette_app():
@@ -326,13 +354,17 @@ def test_no_root_path_gets_round_the_key(key_file, http, root_path):
 
 
 @pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_the_clients_probe_understands_the_gate(key_file, drain_file, http):
+def test_the_clients_probe_understands_the_gate(key_file, drain_file, record, http):
     pytest.importorskip(http)
+
+    def probe_with(key):
+        return probe("127.0.0.1", port, Identity(record=record, certificate=None, api_key=key)).status
+
     with served(starlette_app(), http=http) as port:
-        assert probe("127.0.0.1", port, KEY).status == "ready"
-        assert probe("127.0.0.1", port, "another-key-0123456789").status == "other key"
+        assert probe_with(KEY) == "ready"
+        assert probe_with("another-key-0123456789") == "other key"
         drain_file.touch()
-        assert probe("127.0.0.1", port, KEY).status == "draining"
+        assert probe_with(KEY) == "draining"
 
 
 def test_a_refused_upload_still_reads_its_refusal(key_file):
@@ -432,16 +464,13 @@ def _routes(routes):
             yield route.path + "/x", {"GET"}, "http"
 
 
-def test_the_gate_imports_nothing_but_the_standard_library():
-    import ast
-    import sys
-
-    with open(gate.__file__) as file:
-        tree = ast.parse(file.read())
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }
-    assert imported <= sys.stdlib_module_names
+def test_the_gate_imports_nothing_but_the_standard_library_and_this_package(tmp_path):
+    """In a Python that finds nothing else, as in a container that knows nothing of us."""
+    code = (
+        f"import sys; sys.path.append({str(Path(gate.__file__).parents[2])!r}); import hpc_serve.job.gate;"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert ast.literal_eval(done.stdout) == ["__main__", "hpc_serve"]

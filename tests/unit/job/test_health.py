@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hpc_serve.job.gate import Gate
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
+from hpc_serve.trust.authority import make_run_certificate
+from hpc_serve.trust.connection import Identity
+from tests.support import asgi_server
+from tests.support.asgi_server import served
+from tests.support.tls_servers import server_context
 
 
 class Server(http.server.ThreadingHTTPServer):
     """What it answers, and what it was asked."""
 
+    certificate: str | None
     seen: list[tuple[str, str | None]]
     answers: dict[str, Any]
 
@@ -42,8 +51,16 @@ class Liar(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server():
+def certificate(tmp_path):
+    return make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=[])
+
+
+@contextlib.contextmanager
+def answering(context):
+    """A server that speaks TLS by `context`, or (None) in the clear."""
     server = Server(("127.0.0.1", 0), Liar)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     server.seen = []
     server.answers = {
         "/health": (200, {}),
@@ -56,14 +73,22 @@ def server():
     server.server_close()
 
 
+@pytest.fixture
+def server(certificate):
+    with answering(server_context(certificate.certificate_file, certificate.key_file)) as server:
+        server.certificate = certificate.certificate
+        yield server
+
+
 def engine(server) -> EngineAddress:
-    return EngineAddress(host="127.0.0.1", port=server.server_port, api_key="k3y")
+    identity = Identity(record="1-r0-0.json", certificate=server.certificate, api_key="k3y")
+    return EngineAddress(host="127.0.0.1", port=server.server_port, identity=identity)
 
 
 def test_ready_needs_all_three(server):
     check_ready(engine(server), "m", completion_timeout_s=5)
     assert [path for path, _ in server.seen] == ["/health", "/v1/models", "/v1/completions"]
-    assert {key for _, key in server.seen} == {"Bearer k3y"}
+    assert [key for _, key in server.seen] == [None, "Bearer k3y", "Bearer k3y"]
 
 
 @pytest.mark.parametrize(
@@ -98,3 +123,33 @@ def test_nobody_there_is_not_healthy(server):
 
 def test_the_key_is_not_in_the_repr(server):
     assert "k3y" not in repr(engine(server))
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", ["in the clear", "own certificate"])
+def test_whoever_took_the_port_first_is_sent_no_key(certificate, tmp_path, kind, tls):
+    """As a stranger who listens before the engine does: it answers everything as a ready engine would."""
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    shown = make_run_certificate(folder / "home", folder, run="1-r0", addresses=[])
+    context = server_context(shown.certificate_file, shown.key_file) if kind == "own certificate" else None
+    with answering(context) as stranger:
+        stranger.certificate = certificate.certificate if tls else None
+        assert not is_healthy(engine(stranger))
+        with pytest.raises(NotReadyError):
+            check_ready(engine(stranger), "m", completion_timeout_s=5)
+        assert {key for _, key in stranger.seen} <= {None}
+        assert {path for path, _ in stranger.seen} <= {"/health"}
+
+
+def test_an_engine_in_the_clear_is_asked_on_connections_that_it_proved_itself_on(tmp_path, monkeypatch):
+    """The real gate under a real server, in place of the engine."""
+    (tmp_path / "api_key").write_text("k3y-of-the-service")
+    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(tmp_path / "api_key"))
+    monkeypatch.setenv("HPC_SERVE_RECORD", "1-r0-0.json")
+
+    with served(Gate(asgi_server.answering(b'{"data": [{"id": "m"}]}'))) as port:
+        identity = Identity(record="1-r0-0.json", certificate=None, api_key="k3y-of-the-service")
+        check_ready(EngineAddress(host="127.0.0.1", port=port, identity=identity), "m", completion_timeout_s=5)
+        other = replace(identity, record="2-r0-0.json")
+        assert not is_healthy(EngineAddress(host="127.0.0.1", port=port, identity=other))

@@ -41,6 +41,7 @@ FULL = EndpointRecord(
     log_dir="/scratch/logs",
     measured={"kv_cache_tokens": 1024, "weights_s": 1.5},
     predicted={"kv_cache_tokens": 1000},
+    certificate="-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
 )
 
 # The contract of ARCHITECTURE.md, in its order.
@@ -48,7 +49,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
     cluster, job_id, restart, replica, user, state, stage,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
-gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted"""
+gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate"""
 
 
 def changed(**values):
@@ -105,6 +106,8 @@ def test_a_missing_field_is_named(name):
         ("measured", {"a": None}),
         ("predicted", None),
         ("last_log_lines", None),
+        ("certificate", 1),
+        ("certificate", ["PEM"]),
         ("log_dir", 1),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_serve.errors import StoreError
 from hpc_serve.trust import bundle
 from hpc_serve.trust.authority import authority_certificate, ensure_authority, make_run_certificate
 from hpc_serve.trust.bundle import REPLACING_VARIABLES, trust_variables
@@ -104,7 +105,7 @@ def test_a_new_authority_replaces_the_old_one(home: Path) -> None:
 
 
 def test_without_an_authority_there_is_nothing_to_trust(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StoreError, match=r"authority\.pem is missing"):
         trust_variables(tmp_path, {})
 
 

@@ -137,7 +137,9 @@ RANDOM_LINES = random_lines(1500)
 def gated(line: str) -> list[str]:
     """The words of the engine as the head starts it."""
     command = read_command(["vllm", "serve", "model", *line.split()])
-    return [*command.argv[3:], *head_args(command, host="127.0.0.1", port=9000, device="GPU", backend="mp")]
+    files = ("/run/endpoint.key", "/run/endpoint.pem")
+    added = head_args(command, host="127.0.0.1", port=9000, device="GPU", backend="mp", tls_files=files)
+    return [*command.argv[3:], *added]
 
 
 def refusal_of(words: list[str]) -> str:

@@ -1,0 +1,169 @@
+"""The connections below an OpenAI client. Each new one is verified before it carries a key or a prompt.
+
+A transport of the HTTP library keeps connections by the host of their URL. Here that host stands for one engine, at one
+address, with one way to verify it (`origin_of`), so that no request meets a connection that was verified for another.
+Which replica a request goes to is decided in `transport`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.sdk import core, http
+from hpc_serve.errors import RecordError
+from hpc_serve.trust.connection import Challenge, make_challenge, tls_refusal
+from hpc_serve.trust.pinned import pinned_context
+
+_READ_BYTES = 4_096
+_DEFAULT_CONNECT_S = 5.0
+
+# As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
+_LIMITS = http.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=4.0)
+
+
+class Origins:
+    """The engines that URLs of a transport stand for."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, ReplicaAddress] = {}
+
+    def origin_of(self, replica: ReplicaAddress) -> str:
+        """The host name that stands for this engine at this address."""
+        identity = replica.identity
+        told = (replica.name, replica.host, replica.port, identity.record, identity.certificate, identity.api_key)
+        origin = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+        self._replicas[origin] = replica
+        return origin
+
+    def replica_of(self, origin: str) -> ReplicaAddress:
+        return self._replicas[origin]
+
+
+def make_transport(origins: Origins) -> http.HTTPTransport:
+    """A transport whose URLs are `http://ORIGIN`, whatever the engine speaks."""
+    transport = http.HTTPTransport(verify=_unused_context(), trust_env=False)
+    # The library has no public way to hand its pool a network backend; tests hold this one.
+    transport._pool = core.ConnectionPool(network_backend=_VerifyingBackend(origins), **_pool_options())
+    return transport
+
+
+def make_async_transport(origins: Origins) -> http.AsyncHTTPTransport:
+    """The same for asyncio and trio."""
+    transport = http.AsyncHTTPTransport(verify=_unused_context(), trust_env=False)
+    transport._pool = core.AsyncConnectionPool(network_backend=_AsyncVerifyingBackend(origins), **_pool_options())
+    return transport
+
+
+def _pool_options() -> dict[str, Any]:
+    return {
+        "max_connections": _LIMITS.max_connections,
+        "max_keepalive_connections": _LIMITS.max_keepalive_connections,
+        "keepalive_expiry": _LIMITS.keepalive_expiry,
+    }
+
+
+def _unused_context() -> ssl.SSLContext:
+    """It trusts nobody. The library's own would read all of the system's authorities first."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+class _Deadline:
+    def __init__(self, timeout_s: float | None) -> None:
+        self._ends_at_s = time.monotonic() + (_DEFAULT_CONNECT_S if timeout_s is None else timeout_s)
+
+    @property
+    def left_s(self) -> float:
+        return max(self._ends_at_s - time.monotonic(), 0.001)
+
+
+class _VerifyingBackend(core.NetworkBackend):
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+        self._network = core.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Any = None,
+    ) -> core.NetworkStream:
+        replica, deadline = self._origins.replica_of(host), _Deadline(timeout)
+        stream = self._network.connect_tcp(replica.host, replica.port, timeout=deadline.left_s)
+        try:
+            with _as_failed_connect(replica):
+                if (certificate := replica.identity.certificate) is not None:
+                    return stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
+                challenge = _challenge(replica, stream)
+                stream.write(challenge.request, timeout=deadline.left_s)
+                while not challenge.is_answered:
+                    challenge.read(stream.read(_READ_BYTES, timeout=deadline.left_s))
+                return stream
+        except BaseException:
+            stream.close()
+            raise
+
+
+class _AsyncVerifyingBackend(core.AsyncNetworkBackend):
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+        self._network = core.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Any = None,
+    ) -> core.AsyncNetworkStream:
+        replica, deadline = self._origins.replica_of(host), _Deadline(timeout)
+        stream = await self._network.connect_tcp(replica.host, replica.port, timeout=deadline.left_s)
+        try:
+            with _as_failed_connect(replica):
+                if (certificate := replica.identity.certificate) is not None:
+                    return await stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
+                challenge = _challenge(replica, stream)
+                await stream.write(challenge.request, timeout=deadline.left_s)
+                while not challenge.is_answered:
+                    challenge.read(await stream.read(_READ_BYTES, timeout=deadline.left_s))
+                return stream
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    async def sleep(self, seconds: float) -> None:
+        await self._network.sleep(seconds)
+
+
+def _challenge(replica: ReplicaAddress, stream: Any) -> Challenge:
+    client, server = stream.get_extra_info("client_addr"), stream.get_extra_info("server_addr")
+    return make_challenge(replica.identity, client=client, server=server)
+
+
+@contextmanager
+def _as_failed_connect(replica: ReplicaAddress) -> Iterator[None]:
+    """Until it is verified, whatever goes wrong with a connection is a failure to connect: nothing was asked yet."""
+    try:
+        yield
+    except (core.ReadTimeout, core.WriteTimeout, core.ConnectTimeout) as error:
+        raise core.ConnectTimeout(f"{_place(replica)} did not show in time that it is the engine") from error
+    except (core.NetworkError, OSError, RecordError) as error:
+        _raise_not_ours(replica, error)
+
+
+def _raise_not_ours(replica: ReplicaAddress, error: Exception) -> NoReturn:
+    cause = error.__cause__
+    why = tls_refusal(cause) if isinstance(cause, ssl.SSLError) else str(error)
+    raise core.ConnectError(f"{_place(replica)} is not known to be the engine of {replica.name}: {why}") from error
+
+
+def _place(replica: ReplicaAddress) -> str:
+    return f"{replica.host}:{replica.port}"

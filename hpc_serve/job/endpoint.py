@@ -1,0 +1,55 @@
+"""How the engine of a run shows that it is this engine: by a certificate of the run or, with --no-tls, by the API key.
+
+The certificate is made before the engine starts, so that the record names it from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_serve.job.health import EngineAddress
+from hpc_serve.job.node import Node
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.connection import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear."""
+
+    record: EndpointRecord
+    address: EngineAddress
+    certificate: RunCertificate | None
+
+    @property
+    def url(self) -> str:
+        return f"{self.record.scheme}://{self.address.host}:{self.address.port}"
+
+    @property
+    def tls_files(self) -> tuple[str, str] | None:
+        """The files of the key and the certificate, as the engine is told them."""
+        if self.certificate is None:
+            return None
+        return str(self.certificate.key_file), str(self.certificate.certificate_file)
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """What the gate in the engine is told: in the clear, it proves itself as the engine of this record."""
+        return {} if self.certificate is not None else {"HPC_SERVE_RECORD": self.record.name}
+
+
+def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> Endpoint:
+    """Complete the run's first record. Raises StoreError, RecordError, InvalidRequestError (no `cryptography`)."""
+    certificate = None
+    if node.options.tls:
+        run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
+        addresses = dict.fromkeys((*record.hosts, node.head))
+        certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
+        record = replace(record, certificate=certificate.certificate)
+    identity = Identity.of(record, store.read_api_key(record.service))
+    address = EngineAddress(host=node.head, port=record.port, identity=identity)
+    return Endpoint(record=record, address=address, certificate=certificate)

@@ -1,0 +1,330 @@
+"""A stranger answers at an address of ours: none of the ways in gives it a byte of the key or of a prompt.
+
+The strangers are real listeners: in the clear, with a certificate of their own, with one of the same authority, or
+passing everything on to a living replica.
+"""
+
+import asyncio
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.client import connect, connect_async, discovery
+from hpc_serve.client import wait as waiting
+from hpc_serve.client.connections import Origins, make_async_transport, make_transport
+from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.probe import probe
+from hpc_serve.client.sdk import http
+from hpc_serve.errors import HpcServeError
+from hpc_serve.trust.connection import Identity
+from tests.support.relay import Relay
+from tests.support.stubs import StubService
+from tests.support.tls_servers import RecordingServer, server_context
+
+PROMPT = "the-secret-prompt"
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def ask(client, **options):
+    return client.chat.completions.create(model="405b", messages=[{"role": "user", "content": PROMPT}], **options)
+
+
+async def ask_async():
+    client = await connect_async("405b", max_retries=0)
+    await ask(client)
+
+
+WAYS_IN = {
+    "sync": lambda: ask(connect("405b", max_retries=0)),
+    "async": lambda: asyncio.run(ask_async()),
+    "chat": lambda: run(["chat", "405b", PROMPT]),
+    "status": lambda: run(["status", "405b"]),
+    "env": lambda: run(["env", "405b"]),
+}
+
+
+class Stranger:
+    """A listener of somebody else's, of one kind; `port` 0 is any."""
+
+    def __init__(self, kind, service, port=0):
+        self._server = RecordingServer(_context(kind, service), port=port)
+        self.port = self._server.port
+
+    def check_heard_nothing(self, service):
+        assert self._server.connections, "nobody came by: nothing was shown"
+        heard = self._server.received
+        for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
+            assert secret.encode() not in heard
+        self._server.close()
+
+
+def _context(kind, service):
+    if kind == "in the clear":
+        return None
+    other = StubService(service.store.home.with_name("stranger")) if kind == "own certificate" else service
+    shown = other.certificate()
+    return server_context(shown.certificate_file, shown.key_file)
+
+
+STRANGERS = ["in the clear", "own certificate", "certificate of the same authority"]
+
+
+@pytest.mark.parametrize("way_in", sorted(WAYS_IN))
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, tls, way_in):
+    engine = service.start(tls=tls)
+    stranger = Stranger(kind, service)
+    service.publish(engine, port=stranger.port)
+    try:
+        WAYS_IN[way_in]()
+    except (HpcServeError, openai.APIConnectionError):
+        pass
+    stranger.check_heard_nothing(service)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_that_takes_the_port_of_a_replica_in_use_gets_nothing(service, kind, tls):
+    """The client has just talked to the engine, keeps connections to it, and believes it to be there."""
+    engine = service.start(tls=tls)
+    client = connect("405b", max_retries=0)
+    for _ in range(3):
+        ask(client)
+    engine.kill()
+    stranger = Stranger(kind, service, port=engine.port)
+    for _ in range(5):
+        with pytest.raises((HpcServeError, openai.APIConnectionError)):
+            ask(client)
+    stranger.check_heard_nothing(service)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, kind, tls):
+    engine = service.start(tls=tls)
+    client = connect("405b", max_retries=0)
+    enough = threading.Event()
+    answered = []
+
+    def load():
+        while not enough.is_set():
+            try:
+                answered.append(ask(client))
+            except (HpcServeError, openai.APIError):
+                pass
+
+    threads = [threading.Thread(target=load) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(answered) > 20)
+    engine.kill()
+    stranger = Stranger(kind, service, port=engine.port)
+    wait_until(lambda: stranger._server.connections > 20)
+    enough.set()
+    for thread in threads:
+        thread.join()
+    stranger.check_heard_nothing(service)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, kind, tls):
+    engine = service.start(tls=tls)
+
+    async def talk():
+        client = await connect_async("405b", max_retries=0)
+        await asyncio.gather(*(ask(client) for _ in range(12)))
+        engine.kill()
+        stranger = Stranger(kind, service, port=engine.port)
+        for _ in range(3):
+            ends = await asyncio.gather(*(ask(client) for _ in range(6)), return_exceptions=True)
+            assert all(isinstance(end, (HpcServeError, openai.APIConnectionError)) for end in ends)
+        return stranger
+
+    asyncio.run(talk()).check_heard_nothing(service)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service, tls):
+    gone, living = service.start(tls=tls), service.start(tls=tls)
+    client = connect("405b", max_retries=0)
+    gone.kill()
+    stranger = Stranger("in the clear", service, port=gone.port)
+    for _ in range(6):
+        assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
+    stranger.check_heard_nothing(service)
+
+
+def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
+    engine = service.start()
+    client = connect("405b", max_retries=0, wait=30)
+    assert ask(client).choices
+    engine.kill()
+    stranger = Stranger("own certificate", service, port=engine.port)
+    service.start(job_id="100", restart=1)
+    assert ask(client).choices[0].message.content.startswith(f"stub-{service.engines[1].port}")
+    stranger.check_heard_nothing(service)
+
+
+# Relays
+
+
+def test_a_relay_at_a_dead_replicas_port_does_not_pass_for_it(service):
+    """In the clear: the challenge goes on to a living replica of the same key, and its answer comes back."""
+    dead, living = service.start(tls=False), service.start(tls=False)
+    dead.kill()
+    relay = Relay(living.port)
+    record = service.publish(dead, port=relay.port)
+    key = service.store.read_api_key("405b")
+    assert probe("127.0.0.1", relay.port, Identity.of(record, key)).status == "other key"
+    client = connect("405b", max_retries=0)
+    for _ in range(6):
+        assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
+    relay.close()
+    assert b"hpc-serve-challenge" in relay.heard.lower()
+    for secret in (key, PROMPT):
+        assert secret.encode() not in relay.heard
+
+
+def test_a_relay_to_the_very_engine_is_still_not_its_address(service):
+    """In the clear, even the engine's own record is of one port: what a stranger in between passes on is no proof."""
+    engine = service.start(tls=False)
+    relay = Relay(engine.port)
+    record = service.publish(engine, port=relay.port)
+    key = service.store.read_api_key("405b")
+    assert probe("127.0.0.1", relay.port, Identity.of(record, key)).status == "other key"
+    relay.close()
+    assert key.encode() not in relay.heard
+
+
+def test_with_tls_a_relay_to_another_replica_is_refused(service):
+    dead, living = service.start(), service.start()
+    dead.kill()
+    relay = Relay(living.port)
+    record = service.publish(dead, port=relay.port)
+    key = service.store.read_api_key("405b")
+    assert probe("127.0.0.1", relay.port, Identity.of(record, key)).status == "not ours"
+    relay.close()
+    assert key.encode() not in relay.heard
+
+
+def test_with_tls_a_relay_to_the_engine_carries_what_it_cannot_read(service):
+    """As a tunnel does."""
+    engine = service.start()
+    relay = Relay(engine.port)
+    service.publish(engine, port=relay.port)
+    assert ask(connect("405b", max_retries=0)).choices
+    relay.close()
+    assert relay.heard
+    for secret in (service.store.read_api_key("405b"), PROMPT):
+        assert secret.encode() not in relay.heard
+
+
+# Connections are kept apart
+
+
+def address_of(engine, **changes):
+    fields = {"record": "100-r0-0.json", "certificate": engine.certificate, "api_key": "k"}
+    identity = Identity(**{**fields, **changes})
+    return ReplicaAddress(name=identity.record, host="127.0.0.1", port=engine.port, identity=identity)
+
+
+def test_a_connection_is_not_used_for_another_identity(service):
+    """The same address, another certificate: what was verified for one record is not used for the other."""
+    engine = service.start()
+    origins = Origins()
+    ours = origins.origin_of(address_of(engine))
+    others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
+    with http.Client(transport=make_transport(origins)) as client:
+        assert client.get(f"http://{ours}/health").status_code == 200
+        with pytest.raises(http.ConnectError, match="does not show the certificate of the record"):
+            client.get(f"http://{others}/health")
+        assert client.get(f"http://{ours}/health").status_code == 200
+
+
+def test_an_async_connection_is_not_used_for_another_identity(service):
+    engine = service.start()
+    origins = Origins()
+    ours = origins.origin_of(address_of(engine))
+    others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
+
+    async def talk():
+        async with http.AsyncClient(transport=make_async_transport(origins)) as client:
+            assert (await client.get(f"http://{ours}/health")).status_code == 200
+            with pytest.raises(http.ConnectError, match="does not show the certificate of the record"):
+                await client.get(f"http://{others}/health")
+            assert (await client.get(f"http://{ours}/health")).status_code == 200
+
+    asyncio.run(talk())
+
+
+def test_a_listener_that_says_nothing_is_a_failed_connection(service):
+    """It takes the connection, and then nothing more: a request is not held for longer than a connection may take."""
+    engine = service.start()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for certificate in (engine.certificate, None):
+            origins = Origins()
+            identity = Identity(record="100-r0-0.json", certificate=certificate, api_key="k")
+            port = silent.getsockname()[1]
+            address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)
+            url = f"http://{origins.origin_of(address)}/health"
+            timeout = http.Timeout(30.0, connect=0.2)
+            transport = make_transport(origins)
+            with http.Client(transport=transport, timeout=timeout) as client, pytest.raises(http.ConnectTimeout):
+                client.get(url)
+
+            async def talk(origins=origins, url=url, timeout=timeout):
+                async with http.AsyncClient(transport=make_async_transport(origins), timeout=timeout) as client:
+                    with pytest.raises(http.ConnectTimeout):
+                        await client.get(url)
+
+            asyncio.run(talk())
+
+
+@pytest.mark.parametrize("name", ["httpx", "httpx2"])
+def test_the_http_library_keeps_its_pool_where_we_put_ours(name):
+    library = pytest.importorskip(name)
+    core = pytest.importorskip(name.replace("httpx", "httpcore"))
+    assert isinstance(library.HTTPTransport()._pool, core.ConnectionPool)
+    assert isinstance(library.AsyncHTTPTransport()._pool, core.AsyncConnectionPool)
+
+
+def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):
+    engine = service.start()
+    service.publish(engine, certificate="-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    with pytest.raises(HpcServeError, match="certificate cannot be read"):
+        connect("405b")
+
+
+def test_every_connection_is_verified_not_the_address(service, monkeypatch):
+    """However lately an engine was probed, a new connection to it is verified."""
+    monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
+    monkeypatch.setattr(discovery, "REVERIFY_S", 1e9)
+    engine = service.start()
+    client = connect("405b", max_retries=0)
+    assert ask(client).choices
+    engine.kill()
+    stranger = Stranger("own certificate", service, port=engine.port)
+    with pytest.raises((HpcServeError, openai.APIConnectionError)):
+        ask(client)
+    stranger.check_heard_nothing(service)
+
+
+def wait_until(condition, *, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
