@@ -42,7 +42,7 @@ coverage: ## the lines of hpc_serve that the last `make test` did not reach
 check: packages venv ## ruff (rules and format), the arrows between packages, mypy, shellcheck, bash -n
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check --quiet . || { echo 'run `make format`'; exit 1; }
-	@$(VENV)/bin/lint-imports --no-cache
+	@$(VENV)/bin/lint-imports --no-cache --no-logo
 	@$(VENV)/bin/mypy
 	@shellcheck $(SHELL_SCRIPTS)
 	@for script in $(SHELL_SCRIPTS); do bash -n "$$script" || exit; done
