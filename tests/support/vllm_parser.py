@@ -25,7 +25,7 @@ def main() -> None:
             "version": installed_version(),
             "options": read_options(),
             "readings": [vars(args) if args else None for args in readings],
-            "middleware": [_middleware(args) if args and args.middleware else [] for args in readings],
+            "middleware": asyncio.run(_middleware_of(readings)),
         }
     json.dump(result, sys.stdout, default=str)
 
@@ -45,6 +45,11 @@ def _read(parser: Any, words: list[str]) -> Any:
             return parser.parse_args(["serve", "model", *words])
     except (SystemExit, ValueError, IndexError):
         return None
+
+
+async def _middleware_of(readings: list[Any]) -> list[list[str]]:
+    """Where a reading names some. The server makes its app while its event loop runs, and so do we."""
+    return [_middleware(args) if args and args.middleware else [] for args in readings]
 
 
 def _middleware(args: Any) -> list[str]:
