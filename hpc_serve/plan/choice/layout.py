@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.engine import EngineConfig
-from hpc_serve.plan.hardware.cluster import ClusterSpec, whole_cluster
-from hpc_serve.plan.hardware.tpu import chip_count, is_offered, slice_with
+from hpc_serve.plan.hardware.cluster import ClusterSpec
+from hpc_serve.plan.hardware.tpu import is_offered, slice_with
 
 MAX_NODES = 64
 """Nodes beyond which the search for a layout stops."""
@@ -193,12 +193,11 @@ def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
     device = cluster.accelerator
     if not cluster.is_whole:
         nodes = _fewest_nodes(ranks, cluster)
-        return f"--nodes {nodes}, or " if nodes else ""
-    for topology in device.slices:
-        chips = chip_count(topology)
-        if chips >= ranks and ranks % (whole_cluster(device, chips).num_nodes or 1) == 0:
-            return f"--gpu {device.name}:{topology}, or "
-    return ""
+        if nodes is None or (nodes > 1 and cluster.gpus_per_node and ranks < nodes * cluster.gpus_per_node):
+            return ""  # GPUs asked for would stay idle
+        return f"--nodes {nodes}, or "
+    topology = slice_with(device, ranks)
+    return f"--gpu {device.name}:{topology}, or " if topology else ""
 
 
 def _divisors(number: int) -> list[int]:

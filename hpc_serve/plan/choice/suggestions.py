@@ -66,7 +66,7 @@ def _more_nodes(asked: PlanInputs) -> str | None:
     layout = _first_that_fits(free)
     if layout is None:
         return None
-    size = free.cluster.node_size_of(layout.num_nodes)
+    size = layout.gpus_per_node if layout.num_nodes > 1 else free.cluster.node_size
     return f"--nodes {layout.num_nodes * replicas} --gpus-per-node {size} ({_sizes(layout)})"
 
 

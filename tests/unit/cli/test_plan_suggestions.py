@@ -34,6 +34,7 @@ ASKED: tuple[Options, ...] = (
     {"--max-model-len": "16384", "--input-tokens": "6000", "--output-tokens": "200"},
     {"--tensor-parallel-size": "2"},
     {"--tensor-parallel-size": "4", "--pipeline-parallel-size": "3"},
+    {"--tensor-parallel-size": "8", "--pipeline-parallel-size": "2"},
     {"--pipeline-parallel-size": "16"},
     {"--replicas": "2"},
     {"--replicas": "2", "--tensor-parallel-size": "16", "--max-num-seqs": "1024"},
@@ -82,8 +83,9 @@ def test_suggestions_are_accepted_and_fit(name: str) -> None:
             assert (again, said) == (0, ""), (options, text, said, fits.get("reasons"))
             assert fits["fits"], (options, text)
         for machines in machines_in(document.get("reasons", [])):
-            again, _, said = planned(options | machines)
+            again, found, said = planned(options | machines)
             assert again in (0, 3), (options, machines, said)
+            assert found["candidates"], (options, machines, found["reasons"])  # its layout was looked at
             tried += 1
     assert tried >= 5
 
