@@ -1,6 +1,6 @@
-"""What scores the plan against the world: published runs, engines that were measured, and the scaling book's chapter.
+"""Studies that compare the plan with published runs, with engines that were measured, and with the scaling book.
 
-Each study is a module that prints its table: `python -m benchmarks.accuracy.memory_cases`, `… .speed_cases`,
+Each study is a module that prints a table: `python -m benchmarks.accuracy.memory_cases`, `… .speed_cases`,
 `… .scaling_book`.
 """
 

@@ -1,9 +1,8 @@
-"""Scores the planner against figures that real vLLM runs printed: `python -m benchmarks.accuracy.memory_cases` prints
-the table.
+"""Compares the memory estimate with figures that real vLLM runs printed: `python -m benchmarks.accuracy.memory_cases`.
 
-benchmarks/accuracy/data/memory_cases.jsonl holds the figures with their sources; memory_case_models.json says which
-catalogue entry or config each is about, what had to be assumed, and why a case is left out. memory_cases_later.jsonl
-holds what newer versions printed, each case with what it is about.
+data/memory_cases.jsonl has the figures with their sources. data/memory_case_models.json says which catalogue entry or
+config a case describes, what had to be assumed, and why a case is left out. data/memory_cases_later.jsonl has what
+newer versions printed, and each of its cases describes itself.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Score:
 
 
 def load_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(figures, what they are about) of every case."""
+    """(figures, what they describe) of every case."""
     models = json.loads((DATA / "memory_case_models.json").read_text())
     lines = (DATA / "memory_cases.jsonl").read_text().splitlines()
     return [(case, models[case["id"]]) for case in map(json.loads, lines)]
@@ -96,7 +95,7 @@ def _dtype(case: dict[str, Any]) -> str:
 
 
 def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
-    """The engine as the case has it. Where no version is told, the form of the log tells the generation."""
+    """The engine of a case. Where the case has no version, the form of its log shows the generation."""
     version = case.get("vllm_version", "")
     text = json.dumps(case)
     speaks_v0 = "model weights take" in text or "GPU blocks" in text or "Loading model weights took" in text
@@ -114,7 +113,7 @@ def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
 
 
 def _figures(case: dict[str, Any], about: dict[str, Any], estimate: MemoryEstimate) -> dict[str, tuple[float, float]]:
-    """Predicted and measured. With LoRA on, the printed weights hold slots of a size that is not told: not compared."""
+    """Predicted and measured. With LoRA the printed weights include slots of unknown size, so they are not compared."""
     measured = case["measured"]
     figures: dict[str, tuple[float, float]] = {}
     if "weights_gib_per_gpu" in measured and not case.get("enable_lora") and "weights" not in about.get("skip", ()):
@@ -143,7 +142,7 @@ def median_error(scores: list[Score], name: str) -> float:
 
 
 def table(scores: list[Score]) -> str:
-    """The table for people: predicted and measured by case, medians by generation, and what is left out."""
+    """A table: predicted and measured by case, medians by generation, and what is left out."""
     lines = [f"{'case':42} {'weights GiB':>22} {'KV cache GiB':>24} {'activation':>13} {'non-torch':>11}  verdict"]
     for one in scores:
         if one.left_out:

@@ -1,8 +1,7 @@
 """The chapter "Serving LLaMA 3-70B on TPUs" of "How To Scale Your Model", figure by figure, computed by hpc_serve.
 
-Our arithmetic is the truth, the page's figures (seed of February 2025, and today's in
-benchmarks/accuracy/data/scaling_book.json) are compared with it; the worked problems are answered in
-scaling_book_problems. `python -m benchmarks.accuracy.scaling_book` prints both.
+The page's figures are compared with our arithmetic: those of February 2025, and today's in data/scaling_book.json.
+scaling_book_problems.py answers the worked problems. `python -m benchmarks.accuracy.scaling_book` prints both.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CONTEXT, ANSWER = 8192, 512
 INT8_CACHE: EngineConfig = EngineConfig(kv_cache_dtype="int8")
 FULL_STEP_S = CHIP_BYTES / BANDWIDTH
 PAGE_STEP_S = 0.019
-"""What the page goes on with, in its own next questions, for the 19.5 ms of `FULL_STEP_S`."""
+"""The page rounds the 19.5 ms of `FULL_STEP_S` to this, and uses it in its next questions."""
 
 
 def spec(name: str) -> ModelSpec:
@@ -66,12 +65,12 @@ def room(kind: str, count: int) -> float:
 
 
 def caches(kind: str, count: int) -> float:
-    """Sequences of 8k whose caches fill that room."""
+    """Sequences of 8k whose caches fill these bytes."""
     return room(kind, count) / (CONTEXT * BYTES_PER_TOKEN[kind])
 
 
 def queries_per_s(kind: str, count: int) -> float:
-    """Answers of 512 tokens per second of a full slice, from the page's answers before: 43 (138) caches, 19 ms."""
+    """Answers of 512 tokens per second on a full slice, from the page's earlier answers: 43 (138) caches, 19 ms."""
     return round(caches(kind, count)) / (PAGE_STEP_S * ANSWER)
 
 
@@ -80,8 +79,10 @@ def tensor_parallel(count: int) -> Layout:
 
 
 def pooled(count: int, model: ModelSpec = LLAMA, *, quantization: str | None = "int8") -> Roofline:
-    """The model over a slice as the page has it: one device of `count` times the rates, weights and caches cut without
-    rest, communication hidden; int8 weights are multiplied in bf16."""
+    """The model on a slice as the page has it: one device with `count` times the rates.
+
+    Weights and caches divide evenly, and communication takes no time. int8 weights are multiplied in bf16.
+    """
     built = model_from_config(resolve(model.name).config, name=model.name, quantization=quantization)
     chip = replace(V5E, dense_flops={"bf16": count * FLOPS}, bandwidth_bytes_per_s=count * BANDWIDTH)
     return Roofline(built, chip, INT8_CACHE, tensor_parallel(1))
@@ -97,24 +98,24 @@ def mlp_flops(tokens: int) -> float:
 
 
 def prefill_s(*, with_attention: bool, count: int = 16, share: float = 0.4) -> float:
-    """Seconds for one prompt of 8,192 tokens, at that share of the peak; logits for its last token alone."""
+    """Seconds for one prompt of 8,192 tokens at that share of the peak, with logits for its last token only."""
     factors = replace(IDEAL, flops=share, attention_flops=share)
     roofline = pooled(count, quantization=None)
     return roofline.step(CONTEXT, 0, CONTEXT, factors, CONTEXT if with_attention else 0).flops_s
 
 
 PROMPT_S = 2 * LLAMA.parameters * CONTEXT / (16 * FLOPS * 0.4)
-"""The page's prefill: 2·N·T at 40 % of the peak of 16 chips; as much as 8 of them take in int8."""
+"""The page's prefill: 2·N·T at 40 % of the peak of 16 chips. 8 chips take as long in int8."""
 
 Verdict = Literal["agrees", "rounded", "slip", "corrected"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One figure. `printed` and `right` are digits as a page would give them; `right` is said where `printed` is not.
+    """One figure. `printed` is what the page prints. `right` is what it should print, where that differs.
 
-    rounded: the page cut or carried a rounded number on. slip: its arithmetic does not give what it prints. corrected:
-    a slip that today's page no longer has.
+    "rounded": the page cut digits, or went on with a rounded number. "slip": its arithmetic gives another number.
+    "corrected": a slip that today's page no longer has.
     """
 
     where: str
@@ -126,7 +127,7 @@ class Entry:
 
 
 def is_close(value: float, digits: str) -> bool:
-    """Whether a value is what the digits say: to half of the last one, or to 1 %, by which 70e9 parameters differ."""
+    """Whether a value agrees with digits: to half of the last digit, or to 1 %, by which 70e9 parameters differ."""
     said = Decimal(digits)
     exponent = said.as_tuple().exponent
     assert isinstance(exponent, int)
@@ -141,7 +142,7 @@ def entry(where: str, printed: str, ours: float, verdict: Verdict = "agrees", ri
 
 
 def entries(*rows: Row) -> list[Entry]:
-    """Rows of (where, printed, ours), and where the page is wrong (verdict, right, why)."""
+    """Rows of (where, printed, ours), followed by (verdict, right, why) where the page is wrong."""
     return [entry(*row) for row in rows]
 
 

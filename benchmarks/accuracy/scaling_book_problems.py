@@ -1,4 +1,4 @@
-"""The chapter's worked problems 1 to 3, which it leaves without answers: ours, with the reasoning, computed.
+"""Answers to the chapter's worked problems 1 to 3, computed, with the reasoning. The chapter has no answers.
 
 `python -m benchmarks.accuracy.scaling_book` prints them below the table of the chapter's figures.
 """
@@ -35,7 +35,7 @@ WIDTH = 53248
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """405B in bf16, one token on N chips: seconds of FLOPs and of loading are over N, those of the links are not."""
+    """405B in bf16, one token on N chips. Seconds of FLOPs and loading are divided by N, those of links are not."""
 
     flops: float
     flops_s: float
@@ -47,7 +47,7 @@ class First:
 
 
 def first() -> First:
-    """Links: two all-reduces a layer, over all four links of a chip, as of 64 chips (beyond, vLLM cannot cut heads)."""
+    """Links: two all-reduces per layer over all four links of a chip, on 64 chips. On more, heads cannot be divided."""
     flops = 2.0 * LARGE.parameters
     flops_s, loading_s = flops / FLOPS, LARGE.weight_bytes / BANDWIDTH
     links_s = Roofline(LARGE, V5E, EngineConfig(), tensor(64)).decode(1, 1, IDEAL).communication_s
@@ -102,7 +102,7 @@ class Third:
 
 
 def third() -> Third:
-    """Communication is taken to hide, as in the page's own code; the expected figures are of real engines."""
+    """Communication takes no extra time, as in the page's own code. The expected figures are those of real engines."""
     size, name = weights("int8", LARGE), "8x8"
     holds, count = smallest_slice(V5E, size), chip_count(name)
     roofline = pooled(count, LARGE)
@@ -124,7 +124,7 @@ def third() -> Third:
 
 
 def answers() -> Iterator[str]:
-    """The three, for people."""
+    """The three answers as text."""
     one, two, three = first(), second(), third()
     told = {
         "Problem 1, 405B: FLOPs per token, least time of a forward pass on N chips": (

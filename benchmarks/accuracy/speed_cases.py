@@ -1,9 +1,8 @@
-"""Published measurements that the estimate of performance is fitted on: `python -m benchmarks.accuracy.speed_cases`
-prints the scores.
+"""Published measurements that the speed estimate is fitted on: `python -m benchmarks.accuracy.speed_cases`.
 
-benchmarks/accuracy/data/speed_cases.jsonl holds the figures, each with its source; what a row is about (which catalogue
-entry, how many replicas, which lengths) is decided here, as is what is left out and why. Scores and fits are
-speed_scores.py's; rows that nothing was fitted on are speed_cases_later.py's.
+data/speed_cases.jsonl has the figures, each with its source. This module decides what a row describes (catalogue entry,
+replicas, lengths) and which rows are left out. speed_scores.py scores and fits. speed_cases_later.py reads the rows
+that nothing was fitted on.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ _GLM_45_AIR = {
     "torch_dtype": "bfloat16",
 }
 CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR}
-"""Public config.json files of models that the catalogue does not have; their dimensions are those that
-sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air) give."""
+"""Public config.json files of models that the catalogue does not have. The dimensions are those of
+sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air)."""
 CHECKPOINTS = {
     "quark-mxfp4": {
         "quant_method": "quark",
@@ -87,7 +86,7 @@ CHECKPOINTS = {
         "exclude": ["lm_head"],
     }
 }
-"""Checkpoints quantised otherwise than an option of the engine would do it: their `quantization_config`."""
+"""The `quantization_config` of checkpoints that no option of the engine describes."""
 MODELS = {
     "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",
     "gpustack-glm-4.5-air": "zai-org/GLM-4.5-Air",
@@ -111,14 +110,14 @@ GPUS = {
     "TPU v6e": "v6e",
 }
 CHAT_INPUT_TOKENS = 300
-"""gpustack's rows of shorter prompts are of recorded conversations (ShareGPT), whose answers differ in length."""
+"""gpustack's rows with shorter prompts are recorded conversations (ShareGPT). Their answers differ in length."""
 MLPERF_INPUT_TOKENS = {"llama2-70b-99": 294, "llama3.1-8b": 778}
 """Mean prompt lengths of the tasks' data sets (OpenOrca, CNN-DailyMail), from the MLPerf inference rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: what is predicted, and what was measured; or why it is left out."""
+    """One row: what is predicted and what was measured, or why the row is left out."""
 
     id: str
     source: str
@@ -165,7 +164,7 @@ def load() -> list[Case]:
 
 
 def case(row: dict[str, Any]) -> Case:
-    """One row of the file, understood or left out."""
+    """One row of the file, or why it is left out."""
     source = source_of(row)
     reason = why_left_out(row)
     if reason:
@@ -194,7 +193,7 @@ def case(row: dict[str, Any]) -> Case:
 
 
 def source_of(row: dict[str, Any]) -> str:
-    """The publication: a page, a file of figures, a task of a round of MLPerf (all submissions together)."""
+    """The publication of a row: a page, a file of figures, or a task of an MLPerf round with all its submissions."""
     if row["id"].startswith("mlperf"):
         return f"mlperf {row['scenario'].split()[1]} {row['model']}"
     return str(row["source"]).removeprefix("gpustack/gpustack docs/performance-lab/").removesuffix(".md")
@@ -218,8 +217,11 @@ def why_left_out(row: dict[str, Any]) -> str | None:
 
 
 def in_flight(row: dict[str, Any]) -> int:
-    """Requests in flight on average. Where they arrive at a rate, the file has their peak: the mean is then Little's
-    law on the measured latencies. MLPerf's offline scenario hands over everything at once."""
+    """Requests in flight on average.
+
+    Where requests arrive at a rate, the file has their peak, and the mean follows from the latencies by Little's law.
+    MLPerf's offline scenario sends all requests at once.
+    """
     if "concurrency" not in row:
         return 10_000
     if row.get("tpot_ms_mean") and row["concurrency"] < row["num_prompts"] and "max-concurrency" not in row["scenario"]:
@@ -242,7 +244,7 @@ def _ranks(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def _model(row: dict[str, Any]) -> tuple[str, str | None]:
-    """(catalogue entry, quantisation). MLPerf's submissions are quantised to fp8."""
+    """(catalogue entry, quantization). MLPerf's submissions are quantised to fp8."""
     command = row.get("command") or ""
     if row["id"].startswith("mlperf"):
         return ("meta-llama/Llama-2-70b-chat-hf" if "llama2" in row["model"] else "8b"), "fp8"

@@ -31,7 +31,7 @@ def load_later() -> list[Case]:
 
 
 def later_case(row: dict[str, Any]) -> Case:
-    """One row of the later file, understood or left out."""
+    """One row of the later file, or why it is left out."""
     source = row["source"].removesuffix("/performance/run_1/mlperf_log_summary.txt")
     engine = row["engine"]
     outputs = row["osl"]

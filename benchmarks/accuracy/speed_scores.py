@@ -1,6 +1,6 @@
-"""Errors of predicted output tokens per second, the fit of the factors, and the tables of both.
+"""Errors of predicted output tokens per second, the fit of the factors, and tables of both.
 
-The factors are fitted on all sources but the one that is predicted, so that no row has a part in its own prediction.
+To predict a source, the factors are fitted on all other sources, so that no row influences its own prediction.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from benchmarks.accuracy.speed_cases import Case
 from hpc_serve.plan.speed.estimate import EXPECTED, FITTED, Factors
 
 NEUTRAL = replace(EXPECTED, flops=0.5, expert_flops=0.5, bandwidth=0.8, kernel_s=5e-6, sequence_s=20e-6)
-"""Where every fit starts: guesses that no row had a part in."""
+"""Where every fit starts: guesses that use no row."""
 HIGHEST_SHARE = 0.95
 STEPS = (1.3, 1.1)
-"""Ratios of neighbouring values that the fit tries, one after the other."""
+"""Ratios of neighbouring values that the fit tries, first coarse, then fine."""
 
 
 def error(case_: Case, factors: Factors) -> float:
@@ -44,7 +44,7 @@ def loss(sources: dict[str, list[Case]], factors: Factors) -> float:
 
 
 def fit(sources: dict[str, list[Case]], start: Factors = NEUTRAL) -> Factors:
-    """The factors of least loss: one is moved at a time, until no step helps. Shares stay below 1."""
+    """The factors with the least loss. One factor changes at a time, until no step helps. Shares stay below 1."""
     best, least = start, loss(sources, start)
     for step in STEPS:
         improved = True

@@ -1,1 +1,1 @@
-"""The pictures that `plan --plot` draws: speed over requests in flight, and memory by share. Needs matplotlib."""
+"""The pictures of `plan --plot`: latency against throughput, the time of a step, memory. Needs matplotlib."""

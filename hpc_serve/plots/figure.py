@@ -1,6 +1,6 @@
-"""Draws a plan: latency against throughput, what a step goes to, and the memory of a GPU. Needs matplotlib.
+"""Draws a plan: latency against throughput, the time of a step by cause, and the memory of a GPU. Needs matplotlib.
 
-The numbers are those of hpc_serve.plan; nothing is computed here but where to put them.
+The numbers come from hpc_serve.plan. This module decides only where to draw them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CAUSES = (
 
 
 def draw(inputs: PlanInputs, plan: ServePlan, traffic: Traffic, path: str) -> None:
-    """Write the three pictures of a plan into one file, whose ending says the format.
+    """Write the three pictures of a plan into one file. The ending of its name decides about the format.
 
     Raises InvalidRequestError for another ending, without matplotlib, for an accelerator of unknown speed, or where the
     file cannot be written.
@@ -111,7 +111,7 @@ _STYLE = {
 
 
 def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
-    """Time between tokens against tokens/s a GPU, a curve by length of prompt; batches are marked along it."""
+    """Time between tokens against tokens/s per GPU: a curve for each length of prompt, with marks for batches."""
     curves: list[list[Point]] = []
     ends: list[Label] = []
     between: list[Label] = []
@@ -165,19 +165,19 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
 
 
 def _contexts(plan: ServePlan, traffic: Traffic) -> list[int]:
-    """Lengths of prompt to draw: the one asked for, and the usual ones that leave room for the answer."""
+    """Lengths of prompt to draw: the one asked for, and usual ones that leave room for the answer."""
     longest = plan.max_model_len - traffic.output_tokens
     usual = [length for length in CONTEXTS if length <= longest and length != traffic.input_tokens]
     return sorted([traffic.input_tokens, *usual[: len(_FAMILY) - 1]])
 
 
 def _held(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> int:
-    """Requests of the traffic that run at once at most."""
+    """The most requests of the traffic that run at once."""
     return max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.max_num_seqs)))
 
 
 def _limit(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> str:
-    """What keeps more requests from running at once."""
+    """Why no more requests run at once."""
     if requests_held(roofline, traffic, plan.memory) >= roofline.max_num_seqs:
         return f"--max-num-seqs {roofline.max_num_seqs:,}, not the cache"
     return "as many as the cache holds"
@@ -197,7 +197,7 @@ def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, fa
 
 
 def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
-    """What a decode step goes to, by batch, stacked; of weights and FLOP/s the larger counts."""
+    """The time of a decode step by cause, one bar for each batch. Of weights and FLOP/s the larger counts."""
     held = _held(roofline, plan, traffic)
     batches = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
     steps = [roofline.decode(batch, traffic.mean_context) for batch in batches]
@@ -249,7 +249,7 @@ def _save(figure: Any, target: Path, title: str) -> None:
 
 
 def _page(figure: Any, title: str) -> str:
-    """One file that needs nothing else: the drawing inside as SVG."""
+    """A page that needs no other file: it contains the drawing as SVG."""
     drawing = io.BytesIO()
     figure.savefig(drawing, format="svg", facecolor=PAPER)
     encoded = base64.b64encode(drawing.getvalue()).decode("ascii")

@@ -1,6 +1,6 @@
-"""Puts labels beside the points of curves where they cover least: no curve, no other label, nothing off the axes.
+"""Places labels beside the points of curves, where they cover no curve, no other label, and stay on the axes.
 
-What is labelled is decided in plots.py; here each label tries eight places about its point and takes the first best.
+figure.py decides what has a label. Here each label tries eight places around its point and takes the best one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INK, PAPER = "#1f2933", "#ffffff"
 _FONT_SIZE = 8.5
 _EM, _LINE = 0.62, 1.2
 _NEAR, _FAR = 6.0, 8.0
-_PLACES = (  # points to the right and up, and which end of the text is there: -1 is its left or its lower end
+_PLACES = (  # points to the right, points up, and which end of the text lies there: -1 is the left or the lower end
     (-_FAR, 0, 1, 0),
     (_FAR, 0, -1, 0),
     (_NEAR, -_NEAR, -1, 1),
@@ -34,7 +34,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A text and the point that it names, in the units of the axes."""
+    """A text and its point, in the units of the axes."""
 
     text: str
     point: Point
@@ -61,12 +61,12 @@ class Box:
 
 
 def halo(colour: str) -> list[Any]:
-    """A rim for a text, in the colour of what is behind it, so that a line there does not strike it through."""
+    """An outline for text in the colour behind it, so that lines behind the text do not cross it out."""
     return [import_module("matplotlib.patheffects").withStroke(linewidth=3, foreground=colour)]
 
 
 def label_points(axes: Any, labels: Sequence[Label], curves: Sequence[Sequence[Point]]) -> list[Box]:
-    """Write labels, the first ones choosing first, and return their boxes; the limits of the axes must be final."""
+    """Write labels and return their boxes. Earlier labels choose first. The limits of the axes must be final."""
     drawn = [point for curve in curves for point in _samples(_on_page(axes, curve))]
     frame = _frame(axes)
     taken: list[Box] = []

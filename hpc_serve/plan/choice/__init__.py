@@ -1,1 +1,1 @@
-"""Which layout: what can be laid on the machines, what fits, which is chosen, and what would help where none fits."""
+"""The choice of a layout: which there are, which fit, which one is chosen, and what would help where none fits."""

@@ -1,4 +1,4 @@
-"""Layouts that were considered, and the number that decided about each."""
+"""Evaluates single layouts: whether one fits, and the number that decides about it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpc_serve.sizes import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout that was considered.
+    """A layout that was evaluated.
 
-    `memory` is None where vLLM would refuse the layout; `reason` is the number that decided.
+    `memory` is None where vLLM refuses the layout. `reason` has the number that decided.
     """
 
     layout: Layout
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What every candidate is asked: this model, on these machines, with these options, holding this much."""
+    """What a plan is made from: the model, the machines, the engine's options, and what each replica must hold."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -39,8 +39,10 @@ class PlanInputs:
     max_model_len: int
 
     def for_one_replica(self) -> PlanInputs:
-        """The same with the machines that one replica gets: all of them for one, whole nodes or an equal part of a node
-        for several. Raises InvalidRequestError where they cannot be shared evenly.
+        """The same with the machines of one replica.
+
+        A single replica has all machines. Several replicas have whole nodes each, or equal parts of a node. Raises
+        InvalidRequestError where they cannot share the machines evenly.
         """
         replicas = self.workload.replicas or 1
         if replicas == 1:
@@ -57,7 +59,7 @@ class PlanInputs:
         return replace(self, cluster=replace(self.cluster, num_nodes=1, gpus_per_node=share))
 
     def evaluate(self, layout: Layout) -> Candidate:
-        """What a layout would take, and whether that is enough."""
+        """What a layout takes, and whether it holds what is asked for."""
         try:
             memory = self._estimate(layout, self.engine)
             if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
@@ -84,7 +86,7 @@ class PlanInputs:
 
 
 def max_num_seqs_for(blocks: int) -> int:
-    """Sequences of a step that leave a quarter of a hybrid's blocks to spare, as a power of two.
+    """The sequences of a step for a hybrid with so many blocks: a power of two that leaves a quarter of them free.
 
     >>> max_num_seqs_for(856)
     512
@@ -93,7 +95,7 @@ def max_num_seqs_for(blocks: int) -> int:
 
 
 def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
-    """Other layouts on the same nodes that one might have expected and that were not tried, and why not them."""
+    """Layouts on the same nodes that were not tried and that a person might expect, with the reasons against them."""
     engine = inputs.engine
     if engine.tensor_parallel_size or engine.pipeline_parallel_size:
         return []
@@ -110,20 +112,20 @@ def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list
 
 
 def next_smaller(tried: Sequence[Candidate], chosen: Layout) -> list[Candidate]:
-    """The candidates just below the chosen one: the widest on one node fewer, and those on as many nodes."""
+    """The candidates one step smaller than the chosen one: the largest on one node fewer, and all on as many nodes."""
     same = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes]
     fewer = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes - 1]
     return on_most_gpus(fewer) + same
 
 
 def on_most_gpus(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of those on most GPUs the first, which has the widest tensor parallelism; empty of none."""
+    """Of the candidates on most GPUs the one with the largest tensor parallel size. Empty where there is none."""
     most = max((candidate.layout.num_gpus for candidate in candidates), default=0)
     return [candidate for candidate in candidates if candidate.layout.num_gpus == most][:1]
 
 
 def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Those that miss least; of what vLLM refuses, which comes last, the smallest for each reason."""
+    """The candidates that miss least, one for each reason. Those that vLLM refuses come last, the smallest first."""
 
     def distance(candidate: Candidate) -> tuple[int, int]:
         if candidate.memory is None:
@@ -137,12 +139,12 @@ def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Cand
 
 
 def cache_room_text(memory: MemoryEstimate) -> str:
-    """What a layout leaves for requests."""
+    """What a layout leaves for requests, in words."""
     return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
 
 
 def shortfall_text(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
-    """What a layout lacks."""
+    """What a layout lacks, in words."""
     if memory.kv_cache_bytes <= 0:
         needed = memory.requested_bytes - memory.kv_cache_bytes
         return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
@@ -161,7 +163,8 @@ def shortfall_text(memory: MemoryEstimate, workload: Workload, unit: str = "GPU"
 
 
 def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
-    """On several nodes, one tensor-parallel group over all; half the width; on one node, wider ones."""
+    """On several nodes: one tensor-parallel group over all nodes. On one node: more GPUs. On both: half the tensor
+    parallel size."""
     if chosen.num_nodes > 1 and chosen.pipeline_parallel_size > 1:
         yield replace(chosen, tensor_parallel_size=chosen.num_gpus, pipeline_parallel_size=1)
     for layout in layouts_on(chosen.num_nodes, cluster, EngineConfig()):
@@ -180,7 +183,7 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
     if layout.num_gpus > chosen.num_gpus:
         enough = "1 does" if chosen.num_gpus == 1 else f"{chosen.num_gpus} do"
         return f"{layout.num_gpus} {accelerator.unit}s where {enough}"
-    return "more stages than needed, each a hop and a bubble"
+    return "more pipeline stages than needed, and each costs a transfer and waiting"
 
 
 def _link_speeds_text(inputs: PlanInputs) -> str:

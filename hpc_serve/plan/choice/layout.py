@@ -1,5 +1,6 @@
-"""Which layouts there are to choose from, the preferred ones first: tensor parallelism within a node, pipeline
-parallelism across nodes, and no GPU of a second node left idle.
+"""Lists the layouts to choose from, preferred ones first.
+
+Tensor parallelism stays within a node, pipeline parallelism goes across nodes. Of several nodes no GPU stays idle.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.hardware.tpu import is_offered, slice_with
 
 MAX_NODES = 64
-"""Nodes beyond which the search for a layout stops."""
+"""The search for a layout stops at this number of nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks of one engine, and where they are. `gpus_per_node` are those used on each node."""
+    """The ranks of one engine and where they are. `gpus_per_node` are the GPUs used on each node."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -32,7 +33,7 @@ class Layout:
 
     @property
     def splits_layers_across_nodes(self) -> bool:
-        """Whether each layer's all-reduces go over the network."""
+        """Whether the all-reduces of each layer go over the network."""
         return self.tensor_parallel_size > self.gpus_per_node
 
     def __str__(self) -> str:
@@ -41,7 +42,7 @@ class Layout:
 
 
 def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts from the smallest number of nodes and GPUs up; what the engine is told to use is kept.
+    """Layouts, from the smallest number of nodes and GPUs on. Sizes that were asked for are kept.
 
     Raises DoesNotFitError where the sizes asked for cannot be laid on the nodes asked for.
     """
@@ -59,11 +60,11 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
             found = True
             yield layout
     if not found and (engine.tensor_parallel_size or engine.pipeline_parallel_size):
-        raise DoesNotFitError(_no_place(cluster, engine))
+        raise DoesNotFitError(_no_layout_text(cluster, engine))
 
 
-def _no_place(cluster: ClusterSpec, engine: EngineConfig) -> str:
-    """Why the one size asked for leaves no layout."""
+def _no_layout_text(cluster: ClusterSpec, engine: EngineConfig) -> str:
+    """Why there is no layout with the one size that was asked for."""
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     asked = f"TP={tensor}" if tensor else f"PP={pipeline}"
     option = "--tensor-parallel-size" if tensor else "--pipeline-parallel-size"
@@ -85,9 +86,9 @@ def _most_nodes(cluster: ClusterSpec) -> int:
 
 
 def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts on exactly so many nodes: any share of a single one, the whole of several.
+    """Layouts on exactly so many nodes. One node may be used in part, several nodes are used whole.
 
-    The links of TPU chips span hosts, and so do their tensor-parallel groups; several hosts are a slice on offer.
+    Links between TPU chips span hosts, and tensor-parallel groups do too. Several TPU hosts are an offered slice.
     """
     seen = set()
     is_tpu = cluster.accelerator.kind == "tpu"
@@ -114,7 +115,7 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
 
 
 def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[int, int]]:
-    """(TP, PP) of `total` ranks, the widest TP that stays within a node first."""
+    """(TP, PP) of `total` ranks. First the largest TP that stays within a node."""
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if pipeline:
         if total % pipeline == 0 and tensor in (None, total // pipeline):
@@ -189,7 +190,7 @@ def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
 
 
 def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
-    """The option that makes room for so many ranks, followed by "or"; empty where there is none."""
+    """The option for machines with room for so many ranks, followed by ", or ". Empty where there is none."""
     device = cluster.accelerator
     if not cluster.is_whole:
         nodes = _fewest_nodes(ranks, cluster)

@@ -1,4 +1,4 @@
-"""The fewest GPUs a model needs: the back-of-envelope figures of the field, and the one that holds."""
+"""The fewest GPUs that a model needs: two rough figures that people use, and the number on which vLLM starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hpc_serve.plan.memory.kv_cache import full_context_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumGpus:
-    """GPUs for the weights, and for them with one request of the longest context, by the label's bytes (80e9: an H100).
+    """GPUs by their label's bytes (80e9 for an H100): for the weights, and for weights and one longest request.
 
-    `usable` is on how many vLLM can really start, any way of dividing; None: not on as many as were tried.
+    `usable` is the smallest number on which vLLM starts with any sizes. None: not on as many as were tried.
     """
 
     weights: int
@@ -23,7 +23,7 @@ class MinimumGpus:
 
 
 def minimum_gpus(inputs: PlanInputs, *, at_most: int) -> MinimumGpus:
-    """The three figures; `usable` is looked for up to `at_most` GPUs.
+    """The three figures. The search for `usable` ends at `at_most` GPUs.
 
     >>> from hpc_serve.plan import ClusterSpec, EngineConfig, accelerator, model_from_config, resolve
     >>> model = model_from_config(resolve("70b").config, name="70b")

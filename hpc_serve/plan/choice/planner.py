@@ -1,7 +1,7 @@
 """Chooses the layout: the fewest nodes, then the fewest GPUs, that hold the weights and the requests asked for.
 
-What is asked for explicitly is kept, and checked. Memory is estimated in memory.py, layouts are listed in layout.py
-and judged in candidates.py; what would help where nothing fits is found in suggestions.py.
+Sizes that were asked for are kept and checked. layout.py lists layouts, candidates.py evaluates them, suggestions.py
+finds what would help where nothing fits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SHOWN_WHEN_NOTHING_FITS = 4
 class ServePlan:
     """A layout that fits, and how to ask vLLM for it.
 
-    `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the flags after the model, without
-    served names, host, port and backend. `memory` is of the tightest rank.
+    `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model, without
+    served names, host, port and backend. `memory` is that of the tightest rank.
     """
 
     model: str
@@ -54,7 +54,7 @@ class ServePlan:
 
 
 class NoLayoutError(DoesNotFitError):
-    """Nothing fits; `candidates` are the nearest layouts, `suggestions` what would make one fit."""
+    """No layout fits. `candidates` are the layouts that miss least, `suggestions` are options with which one fits."""
 
     def __init__(
         self, text: str, *, candidates: tuple[Candidate, ...], suggestions: tuple[str, ...], minimum_gpus: MinimumGpus
@@ -75,8 +75,7 @@ def plan(
 ) -> ServePlan:
     """The smallest layout that holds the model and the workload.
 
-    Raises NoLayoutError, a DoesNotFitError, with the nearest candidates and what would make them fit, and
-    InvalidRequestError for a context the model does not have.
+    Raises NoLayoutError where none does, and InvalidRequestError for a context longer than the model's.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
     asked = PlanInputs(
@@ -109,7 +108,7 @@ def _plan(
     if memory.max_num_seqs != max_num_seqs(engine, inputs.cluster.accelerator):
         engine = replace(engine, max_num_seqs=memory.max_num_seqs)
     if inputs.cluster.accelerator.kind == "cpu" and engine.kv_cache_memory_bytes is None:
-        # Left to itself, vLLM takes its share of the whole machine, whatever part of it the job has.
+        # By default vLLM takes its share of the whole machine, even where the job has a part of it.
         engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
     others = alternatives(inputs, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(inputs, at_most=layout.num_gpus)
@@ -129,11 +128,11 @@ def _plan(
 
 
 def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
-    """Raise DoesNotFitError where the GPU cannot compute in the type asked for by name."""
+    """Raise DoesNotFitError where the GPU cannot compute in the type that was asked for by name."""
     gpu = cluster.accelerator
     if model.dtype == "bfloat16" and model.dtype_asked and gpu.kind == "gpu" and "bf16" not in gpu.dense_flops:
         raise DoesNotFitError(
-            f"{gpu.product} has no bfloat16 (that takes compute capability 8.0), and vLLM refuses it: "
+            f"vLLM refuses bfloat16 on {gpu.product}, which lacks it (it needs compute capability 8.0): "
             "use --dtype float16."
         )
 
@@ -154,7 +153,7 @@ def _reasons(
     elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
         reasons.append(
             f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
-            "the network between nodes carries one hop a stage."
+            "the network between nodes carries one transfer a stage."
         )
     reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
     size = inputs.cluster.node_size_of(layout.num_nodes)
@@ -169,7 +168,9 @@ def _reasons(
         )
     if memory.graphs_outside and memory.cuda_graph_bytes:
         graphs = f"{memory.cuda_graph_bytes / GIB:.1f} GiB of CUDA graphs"
-        reasons.append(f"vLLM {inputs.engine.vllm_version} does not count its {graphs}: leave them room.")
+        reasons.append(
+            f"vLLM {inputs.engine.vllm_version} does not count its {graphs}: they need free memory beside the budget."
+        )
     assumed = assumption(inputs.engine, inputs.model)
     return [*reasons, assumed] if assumed else reasons
 

@@ -1,4 +1,4 @@
-"""One engine over a whole node, or several side by side: what each way of sharing the node leaves for requests."""
+"""Compares one engine on a whole node with several engines that share it: how many tokens each option can hold."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 
 TYPICAL_REQUEST_TOKENS = 2048
-"""Length by which concurrency is compared where the longest context says little."""
+"""The length of a request for comparing options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """`replicas` engines of one layout on a node, each with `memory` on its tightest GPU."""
+    """A node shared by `replicas` engines of one layout, each with `memory` on its tightest GPU."""
 
     replicas: int
     layout: Layout
@@ -23,7 +23,7 @@ class Sharing:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of cache of all replicas together."""
+        """Tokens in the caches of all replicas."""
         return self.replicas * self.memory.kv_cache_tokens
 
     @property
@@ -33,8 +33,9 @@ class Sharing:
 
 
 def replica_options(inputs: PlanInputs) -> list[Sharing]:
-    """Every even way to fill one node with replicas that can start at all, the widest first; a context that is too long
-    for the small ones is cut to what they hold, so that they can be compared.
+    """All options to fill one node evenly with replicas that can start. The fewest replicas come first.
+
+    Replicas that cannot hold the whole context are listed too, with the context that they can hold.
     """
     size = inputs.cluster.node_size
     found = []
@@ -48,27 +49,27 @@ def replica_options(inputs: PlanInputs) -> list[Sharing]:
     return found
 
 
-def compare_sharing(ways: list[Sharing], max_model_len: int) -> str | None:
-    """When the widest and when the most replicas are the better choice, with the numbers; None: there is no choice."""
-    if len(ways) < 2:
+def compare_sharing(options: list[Sharing], max_model_len: int) -> str | None:
+    """When the fewest and when the most replicas are better, with the numbers. None where there is one option."""
+    if len(options) < 2:
         return None
-    wide, many = ways[0], ways[-1]
-    width = "one" if wide.replicas == 1 else str(wide.replicas)
+    large, many = options[0], options[-1]
+    width = "one" if large.replicas == 1 else str(large.replicas)
     text = (
         f"{many.replicas} engines of TP={many.layout.tensor_parallel_size} hold the weights {many.replicas} times and "
-        f"leave {many.total_tokens:,} tokens of cache in all; {width} of TP={wide.layout.tensor_parallel_size} "
-        f"{'leaves' if wide.replicas == 1 else 'leave'} {wide.total_tokens:,}. "
+        f"leave {many.total_tokens:,} tokens of cache in all; {width} of TP={large.layout.tensor_parallel_size} "
+        f"{'leaves' if large.replicas == 1 else 'leave'} {large.total_tokens:,}. "
     )
-    if many.typical_requests >= wide.typical_requests:
-        text += "The small ones hold no less and spend less on communication: they win."
+    if many.typical_requests >= large.typical_requests:
+        text += "The small engines hold no less and communicate less: they are the better choice."
     else:
         text += (
-            f"The small ones spend less on communication and win while {many.typical_requests:,} requests of "
-            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once are enough; beyond that the wide "
-            f"{'one does' if wide.replicas == 1 else 'ones do'}, with larger batches."
+            f"The small engines communicate less and are the better choice up to {many.typical_requests:,} requests of "
+            f"{TYPICAL_REQUEST_TOKENS:,} tokens at once. Beyond that the large "
+            f"{'engine is' if large.replicas == 1 else 'engines are'}, with larger batches."
         )
     if many.memory.kv_cache_tokens < max_model_len:
-        text += f" In a small one a request may have at most {many.memory.kv_cache_tokens:,} tokens."
+        text += f" In a small engine a request may have at most {many.memory.kv_cache_tokens:,} tokens."
     return text
 
 

@@ -43,7 +43,7 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[str]:
 
 
 def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
-    """For hybrids, where more sequences than blocks were asked for."""
+    """A smaller --max-num-seqs, for hybrids where more sequences than blocks were asked for."""
     if inputs.engine.max_num_seqs is None:
         return None
     free = replace(inputs, engine=replace(inputs.engine, max_num_seqs=None))
@@ -71,7 +71,7 @@ def _more_nodes(asked: PlanInputs) -> str | None:
 
 
 def _another_slice(asked: PlanInputs) -> str | None:
-    """The smallest slice that will do."""
+    """The smallest slice on which a layout fits."""
     device = asked.cluster.accelerator
     for topology in device.slices:
         layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
@@ -81,7 +81,7 @@ def _another_slice(asked: PlanInputs) -> str | None:
 
 
 def _other_sizes(asked: PlanInputs) -> str | None:
-    """Sizes in place of those asked for: the nearest, on as few nodes as will do."""
+    """The sizes nearest to those asked for that fit, on as few nodes as possible."""
     engine = asked.engine
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if not (tensor or pipeline):
@@ -120,7 +120,7 @@ def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
 
 
 def _longest(inputs: PlanInputs, layout: Layout) -> int:
-    """The longest context, in steps of 1,024 tokens, that fits; 0: not even one step."""
+    """The longest context that fits, in steps of 1,024 tokens. 0 where not even one step fits."""
     low, high = 0, inputs.max_model_len // _CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2

@@ -38,11 +38,11 @@ _ONLINE = {
     "int8_per_channel_weight_only": "int8_per_channel_weight_only",
     "mxfp8": "mxfp8",
 }
-"""Methods by which vLLM 0.32 quantises a 16-bit checkpoint as it loads it, by the name it takes for them."""
+"""Methods with which vLLM 0.32 quantizes a 16-bit checkpoint while it loads it, and the name that it takes for each."""
 
 
 def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: ModelSpec) -> tuple[str, ...]:
-    """The flags after the model: the layout, the context, and what the engine was asked for."""
+    """The options after the model: the layout, the context, and what the engine was asked for."""
     args = [
         *("--tensor-parallel-size", str(layout.tensor_parallel_size)),
         *("--pipeline-parallel-size", str(layout.pipeline_parallel_size)),
@@ -69,7 +69,7 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
 
 
 def read_fields(words: Iterable[str]) -> dict[str, Any]:
-    """What words for `vllm serve` say of memory and layout, by EngineConfig's names and `max_model_len`.
+    """What the options of `vllm serve` say about memory and layout, by EngineConfig's names and `max_model_len`.
 
     Raises InvalidRequestError for a context that vLLM is to choose itself, and for values of another version of vLLM.
 
@@ -89,14 +89,14 @@ def read_fields(words: Iterable[str]) -> dict[str, Any]:
 
 
 def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
-    """What a plan takes for granted that the checkpoint does not have, as a sentence."""
+    """A sentence on what the plan assumes about quantization that the checkpoint does not have. None: nothing."""
     if engine.quantization is None or not model.quantization.is_assumed:
         return None
     if _quantization_flag(engine, model):
         found = model.quantization
         if found.linear == found.plain:
-            return f"vLLM quantises the experts to {found.experts.name} as it loads them, and nothing else."
-        return f"vLLM quantises the 16-bit checkpoint to {found.linear.name} as it loads it."
+            return f"vLLM quantises the experts to {found.experts.name} while it loads them, and nothing else."
+        return f"vLLM quantises the 16-bit checkpoint to {found.linear.name} while it loads it."
     text = f"Sized as if {model.name} were quantised with {engine.quantization}: serve a checkpoint that is."
     if model.quantization.method == "bitsandbytes" and engine.version >= (0, 32):
         text += " vLLM 0.32 no longer has bitsandbytes."
@@ -104,7 +104,7 @@ def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
 
 
 def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
-    """None where vLLM sees by itself how the checkpoint is quantised, or would have to be another one."""
+    """The value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
     if engine.quantization is None:
         return None
     if not model.quantization.is_assumed:

@@ -1,1 +1,1 @@
-"""A plan as a person or a program reads it: the arithmetic line by line, tables, JSON."""
+"""A plan for people and programs: the arithmetic line by line, text, JSON."""

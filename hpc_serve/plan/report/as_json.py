@@ -24,7 +24,7 @@ _MEMORY_KEYS = (
 
 
 def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
-    """A plan under stable keys. Sizes are bytes per GPU of the tightest rank."""
+    """A plan under stable keys. Sizes are bytes on the GPU of the tightest rank."""
     return {
         **_about(model, plan.accelerator),
         "fits": True,
@@ -44,7 +44,7 @@ def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
 
 
 def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -> dict[str, Any]:
-    """The same keys where nothing fits: the layout is null, `memory` that of the nearest candidate."""
+    """The same keys where nothing fits. The layout is null, and `memory` is that of the nearest candidate."""
     nearest = next((candidate.memory for candidate in error.candidates if candidate.memory), None)
     return {
         **_about(model, gpu),

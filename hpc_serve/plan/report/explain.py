@@ -1,4 +1,4 @@
-"""The arithmetic of a plan, line by line: every number with how it came about, every factor with its name."""
+"""The arithmetic of a plan, line by line: every number with its calculation, every factor with its name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUND_CONTEXT = 128_000
 def explain(
     inputs: PlanInputs, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
 ) -> list[str]:
-    """Lines of text: the model, its cache, the GPUs it takes at least, and the tightest GPU of the layout."""
+    """Lines of text: the model, its cache, the fewest GPUs for it, and the tightest GPU of the layout."""
     runs = profile_runs(
         inputs.model,
         inputs.cluster.accelerator,
@@ -124,7 +124,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
 
 
 def _activation_text(run: ProfileRun) -> str:
-    """Which of images, forward pass and sampling is the largest, and from what."""
+    """Which of images, forward pass and sampling is the largest, and its calculation."""
     forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
     encoder, _ = overhead.image_bytes(run)
     if run.model.images and encoder > max(forward, sampling):

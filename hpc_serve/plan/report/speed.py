@@ -1,4 +1,4 @@
-"""What the estimate of a plan's speed looks like: rows of a table, lines of --explain, keys of --json."""
+"""A plan's speed for people and programs: estimates for a table, lines of --explain, keys of --json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEANING = {
 def estimates_by_concurrency(
     roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, usd_per_gpu_hour: float | None = None
 ) -> list[SpeedEstimate]:
-    """Estimates for one request in flight, for powers of four, for what is asked, and for as many as are held."""
+    """Estimates for one request in flight, powers of four, the number asked for, and as many as are held."""
     held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
     counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
     if traffic.concurrency > 1:
@@ -48,8 +48,9 @@ def estimates_by_concurrency(
 
 
 def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
-    """Where more requests in flight cease to be worth their wait: the first power of two from which twice as many give
-    less than half as much again.
+    """Up to which number of requests in flight more of them pay.
+
+    That is the first power of two from which twice as many requests give less than half as many tokens/s more.
     """
     held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
 
@@ -70,7 +71,7 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> s
 
 
 def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
-    """The step of one estimate, ideal beside expected, and the factors that lie between them."""
+    """The step of one estimate, ideal beside expected, and the factors between the two."""
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
     yield (
@@ -107,7 +108,7 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
 
 
 def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
-    """Estimates under stable keys; times in seconds, rates per second."""
+    """Estimates under stable keys. Times are in seconds, rates per second."""
     traffic = estimates[0].traffic
     return {
         "input_tokens": traffic.input_tokens,

@@ -1,1 +1,1 @@
-"""How fast a layout serves, ideally and as expected of a real engine, and what bounds it."""
+"""How fast a layout serves: ideally, and as expected of a real engine."""

@@ -1,7 +1,7 @@
-"""How fast a layout serves: time to the first token and between tokens, tokens per second, and what bounds them.
+"""How fast a layout serves: time to the first token, time between tokens, tokens per second, and what limits them.
 
-Everything is given twice: as the ideal roofline, which no engine beats, and as expected of a real one by the few
-factors of `Factors`. The time of a step is roofline_step.py's; here requests wait, fill steps and leave.
+Every figure is given twice: ideally, which no engine can beat, and as expected of a real engine by `Factors`. step.py
+decides how long a step takes. This module decides how long requests wait and how they share steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
     "steady_speed",
 ]
 
-DRAIN_RATIO = 1.5
-"""By how much the batch shrinks in each stretch over which a draining one is summed up."""
+SHRINK_RATIO = 1.5
+"""The time of a shrinking batch is summed over stretches, in each of which the batch shrinks by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What is asked of one replica: requests of so many tokens in and out, `concurrency` of them always in flight."""
+    """The requests that one replica gets: tokens in and out of each, and how many are always in flight."""
 
     input_tokens: int = 1024
     output_tokens: int = 256
@@ -53,17 +53,17 @@ class Traffic:
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a generated token looks back on, on average."""
+        """Tokens before a generated token, on average."""
         return self.input_tokens + self.output_tokens / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One column: ideal or expected. Times of a request in seconds, rates of one replica.
+    """The figures of one column, ideal or expected. Times are of one request in seconds, rates of one replica.
 
-    `step` generates a token for each running request; `causes` are shares of all the time, prompts included. `queue_s`
-    is waited before a place is free; `ttft_s` includes it and the rest of the step that runs; `tpot_s` includes the
-    prompts of others between.
+    `step` generates a token for each running request. `causes` are shares of all the time, prompts included. `queue_s`
+    is the wait until a request may run. `ttft_s` includes it, and the rest of the step that is running. `tpot_s`
+    includes the prompts of other requests in between.
     """
 
     step: StepTime
@@ -78,8 +78,10 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimate:
-    """What to expect of one replica under some traffic. `batch` of the requests in flight run, the others wait;
-    `capacity` is how many of them the cache holds."""
+    """The speed of one replica under some traffic.
+
+    Of the requests in flight `batch` run, the others wait. The cache holds `capacity` of them.
+    """
 
     traffic: Traffic
     num_gpus: int
@@ -92,7 +94,7 @@ class SpeedEstimate:
 
     @property
     def bound(self) -> str:
-        """What most of the expected time goes to, prompts included."""
+        """The cause of most of the expected time, prompts included."""
         causes = self.expected.causes
         return max(causes, key=lambda cause: causes[cause])
 
@@ -103,7 +105,7 @@ class SpeedEstimate:
 
     @property
     def output_tokens_per_usd(self) -> float | None:
-        """Expected output tokens for a dollar, where a price is known."""
+        """Expected output tokens for a dollar. None without a price."""
         if not self.usd_per_gpu_hour:
             return None
         return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
@@ -117,12 +119,12 @@ def estimate_speed(
     factors: Factors = EXPECTED,
     usd_per_gpu_hour: float | None = None,
 ) -> SpeedEstimate:
-    """What one replica does under some traffic, in the steady state.
+    """The speed of one replica under steady traffic.
 
-    `memory` is that of the layout. Requests beyond what the cache or vLLM's max_num_seqs holds wait. A round in which
-    all running requests are served once takes as many steps as a request has output tokens, more if prompts need
-    more; each prompt comes in steps of its own (shared where they do not suffice), along with the tokens of others.
-    Throughput, waiting and time between tokens follow by Little's law.
+    `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait. A round serves all
+    running requests once. It takes as many steps as a request has output tokens, or more where the prompts need more.
+    Each prompt is read in steps of its own together with the tokens of others, and prompts share steps where there are
+    too few. Throughput, waiting and time between tokens follow by Little's law.
     """
     capacity = requests_held(roofline, traffic, memory)
     batch = running_requests(roofline, traffic, capacity)
@@ -148,11 +150,10 @@ def burst_s(
     lengths_vary: bool = False,
     longest: int | None = None,
 ) -> float:
-    """Seconds until `requests` that come all at once are answered: the batch fills, turns over, and drains.
+    """Seconds until `requests` that arrive at once are answered: the batch fills, is steady, and then shrinks.
 
-    While it fills, prompts are read with no tokens of others between. `lengths_vary`: answers end at a constant rate
-    (geometric lengths of that mean, cut off at `longest` where given), so that the last ones run in ever smaller
-    batches.
+    While the batch fills, steps contain prompts only. `lengths_vary`: answers have geometric lengths of that mean, cut
+    off at `longest` where it is given. They end at a constant rate, so the last ones run in small batches.
     """
     first = min(requests, batch)
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
@@ -164,19 +165,19 @@ def burst_s(
     ends = share_ending_per_step(outputs, longest) if lengths_vary else 0.0
     if not ends:
         return fill_s + turnover_s + outputs * roofline.decode(first, context, factors).total_s
-    drain_s, left, done = 0.0, first, 0.0
+    shrink_s, left, done = 0.0, first, 0.0
     while left >= 1 and (longest is None or done < longest):
-        steps = min(math.log(DRAIN_RATIO) / ends, (longest or math.inf) - done)
-        drain_s += steps * roofline.decode(left / math.sqrt(DRAIN_RATIO), context, factors).total_s
-        left /= DRAIN_RATIO
+        steps = min(math.log(SHRINK_RATIO) / ends, (longest or math.inf) - done)
+        shrink_s += steps * roofline.decode(left / math.sqrt(SHRINK_RATIO), context, factors).total_s
+        left /= SHRINK_RATIO
         done += steps
-    return fill_s + turnover_s + drain_s
+    return fill_s + turnover_s + shrink_s
 
 
 def share_ending_per_step(mean: float, longest: float | None) -> float:
-    """The share of answers that end at each step, where lengths are geometric of that mean but cut off at `longest`.
+    """The share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
 
-    Solves mean = (1 - exp(-r·longest)) ÷ r; 0 where all are as long as they may be.
+    Solves mean = (1 - exp(-r·longest)) ÷ r. 0 where all answers have the longest length.
     """
     if longest is None:
         return 1 / mean
@@ -190,7 +191,7 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
 
 
 def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> float:
-    """Requests of the traffic's mean length that the cache of a layout holds at once."""
+    """How many requests of the traffic's mean length the cache of a layout holds at once."""
     engine = roofline.engine
     ranks = roofline.layout.tensor_parallel_size
     layout = cache_layout(roofline.model, engine, ranks, kind=roofline.accelerator.kind)
@@ -200,12 +201,12 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
 
 
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
-    """Requests that run at once, of those in flight: as many as the cache holds and max_num_seqs allows."""
+    """How many of the requests in flight run at once: as many as the cache holds and max_num_seqs allows."""
     return max(1.0, min(traffic.concurrency, capacity, roofline.max_num_seqs))
 
 
 def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """One column of an estimate: `batch` requests running in the steady state."""
+    """One column of an estimate: `batch` requests run under steady traffic."""
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
     steps = max(float(outputs), batch * (inputs + outputs) / roofline.max_num_batched_tokens)
     decoding = batch * outputs / steps
@@ -225,7 +226,7 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     prefill_s = (chunks + stages - 1) / stages * alone.total_s
     requests_per_s = batch / max(round_s, prefill_s)
     queue_s = (traffic.concurrency - batch) / requests_per_s
-    # Who comes waits for the rest of the step that runs, likelier a long one; its prompt shares a step with others'.
+    # A request that arrives waits for the rest of the running step, more likely a long one. Its prompt shares a step.
     rest_s = (with_prompts * mixed.total_s**2 + (steps - with_prompts) * decode.total_s**2) / (2 * round_s)
     first_s = prefill_s if batch <= 1 or factors is IDEAL else rest_s + max(prefill_s, mixed.total_s)
     time = {

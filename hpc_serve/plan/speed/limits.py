@@ -1,4 +1,4 @@
-"""How wide a model may be cut before communication takes longer than arithmetic, as sentences."""
+"""Says at which tensor parallel size communication takes longer than arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpc_serve.plan.speed.step import IDEAL, Roofline
 
 
 def limit_lines(roofline: Roofline) -> Iterator[str]:
-    """Whether communication or FLOP/s take longer in a full step at this width: a sentence, or none for one GPU."""
+    """A sentence: whether communication or FLOP/s take longer in a full step. None for one GPU."""
     gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
     inner = model.intermediate_size or model.moe_intermediate_size
     if gpu.slices and inner and width > 1:

@@ -1,9 +1,9 @@
-"""How long one step of a layout takes, by cause: on the ideal roofline, and as expected of a real engine.
+"""How long one step of a layout takes, and what the time goes to: ideally, and as expected of a real engine.
 
     step = max(operations ÷ FLOP/s, weights ÷ bandwidth) + cache ÷ bandwidth + communication + the engine's own time
 
-What is computed and moved is counted in roofline_work.py; what follows for requests is for roofline.py. The formula is
-that of "How To Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
+work.py counts what is computed and moved. estimate.py decides what follows for requests. The formula is that of "How To
+Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
 ASSUMED_LINK_BYTES_PER_S = 32e9
-"""PCIe 4.0 x16, where the catalogue confirms no rate between the GPUs of a node."""
+"""PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
-"""100 Gb/s a GPU, where the catalogue confirms no network."""
+"""100 Gb/s for each GPU: assumed where no source confirms a network."""
 
 ASYNC_SINCE = {"one stage": (0, 14), "stages": (0, 32)}
-"""The vLLM since which scheduling is asynchronous by default: its pull request 27614, which left out pipeline stages;
-vllm/config/vllm.py of 0.32 leaves them in."""
+"""The version of vLLM since which scheduling is asynchronous by default. Pull request 27614 left out pipeline stages,
+vllm/config/vllm.py of 0.32 includes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """What a real engine makes of the hardware's figures. Shares are of the peak; times in seconds.
+    """How much of the hardware's figures a real engine reaches. Shares are of the peak, times in seconds.
 
-    `flops`, `expert_flops` and `attention_flops`: of the FLOP/s in dense matrices, in routed experts and in attention.
-    `bandwidth`: of the memory's. `link`: of the links' in all-reduces and hops, each of which takes `collective_s` at
-    least. `kernel_s` is what each kernel takes to start and to end, whatever its size; `sequence_s` the engine's own
-    for each sequence of a step, to schedule it, to sample its token and to send that on.
+    `flops`, `expert_flops` and `attention_flops` are shares of the FLOP/s in dense matrices, in routed experts and in
+    attention. `bandwidth` is a share of the memory's. `link` is a share of the links' in all-reduces and hops between
+    stages, and each of these takes at least `collective_s`. Each kernel takes `kernel_s` to start and to end. For each
+    sequence of a step the engine takes `sequence_s` to schedule it, to sample its token and to send the token on.
     """
 
     flops: float
@@ -61,20 +61,20 @@ EXPECTED = Factors(
     kernel_s=8e-6,
     sequence_s=45e-6,
 )
-"""`FITTED` on published measurements of vLLM 0.6 to 0.12 (benchmarks/accuracy/speed_cases.py); the form was revised
-once, with the rows of benchmarks/accuracy/speed_cases_later.py in view, which no factor is fitted on. The others, which
-such measurements cannot tell apart, are assumed: 60 % for attention between the 50 to 73 % of FlashAttention-2 on A100
-(arXiv:2307.08691) and the up to 75 % of FlashAttention-3 on H100 (arXiv:2407.08608), 40 % of the links for the few MiB
-of a step, 25 µs for a launch.
+"""Those in `FITTED` are fitted on published measurements of vLLM 0.6 to 0.12 (benchmarks/accuracy/speed_cases.py). The
+form was revised once, after a look at the rows of benchmarks/accuracy/speed_cases_later.py, which no factor is fitted
+on. The others are assumed, because such measurements cannot tell them apart: 60 % for attention (FlashAttention-2 has
+50 to 73 % on A100, arXiv:2307.08691; FlashAttention-3 has up to 75 % on H100, arXiv:2407.08608), 40 % of the links
+for the few MiB of a step, 25 µs for a launch.
 """
 FITTED = ("flops", "expert_flops", "bandwidth", "kernel_s", "sequence_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step of the whole layout, by cause; `engine_s` are starts of kernels and work on the host.
+    """Seconds of one step of the whole layout, by cause. `engine_s` is starting kernels and work on the host.
 
-    `overlapped`: communication hides behind the rest.
+    `overlapped`: communication happens at the same time as the rest.
     """
 
     flops_s: float
@@ -86,7 +86,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Time from one token of a sequence to its next."""
+        """The time from one token of a sequence to the next."""
         work = max(self.flops_s, self.weights_s) + self.cache_s
         if self.overlapped:
             return max(work, self.communication_s) + self.engine_s
@@ -94,7 +94,7 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds by cause; of weights and FLOP/s the larger alone."""
+        """Seconds by cause. Of weights and FLOP/s only the larger counts."""
         return {
             "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
             "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
@@ -110,10 +110,10 @@ class StepTime:
 
 
 class Roofline:
-    """One model on one layout: what a step takes, for any batch. Holds what was counted once.
+    """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
-    `async_scheduling`: the host's work on a step hides behind that of the device on the last one; None is vLLM's
-    default (`ASYNC_SINCE`). Raises InvalidRequestError for an accelerator of whose speed no source says enough.
+    `async_scheduling`: the host works on a step while the device computes the last one. None is vLLM's default
+    (`ASYNC_SINCE`). Raises InvalidRequestError for an accelerator whose FLOP/s or bandwidth no source confirms.
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class Roofline:
         self.hop_bytes_per_s = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
 
     def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
-        """One token for each of `batch` sequences that look back on `context` tokens."""
+        """A step that generates one token for each of `batch` sequences, each with `context` tokens before it."""
         return self.step(batch, batch, context, factors)
 
     def step(
         self, tokens: float, sequences: float, context: float, factors: Factors, prompt_tokens: float = 0
     ) -> StepTime:
-        """A step of `tokens`, of which each of `sequences` generates one; the others are of prompts of that length.
+        """A step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
-        Pipeline stages work on a share of the batch each, one after the other.
+        The batch is divided among the pipeline stages, which work one after the other.
         """
         stages = len(self.work.stages)
         tokens, share = tokens / stages, sequences / stages
@@ -202,7 +202,7 @@ class Roofline:
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
-    """Bytes per second that a rank sends to the others of its tensor-parallel group.
+    """The rate at which a rank sends to its tensor-parallel group, in bytes per second.
 
     In a mesh every pair has a link of its own: a group smaller than the node has only the links between its members.
     A bridge of two GPUs is of no use to more.
@@ -219,5 +219,5 @@ def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
 
 
 def network_rate(accelerator: AcceleratorSpec) -> float:
-    """Bytes per second of one GPU's share of its node's network, one way."""
+    """One GPU's share of its node's network, in bytes per second, one direction."""
     return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S

@@ -1,6 +1,6 @@
-"""Chooses among layouts and replicas on the same machines by speed: for throughput, or for a time between tokens.
+"""Chooses layout and replicas by speed: for most tokens per second, within times per token where they are given.
 
-What fits is decided by candidates.py, how fast each is by roofline.py; this module compares and says why.
+choice/candidates.py decides what fits, estimate.py how fast it is. This module compares and gives the reasons.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hpc_serve.plan.speed.limits import limit_lines
 
 _NODES = (1, 2, 4, 8, 16)
 _NO_BUBBLES = (
-    "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates count no "
-    "bubbles, which are in no measurement that the factors are fitted on, and so flatter them."
+    "Engines of more pipeline stages than nodes (on TPUs: of more than one) are left out: their estimates would be too "
+    "good, because no measurement that the factors are fitted on has pipeline bubbles."
 )
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedTarget:
-    """What is wanted: most tokens per second, within `tpot_s` between tokens and `ttft_s` to the first where given."""
+    """What to choose for: most tokens per second, with at most `tpot_s` between tokens and `ttft_s` to the first."""
 
     tpot_s: float | None = None
     ttft_s: float | None = None
 
     def is_met(self, estimate: SpeedEstimate) -> bool:
-        """Whether the expected times are within those asked for."""
+        """Whether the expected times are within the limits."""
         speed = estimate.expected
         in_time = self.tpot_s is None or speed.tpot_s <= self.tpot_s
         return in_time and (self.ttft_s is None or speed.ttft_s <= self.ttft_s)
@@ -46,7 +46,7 @@ class SpeedTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """One way to use the machines: `replicas` engines of a layout, each with `estimate` at its best batch."""
+    """`replicas` engines of one layout on the machines, each with `estimate` at its best batch."""
 
     layout: Layout
     replicas: int
@@ -65,7 +65,7 @@ class Deployment:
 
 
 def parse_speed_target(text: str) -> SpeedTarget:
-    """Read `throughput`, `tpot=50ms`, or several such limits joined by commas. Raises InvalidRequestError."""
+    """Read `throughput`, `tpot=50ms`, `ttft=2s`, or both limits with a comma. Raises InvalidRequestError."""
     limits: dict[str, float] = {}
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(tpot|ttft)=(\d+(?:\.\d+)?)(ms|s)", part)
@@ -77,35 +77,37 @@ def parse_speed_target(text: str) -> SpeedTarget:
 
 
 def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[Deployment, list[str]]:
-    """The fastest option that meets the target, and the reasons.
+    """The fastest deployment that meets the target, and the reasons.
 
-    `traffic.concurrency` above 1 is what all replicas together are asked for; 1 leaves the batch free. Raises
-    DoesNotFitError where nothing fits, or nothing is in time, with the nearest.
+    `traffic.concurrency` above 1 is that of all replicas together. 1 leaves the batch to this function. Raises
+    DoesNotFitError where no layout fits, and where none is fast enough.
     """
-    options, small = _options(inputs, traffic, target)
-    if not options:
+    deployments, small = _deployments(inputs, traffic, target)
+    if not deployments:
         raise DoesNotFitError(
-            f"{inputs.model.name} fits no layout of these machines with requests of "
+            f"{inputs.model.name} fits no layout on these machines with requests of "
             f"{inputs.max_model_len:,} tokens; `plan` without --target says what would help."
         )
-    met = sorted((option for option in options if option.meets), key=lambda option: -option.tokens_per_s)
+    met = sorted(
+        (deployment for deployment in deployments if deployment.meets), key=lambda deployment: -deployment.tokens_per_s
+    )
     if not met:
-        raise DoesNotFitError(_out_of_reach(options, target))
-    reasons = _reasons(met, [option for option in options if not option.meets], small, target)
-    widest = max(options, key=lambda option: option.layout.tensor_parallel_size)
-    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine, widest.layout)
+        raise DoesNotFitError(_unmet_target_text(deployments, target))
+    reasons = _reasons(met, [deployment for deployment in deployments if not deployment.meets], small, target)
+    largest = max(deployments, key=lambda deployment: deployment.layout.tensor_parallel_size)
+    roofline = Roofline(inputs.model, inputs.cluster.accelerator, inputs.engine, largest.layout)
     asked = inputs.engine.pipeline_parallel_size
     return met[0], [*reasons, *limit_lines(roofline), *([] if asked else [_NO_BUBBLES])]
 
 
-def _out_of_reach(options: list[Deployment], target: SpeedTarget) -> str:
-    """The option that comes nearest to a target that none meets, and what would bring it nearer."""
+def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> str:
+    """The deployment nearest to a target that none meets, and what would be faster."""
 
-    def excess(option: Deployment) -> float:
-        speed = option.estimate.expected
+    def excess(deployment: Deployment) -> float:
+        speed = deployment.estimate.expected
         return max(speed.tpot_s / (target.tpot_s or math.inf), speed.ttft_s / (target.ttft_s or math.inf))
 
-    nearest = min(options, key=excess)
+    nearest = min(deployments, key=excess)
     speed, ideal = nearest.estimate.expected, nearest.estimate.ideal
     batch = nearest.estimate.traffic.concurrency
     if target.ttft_s is not None and speed.ttft_s > target.ttft_s:
@@ -119,13 +121,13 @@ def _out_of_reach(options: list[Deployment], target: SpeedTarget) -> str:
     )
 
 
-def _options(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[list[Deployment], list[Candidate]]:
-    """(options, layouts that hold less than one request), on the fewest nodes on which there is an option."""
+def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[list[Deployment], list[Candidate]]:
+    """(deployments, layouts that hold less than one request), on the fewest nodes that have a deployment."""
     cluster = inputs.cluster
     found: list[Deployment] = []
     small: list[Candidate] = []
     for nodes in [cluster.num_nodes] if cluster.num_nodes else _NODES:
-        for layout, replicas in _ways(inputs, nodes):
+        for layout, replicas in _even_deployments(inputs, nodes):
             candidate = inputs.evaluate(layout)
             if candidate.memory is None or not candidate.memory.holds(1):
                 small.append(candidate)
@@ -146,10 +148,10 @@ def _options(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple
     return found, small
 
 
-def _ways(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
-    """(layout, replicas): every even way to fill so many nodes, with engines over all of them, a share, or within one.
+def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
+    """(layout, replicas) that fill so many nodes evenly, with engines over all nodes, over some, or within one.
 
-    No more stages than nodes (_NO_BUBBLES says why).
+    There are no more stages than nodes. _NO_BUBBLES says why.
     """
     cluster, engine = inputs.cluster, inputs.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
@@ -164,7 +166,7 @@ def _ways(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
 def _best_batch(
     roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: SpeedTarget, replicas: int
 ) -> SpeedEstimate:
-    """The estimate at the largest batch in time (or at the traffic's own concurrency, where that is said)."""
+    """The estimate at the largest batch that meets the target, or at the traffic's concurrency where it is above 1."""
 
     def at(concurrency: int) -> SpeedEstimate:
         return estimate_speed(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)
@@ -193,18 +195,18 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
         share = other.tokens_per_s / best.tokens_per_s
         reasons.append(
             f"Not {other}: {other.tokens_per_s:,.0f} tokens/s ({100 * share:.0f} %) at "
-            f"{other.estimate.traffic.concurrency} in flight in each; {_spent(other)}."
+            f"{other.estimate.traffic.concurrency} in flight in each; {_time_text(other)}."
         )
     for other in missed[:2]:
         late = 1000 * other.estimate.expected.tpot_s
-        reasons.append(f"Not {other}: {late:.1f} ms between tokens; {_spent(other)}.")
+        reasons.append(f"Not {other}: {late:.1f} ms between tokens; {_time_text(other)}.")
     reasons += [f"Not {candidate.layout}: {candidate.reason}." for candidate in small if candidate.memory][:2]
     return reasons
 
 
-def _spent(option: Deployment) -> str:
-    """What the time of an option goes to, with the share of communication where layers are cut."""
-    if option.layout.num_gpus == 1:
-        return f"{option.estimate.bound} binds"
-    share = 100 * option.estimate.expected.causes["communication"]
-    return f"{option.estimate.bound} binds, communication takes {share:.0f} %"
+def _time_text(deployment: Deployment) -> str:
+    """What most of a deployment's time goes to, and on several GPUs the share of communication."""
+    if deployment.layout.num_gpus == 1:
+        return f"{deployment.estimate.bound} takes most of the time"
+    share = 100 * deployment.estimate.expected.causes["communication"]
+    return f"{deployment.estimate.bound} takes most of the time, communication {share:.0f} %"

@@ -1,6 +1,6 @@
-"""What a step of the engine computes and moves, counted: operations, bytes of weights, of cache and between GPUs.
+"""Counts what a step of the engine computes and moves: operations, bytes of weights and cache, bytes between GPUs.
 
-Counts follow from the config and the layout alone. How long they take, on which accelerator, is for roofline_step.py.
+The counts follow from the model and the layout. step.py decides how long they take on an accelerator.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
 
 ALL_REDUCES_PER_LAYER = 2
-"""After attention and after the MLP, with tensor parallelism (Megatron-LM, arXiv:1909.08053)."""
+"""With tensor parallelism: one after attention, one after the MLP (Megatron-LM, arXiv:1909.08053)."""
 
 LAYER_KERNELS = 10
-"""Kernels of a dense layer of vLLM, compiled: two norms with the residual's sum, four products, rotation, the cache's
-write, attention, activation."""
+"""Kernels of a compiled dense layer in vLLM: two norms with the residual's sum, four products, rotation, writing the
+cache, attention, activation."""
 EXPERT_KERNELS = 10
-"""What a layer of experts has more: 13 kernels in place of a dense MLP's three, for the router, its top k, sorting by
-expert, quantising the input of each of two grouped products, the sum, and shared experts (`fused_experts` in vLLM)."""
+"""How many more a layer of experts has: 13 kernels in place of the three of a dense MLP. They are for the router, its
+top k, sorting by expert, quantizing the input of each of two grouped products, the sum, and shared experts
+(`fused_experts` in vLLM)."""
 LATENT_KERNELS = 6
-"""What latent attention has more: 11 kernels in place of five, for the norms and second product of the compressed query
-and key, products with both halves of the expanding matrix, concatenations, merging (`mla_attention` in vLLM)."""
+"""How many more latent attention has: 11 kernels in place of five. They are for norms and second product of the
+compressed query and key, products with both halves of the expanding matrix, concatenations, merging
+(`mla_attention` in vLLM)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """`count` layers of a stage whose cache is alike, on one rank.
+    """`count` layers of a stage with equal caches, on one rank.
 
-    `bytes_per_token` of cache; `state_bytes` are read and written whatever the length. A token attends with
-    `decode_flops` operations per token of its context, in a prompt with `prefill_flops` (a latent is expanded there).
-    `window` 0: all of it.
+    The cache has `bytes_per_token`. `state_bytes` are read and written whatever the length. A generated token takes
+    `decode_flops` operations for each token of its context, a token of a prompt takes `prefill_flops`, because a latent
+    is expanded there. `window` 0: attention to all tokens.
     """
 
     count: int
@@ -49,17 +51,17 @@ class Attention:
     prefill_flops: int
 
     def held(self, length: float) -> float:
-        """Tokens looked at by a token at that position."""
+        """Tokens that a token at that position attends to."""
         return min(length, self.window) if self.window else length
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """One rank of one pipeline stage: what it holds, and operations per token by the type it computes in.
+    """One rank of one pipeline stage: what it holds, and its operations per token by the type it computes in.
 
-    `expert_bytes` are those of all routed experts it holds, of which a token is sent to `experts_per_token` out of
-    `experts`. Rows of the embedding table are looked up, not read: they count nowhere. `head_flops` are per sequence.
-    `kernels` are what a step starts one after the other, however few its tokens.
+    `expert_bytes` are those of all routed experts on the rank. A token goes to `experts_per_token` of `experts`. The
+    embedding table counts nowhere, because only single rows of it are read. `head_flops` are per sequence. `kernels` is
+    how many kernels a step starts one after the other, whatever its tokens.
     """
 
     layers: int
@@ -74,31 +76,31 @@ class StageWork:
     attention: tuple[Attention, ...]
 
     def weight_bytes(self, tokens: float) -> float:
-        """Bytes of weights read in a step: of the experts, those to which at least one of the tokens is sent.
+        """Bytes of weights that a step reads. Of the experts these are the ones that at least one token goes to.
 
-        With an even router each token misses a given expert with probability 1 - k/E, so that E·(1 - (1 - k/E)^n) are
-        expected to be hit.
+        With an even router a token misses a given expert with probability 1 - k/E. So n tokens go to
+        E·(1 - (1 - k/E)^n) experts on average.
         """
         return self.dense_bytes + self.expert_bytes * self.share_of_experts(tokens)
 
     def share_of_experts(self, tokens: float) -> float:
-        """Expected share of the experts that a step of so many tokens reads; 0 for a dense model."""
+        """The share of the experts that a step of so many tokens reads on average. 0 for a dense model."""
         if not self.experts:
             return 0.0
         return 1.0 - float((1.0 - self.experts_per_token / self.experts) ** tokens)
 
     def cache_bytes(self, context: float) -> float:
-        """Bytes read for one token that attends to `context` tokens; a state is read and written."""
+        """Bytes of cache for one token that attends to `context` tokens. A state is read and written."""
         return sum(
             part.count * (part.held(context) * part.bytes_per_token + 2 * part.state_bytes) for part in self.attention
         )
 
     def attention_flops(self, context: float) -> float:
-        """Operations of one generated token that attends to `context` tokens."""
+        """Operations of attention for one generated token that attends to `context` tokens."""
         return sum(part.count * part.decode_flops * part.held(context) for part in self.attention)
 
     def prompt_attention_flops(self, tokens: float) -> float:
-        """Operations of attention over a prompt: causal, so half of its square, less beyond a window."""
+        """Operations of attention over a prompt. It is causal: half of all pairs, and less with a window."""
         total = 0.0
         for part in self.attention:
             window = part.held(tokens)
@@ -109,24 +111,24 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """All stages of a layout, and what goes between their ranks. `hidden_bytes` are one token's activations."""
+    """All stages of a layout, and what their ranks send. `hidden_bytes` are the activations of one token."""
 
     stages: tuple[StageWork, ...]
     layout: Layout
     hidden_bytes: int
 
     def all_reduce_bytes(self, stage: StageWork, tokens: float) -> float:
-        """Bytes that a rank sends for the all-reduces of a stage: a ring's 2·(n - 1)/n of each."""
+        """Bytes that a rank sends for the all-reduces of a stage. In a ring it sends 2·(n - 1)/n of each."""
         ranks = self.layout.tensor_parallel_size
         return stage.layers * ALL_REDUCES_PER_LAYER * tokens * self.hidden_bytes * 2 * (ranks - 1) / ranks
 
     def hop_bytes(self, tokens: float) -> float:
-        """Bytes that a rank sends to the next stage: its share of the activations, and of the residual."""
+        """Bytes that a rank sends to the next stage: its share of the activations and of the residual."""
         return 2 * tokens * self.hidden_bytes / self.layout.tensor_parallel_size
 
 
 def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
-    """Count the work of a layout. Raises DoesNotFitError where vLLM refuses it."""
+    """The work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
     tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
     expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
     found = []
@@ -168,11 +170,11 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
-    """The type in which a matrix is multiplied: its own where the accelerator can, else the model's 16-bit type.
+    """The type in which a matrix is multiplied: its own where the accelerator has it, else the model's 16-bit type.
 
-    Integer groups (AWQ, GPTQ), bitsandbytes and the int8 that vLLM makes itself on loading are weights alone, unpacked
-    before the multiplication; MXFP4 is too on hardware without 4-bit arithmetic, and meets 8-bit activations where
-    there is.
+    Integer groups (AWQ, GPTQ), bitsandbytes, and int8 that vLLM makes itself while loading are unpacked before the
+    multiplication. MXFP4 is unpacked on hardware without 4-bit arithmetic, and multiplied with 8-bit activations on
+    hardware with it.
     """
     rates = accelerator.dense_flops
     plain = "fp16" if model.dtype == "float16" and "fp16" in rates else "bf16" if "bf16" in rates else "fp16"
@@ -190,7 +192,7 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
 def _count(
     weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
 ) -> tuple[Counter[str], Counter[str], int]:
-    """(operations per token of dense matrices, of experts, bytes of experts) of one block on one rank."""
+    """(operations per token in dense matrices, the same in experts, bytes of experts) of one block on one rank."""
     dense: Counter[str] = Counter()
     experts: Counter[str] = Counter()
     expert_bytes = 0
@@ -244,7 +246,7 @@ def _attention(
 
 
 def _latent_widths(weights: tuple[Weight, ...]) -> tuple[int, int]:
-    """(query, value) features of a head where the cache is a latent: of the matrices that make and take them."""
+    """(query, value) features of a head with latent attention, read from its projections."""
     query = value = 0
     for weight in weights:
         if isinstance(weight, Linear) and weight.name.endswith(("q_b_proj", "q_proj")):
