@@ -69,8 +69,8 @@ def refused(alice: User, home: Path, *words: str, exit_code: int, env=None) -> s
         ((*SUBMIT, "--mem", "9T"), 4, ["Requested node configuration is not available", "gpu:h100:8"]),
         ((*SUBMIT, *SMALL, "--sbatch", "--no-such-option"), 4, ["unrecognized option '--no-such-option'"]),
         ((*SUBMIT, "--log-dir", "/proc/logs"), 5, ["/proc/logs", "--log-dir"]),
-        (("wait", "nonesuch"), 5, ["no service or job 'nonesuch'"]),
-        (("stop", "nonesuch"), 5, ["no service or job 'nonesuch'"]),
+        (("wait", "nonesuch"), 5, ["No service or job 'nonesuch'"]),
+        (("stop", "nonesuch"), 5, ["No service or job 'nonesuch'"]),
         (("env", "nonesuch"), 5, ["nonesuch"]),
     ],
 )
