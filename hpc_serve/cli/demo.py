@@ -1,4 +1,4 @@
-"""`demo`: everything once, on this machine: a tiny model is made, served by the real engine, asked, and stopped."""
+"""`demo`: makes a tiny model, serves it with the real engine on this machine, asks it something, and stops it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 def demo_command(keep: bool, folder: Path | None) -> None:
     """Serve a tiny model on this machine, ask it something, and stop it.
 
-    It needs no Slurm and no GPU, but an environment with vLLM in it. The model's weights are random numbers: its
-    answer is gibberish, and meant to be.
+    It needs an environment with vLLM, but no Slurm and no GPU. The model's weights are random numbers, so its answer is
+    gibberish.
     """
     from hpc_serve.cli import show
     from hpc_serve.submit import services
@@ -41,7 +41,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
     submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))
-    click.echo(show.submission_text(submission))
+    click.echo(show.submission_text(submission, services.other_replicas(submission.job)))
     job_id, answered = submission.job.job_id, False
     try:
         with show.Stages(SERVICE) as stages:
@@ -85,7 +85,7 @@ def _ask() -> str:
     answer = client.chat.completions.create(model=client.model, messages=messages, max_tokens=24)
     return (
         f"\n  you    {QUESTION}\n  model  {answer.choices[0].message.content}\n\n"
-        "(Its weights are random numbers, so this is gibberish, and meant to be. The engine is the real one.)"
+        "(Its weights are random numbers, so the answer is gibberish. The engine is the real one.)"
     )
 
 

@@ -1,5 +1,7 @@
-"""The `hpc-serve` command: finds the file of a command only when that command is used, and turns every error into words
-on stderr and an exit code (see errors.py), here and nowhere else; asked for --json, stdout holds it as an object too.
+"""The `hpc-serve` command. It imports the file of a command only when that command is used.
+
+Here alone, errors become words on stderr and an exit code (errors.py). With --json, stdout holds the error as an object
+too.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are used, and whose own help needs none of them."""
+    """A group that imports a command when it is used. Its own help imports none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -73,7 +75,7 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error is its answer if it was to be in JSON and has not been given."""
+        """Run the command. If it fails with --json before it printed its document, print the error as one."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -111,10 +113,10 @@ def run(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows ? for what it lacks
     try:
         code = _run(argv)
-        if sys.stdout is not None:  # it was closed by whoever started us
+        if sys.stdout is not None:  # None where whoever started the command has closed it
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, `head` say, has had enough
+    except BrokenPipeError:  # the reader (`head`, for example) has closed the pipe
         _write_no_more()
         return _BROKEN_PIPE
     except OSError as error:
@@ -126,7 +128,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Python would try once more to write what is left, at its end."""
+    """Send stdout nowhere: Python would try to write what is left when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -154,7 +156,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def describe_error(error: Exception) -> tuple[str, int] | None:
-    """What an error says to a person, and its exit code; None for what is no error of a command."""
+    """The text for a person and the exit code; None for an exception that is not an error of a command."""
     if isinstance(error, HpcServeError):
         return str(error), error.exit_code
     if isinstance(error, click.ClickException):

@@ -141,8 +141,8 @@ _JOB_OPTIONS = (
 )
 
 
-class EngineCommand(click.Command):
-    """A command whose words after `--` are the engine's, and nothing else is."""
+class CommandWithVllmOptions(click.Command):
+    """A command that takes words after `--` as options for vLLM."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -170,7 +170,7 @@ def plan_options(function: Function) -> Function:
 
 
 def request_options(function: Function) -> Function:
-    """Give a command the options of a request: what to plan for, and how its job is started."""
+    """Give a command the options of a request: what to plan for, and how its job starts."""
     return plan_options(_with_options(function, _JOB_OPTIONS))
 
 

@@ -35,7 +35,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
 
 
 def print_plan(result: PlanResult) -> None:
-    """The plan for people: where bytes go, what was considered, what to type. Without one, raises its error."""
+    """The plan for people: where bytes go, what was considered, what to type. Raises NoLayoutError without a plan."""
     chosen = result.chosen
     console = Console(highlight=False)
     memory = chosen.memory
@@ -124,7 +124,7 @@ def _candidate_table(chosen: ServePlan) -> Table:
 
 
 def _print_sharing(console: Console, result: PlanResult) -> None:
-    """How a whole node could be shared, where the plan takes part of one and nothing was said about it."""
+    """How replicas could share a whole node, where the plan takes a part of one and no sizes were asked for."""
     workload, engine = result.inputs.workload, result.inputs.engine
     asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
     if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:

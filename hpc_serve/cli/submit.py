@@ -9,13 +9,15 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.options import Duration, EngineCommand, make_request, request_options
+from hpc_serve.cli.options import CommandWithVllmOptions, Duration, make_request, request_options
 
-_ENGINE_WORDS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"
+_VLLM_OPTIONS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"
 
 
 @click.command(
-    "render", cls=EngineCommand, help="Print the batch script that `submit` would hand to sbatch." + _ENGINE_WORDS
+    "render",
+    cls=CommandWithVllmOptions,
+    help="Print the batch script that `submit` would hand to sbatch." + _VLLM_OPTIONS,
 )
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
@@ -34,7 +36,9 @@ def render_command(output: Path | None, **options: Any) -> None:
         raise click.FileError(str(output), hint=error.strerror) from error
 
 
-@click.command("submit", cls=EngineCommand, help="Start a model as a service: plan it, submit its job." + _ENGINE_WORDS)
+@click.command(
+    "submit", cls=CommandWithVllmOptions, help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS
+)
 @request_options
 @click.option("--wait/--no-wait", default=False, help="Follow it until it is ready; Ctrl-C only detaches.")
 @click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")

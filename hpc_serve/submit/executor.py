@@ -1,7 +1,7 @@
-"""submitit's executors with our script in place of theirs. Everything private of submitit that we use is in this file.
+"""submitit's executors with our script in place of theirs. Private names of submitit are used in this file alone.
 
-The Slurm one goes through submitit's own submission (its file, sbatch, the job's id); the local one starts the same
-kind of script in a session of its own on this machine, for laptops and demos. tests/unit/submit/test_executor.py fails
+The Slurm executor submits by submitit's own way: its file, sbatch, the job's id. The local executor starts the same
+kind of script on this machine, in a session of its own, for laptops and demos. tests/unit/submit/test_executor.py fails
 if submitit changes what is overridden here.
 """
 
@@ -47,7 +47,7 @@ class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # subm
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # whether Slurm is here is found out by calling it, with an error that says more
+        return 2  # calling sbatch finds out whether Slurm is here, and its error says more
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         self.submission_uid = uid
@@ -102,7 +102,7 @@ def submit_to_slurm(script_text: str, folder: Path) -> SubmittedScript:
     """
     executor = ScriptSlurmExecutor(folder, script_text)
     try:
-        # submitit prints what sbatch said; it is in its exception as well, and ours says it once.
+        # submitit prints what sbatch said and raises it too: hide the first, so that it is said once.
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
             job = executor._submit_command("")
     except FileNotFoundError:
@@ -131,9 +131,9 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScr
 
 def _refusal(stderr: str) -> SchedulerError:
     if says_unreachable(stderr):
-        took_it = "It may have taken the job all the same: `hpc-serve status` shows it if so."
-        doubt = took_it if "timed out" in stderr.lower() else "Nothing was submitted."
-        return SchedulerUnavailableError(f"{scheduler.controller_not_answering('sbatch', stderr)} {doubt}")
+        maybe = "It may have taken the job all the same: `hpc-serve status` shows it if so."
+        outcome = maybe if "timed out" in stderr.lower() else "Nothing was submitted."
+        return SchedulerUnavailableError(f"{scheduler.controller_not_answering('sbatch', stderr)} {outcome}")
     try:
         partitions = scheduler.partitions()
     except SchedulerError:
@@ -144,7 +144,7 @@ def _refusal(stderr: str) -> SchedulerError:
 
 @contextlib.contextmanager
 def _outside_of_any_job() -> Iterator[None]:
-    """Hide the surrounding job, if there is one: sbatch would hand its sizes and limits on to the new job."""
+    """Hide the variables of the job that this runs in, if any: sbatch would apply its sizes to the new job."""
     inside = "SLURM_JOB_ID" in os.environ
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     ours = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]
@@ -157,7 +157,7 @@ def _outside_of_any_job() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
-    """Make new files 0600; sbatch hands this on to the file that the batch script's output goes to."""
+    """Make new files 0600. sbatch passes the umask on, so the job's output is 0600 too."""
     before = os.umask(0o077)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What can be found wrong on the login node, before a job waits hours in the queue to find it.
+"""Checks the files that a job needs on the login node, so that no job waits hours in the queue to miss them.
 
-It only looks at files: weights, the Python environment, the log folder. Models, layouts and options were checked when
-the request and its plan were made.
+It looks at weights and the Python environment, and changes nothing. Models, layouts and options are checked when the
+request and its plan are made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The text of a batch script: a request and its plan in, a script a person can read and edit out.
 
-All arithmetic was done by the planner and all order of processes is the launcher's; here values only find their place.
-Every value is quoted for the shell by default; what stands in an `#SBATCH` line cannot be and is checked.
+It computes no layout and starts no process: the plan and the launcher do that. Every value is quoted for the shell. A
+value in an `#SBATCH` line cannot be quoted; it was checked when the request was made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEM_GIB_PER_GPU = 16
 _MEM_GIB_BASE = 16
 
 
-# Jinja marks the output of blocks and macros as Markup when autoescape is on; the same mark says "checked" here.
+# With autoescape on, Jinja marks the output of blocks and macros as Markup. Here that mark means "checked" or "quoted".
 _Checked = Markup
 
 
@@ -41,8 +41,8 @@ def _shell_word(value: object) -> Markup:
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
     """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
 
-    Raises InvalidRequestError if a value cannot stand in the script, a site's template asks for one it is not given, or
-    there are no scripts for such an accelerator.
+    Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
+    not there.
     """
     environment = _template_environment(request.templates_dir)
     try:
@@ -106,14 +106,14 @@ def devices_per_node(plan: ServePlan) -> int:
 
 
 def _not_run(device: AcceleratorSpec) -> str:
-    """What nobody has seen work; NVIDIA's GPUs have CPU processes standing in for them in the tests."""
+    """A remark for accelerators on which no script was ever run; empty for the others."""
     if device.is_script_tested:
         return ""
     return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
 
 
 def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """The names the engine answers to: the repository id first, then the alias, then the service's own name."""
+    """The names by which requests may call the model: its repository, its alias, the service's own name."""
     return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
 
 
@@ -158,7 +158,7 @@ def _cpus(plan: ServePlan) -> int:
 
 
 def _mem_gib(plan: ServePlan) -> int:
-    if plan.accelerator.kind == "cpu":  # the plan has divided this memory already
+    if plan.accelerator.kind == "cpu":  # the plan has divided the job's memory among sockets
         return -(-plan.layout.gpus_per_node * plan.accelerator.total_bytes // GIB)
     return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * plan.layout.gpus_per_node
 
