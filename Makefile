@@ -26,6 +26,10 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(COVERAGE) $(ARGS)
 
+.PHONY: faults
+faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects
+	@$(PYTHON_AS_ROOT) -m tests.faults $(ARGS)
+
 .PHONY: unit
 unit: packages venv ## the unit tests alone, of this Python; no root
 	@$(VENV)/bin/python -m pytest -p no:cacheprovider $(ARGS) tests/unit

@@ -6,21 +6,32 @@ Standard library only. It speaks enough of the OpenAI API for clients and launch
 /v1/completions and /v1/chat/completions, streams and tool calls included. It prints lines as vLLM 0.32 does while it
 loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and
 HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
+
+With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
+all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
+`continue_final_message` in a chat) gets the rest of it. --stub-work-log writes down what was worked on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import hmac
 import json
 import os
+import re
+import secrets
+import select
 import shlex
 import signal
+import socket
 import ssl
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -28,6 +39,41 @@ from pathlib import Path
 from typing import Any
 
 SHARDS = 5
+STEP_S = 0.05
+_LAST_TOKEN = re.compile(r"w(\d+)\.[0-9a-f]{4}$")
+
+
+def next_token(context: str, length: int, *, salt: str = "") -> str | None:
+    """The token that follows a text; None where an answer of `length` tokens ends. `salt` stands for sampling."""
+    last = _LAST_TOKEN.search(context)
+    place = int(last[1]) + 1 if last else 0
+    if place >= length:
+        return None
+    digest = hashlib.sha256((salt + context).encode()).hexdigest()[:4]
+    return f"{' ' if place else ''}w{place}.{digest}"
+
+
+def greedy_answer(context: str, length: int) -> str:
+    """The whole answer to a context at temperature 0.
+
+    >>> greedy_answer("why?", 3) == greedy_answer("why?", 2) + greedy_answer("why?" + greedy_answer("why?", 2), 3)
+    True
+    """
+    text = ""
+    while (token := next_token(context + text, length)) is not None:
+        text += token
+    return text
+
+
+def chat_context(messages: list[dict[str, Any]], *, is_continued: bool = False) -> str:
+    """The text that a chat template makes of messages; with `is_continued` the last one is left open."""
+    texts = [f"<{message['role']}>{_content(message)}" for message in messages]
+    return "\n".join(texts) if is_continued else "\n".join([*texts, "<assistant>"])
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -52,6 +98,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-words", type=int, default=4, help="length of an answer")
     parser.add_argument("--stub-first-s", type=float, default=0.0, help="seconds before the first word")
     parser.add_argument("--stub-word-s", type=float, default=0.0, help="seconds between words")
+    parser.add_argument("--stub-greedy", action="store_true", help="an answer at temperature 0 follows from its prompt")
+    parser.add_argument("--stub-slots", type=int, default=256, help="requests worked on at once; the others wait")
+    parser.add_argument("--stub-hang-file", help="while this file exists no word comes, and /health answers 200")
+    parser.add_argument("--stub-work-log", metavar="FOLDER", help="write a line for each request begun and ended")
+    parser.add_argument("--shutdown-timeout", type=float, default=0.0, help="vLLM's: seconds for requests under way")
     parser.add_argument("--stub-unhealthy-file", help="/health answers 503 while this file exists")
     parser.add_argument("--stub-ignore-sigterm", action="store_true")
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
@@ -82,6 +133,80 @@ def load(options: argparse.Namespace) -> None:
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")
 
 
+class Work:
+    """The requests that wait and run, counted as vLLM's metrics count them, and written to the work log."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._slots = threading.Semaphore(options.stub_slots)
+        self._lock = threading.Lock()
+        self._folder = options.stub_work_log
+        self.waiting = 0
+        self.running = 0
+        self.tokens = 0
+        self.ended: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def request(self, context: str) -> Iterator[Progress]:
+        """One request, from its arrival to its end; `finish` of the value says how it ended."""
+        progress = Progress(self)
+        with self._lock:
+            self.waiting += 1
+        with self._slots:
+            with self._lock:
+                self.waiting -= 1
+                self.running += 1
+            self._write(event="begun", request=progress.name, context=context)
+            try:
+                yield progress
+            finally:
+                with self._lock:
+                    self.running -= 1
+                    self.ended[progress.finish] += 1
+                self._write(event=progress.finish, request=progress.name, tokens=progress.tokens)
+
+    def add_token(self) -> None:
+        with self._lock:
+            self.tokens += 1
+
+    def metrics(self, model: str) -> str:
+        """What vLLM's /metrics says of the same."""
+        labels = f'engine="0",model_name="{model}"'
+        lines = []
+        for name, kind, value in (
+            ("num_requests_running", "gauge", self.running),
+            ("num_requests_waiting", "gauge", self.waiting),
+            ("generation_tokens_total", "counter", self.tokens),
+        ):
+            lines += [f"# TYPE vllm:{name.removesuffix('_total')} {kind}", f"vllm:{name}{{{labels}}} {float(value)}"]
+        lines.append("# TYPE vllm:request_success counter")
+        for reason in ("stop", "length", "abort", "error"):
+            value = self.ended[reason]
+            lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(value)}')
+        return "\n".join(lines) + "\n"
+
+    def _write(self, **values: Any) -> None:
+        if not self._folder:
+            return
+        line = json.dumps({"at": time.monotonic(), **values}) + "\n"
+        path = Path(self._folder) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        with contextlib.suppress(OSError), path.open("a") as log:
+            log.write(line)
+
+
+class Progress:
+    """How far one request is."""
+
+    def __init__(self, work: Work) -> None:
+        self.name = secrets.token_hex(4)
+        self.tokens = 0
+        self.finish = "abort"
+        self._work = work
+
+    def add_token(self) -> None:
+        self.tokens += 1
+        self._work.add_token()
+
+
 class Engine(ThreadingHTTPServer):
     """The server and what its requests share."""
 
@@ -92,6 +217,8 @@ class Engine(ThreadingHTTPServer):
         self.options = options
         self.names: list[str] = options.served_model_name or [options.model]
         self.completions = 0
+        self.work = Work(options)
+        self.is_leaving = False
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
         self.record = os.environ.get("HPC_SERVE_RECORD")
@@ -110,6 +237,13 @@ class Engine(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+    def finish(self) -> None:
+        """As vLLM at SIGTERM: new requests get 500, those under way go on for --shutdown-timeout seconds."""
+        self.is_leaving = True
+        deadline = time.monotonic() + self.options.shutdown_timeout
+        while self.work.running + self.work.waiting and time.monotonic() < deadline:
+            time.sleep(STEP_S)
 
     @property
     def draining(self) -> bool:
@@ -133,7 +267,12 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.key and self.server.record and (challenge := self.headers.get("X-HPC-Serve-Challenge")):
                 headers["X-HPC-Serve-Proof"] = self.proof(self.server.key, self.server.record, challenge)
             self.answer(status, b"", headers)
-        elif self.enters():
+        elif not self.enters():
+            return
+        elif self.path == "/metrics":
+            text = self.server.work.metrics(self.server.names[0])
+            self.answer(200, text.encode(), {}, kind="text/plain; version=0.0.4; charset=utf-8")
+        else:
             models = [{"id": name, "object": "model", "owned_by": "stub"} for name in self.server.names]
             found = self.path == "/v1/models"
             self.answer_json(200, {"object": "list", "data": models}) if found else self.error(404, "Not Found")
@@ -148,7 +287,12 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(body)
         options = self.server.options
         self.server.completions += 1
-        if options.stub_error:
+        is_chat = self.path.endswith("chat/completions")
+        if self.server.is_leaving:
+            self.error(500, "the stub engine is shutting down")
+        elif is_chat and request.get("continue_final_message") and request.get("add_generation_prompt", True):
+            self.error(400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        elif options.stub_error:
             self.error(options.stub_error, "a stubbed error")
         elif request.get("model") not in self.server.names:
             self.error(404, f"The model `{request.get('model')}` does not exist.")
@@ -175,56 +319,109 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, request: dict[str, Any], *, dies: bool) -> None:
         options = self.server.options
         is_chat = self.path.endswith("chat/completions")
-        count = min(options.stub_words, request.get("max_tokens") or options.stub_words)
-        port = self.server.server_address[1]
-        words = [f"stub-{port}", *["word"] * (count - 1)]
-        if options.stub_first_s:
-            time.sleep(options.stub_first_s)
-        if dies and not request.get("stream"):
-            os._exit(options.stub_exit_code)
-        reply: dict[str, Any] = {
-            "id": f"stub-{self.server.completions}",
-            "created": int(time.time()),
-            "model": request["model"],
-            "system_fingerprint": "stub engine, no model",
-        }
-        usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 1 + len(words)}
-        if request.get("stream"):
-            self.stream(reply, words, usage, is_chat=is_chat, dies=dies)
+        with self.server.work.request(self.context(request)) as progress:
+            if options.stub_first_s:
+                time.sleep(options.stub_first_s)
+            if dies and not request.get("stream"):
+                os._exit(options.stub_exit_code)
+            reply: dict[str, Any] = {
+                "id": f"stub-{self.server.completions}",
+                "created": int(time.time()),
+                "model": request["model"],
+                "system_fingerprint": "stub engine, no model",
+            }
+            if request.get("stream"):
+                self.stream(reply, request, progress, is_chat=is_chat, dies=dies)
+                return
+            words, finish = [], ""
+            for word, reason in self.words(request):
+                words.append(word)
+                finish = reason
+                progress.add_token()
+                self.pause(options.stub_word_s)
+            choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+            if not is_chat:
+                choice["text"] = "".join(words)
+            elif request.get("tools"):
+                function = {"name": request["tools"][0]["function"]["name"], "arguments": "{}"}
+                call = {"id": "call-1", "type": "function", "function": function}
+                choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
+                choice["finish_reason"] = "tool_calls"
+            else:
+                choice["message"] = {"role": "assistant", "content": "".join(words)}
+            kind = "chat.completion" if is_chat else "text_completion"
+            reply |= {"object": kind, "choices": [choice], "usage": usage(len(words))}
+            self.answer_json(200, reply)
+            progress.finish = finish
+
+    def context(self, request: dict[str, Any]) -> str:
+        """All the text that an answer follows from."""
+        if not self.path.endswith("chat/completions"):
+            return str(request.get("prompt", ""))
+        return chat_context(request.get("messages", []), is_continued=bool(request.get("continue_final_message")))
+
+    def words(self, request: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """The tokens of the answer, each with the reason to stop after it, "" until the last."""
+        options = self.server.options
+        most = min(request.get("max_completion_tokens") or request.get("max_tokens") or sys.maxsize, options.stub_words)
+        if not options.stub_greedy:
+            for place in range(most):
+                word = " word" if place else f"stub-{self.server.server_address[1]}"
+                yield word, "stop" if place == most - 1 else ""
             return
-        time.sleep(options.stub_word_s * len(words))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        if not is_chat:
-            choice["text"] = " ".join(words)
-        elif request.get("tools"):
-            function = {"name": request["tools"][0]["function"]["name"], "arguments": "{}"}
-            call = {"id": "call-1", "type": "function", "function": function}
-            choice["message"] = {"role": "assistant", "content": None, "tool_calls": [call]}
-            choice["finish_reason"] = "tool_calls"
-        else:
-            choice["message"] = {"role": "assistant", "content": " ".join(words)}
-        kind = "chat.completion" if is_chat else "text_completion"
-        self.answer_json(200, {**reply, "object": kind, "choices": [choice], "usage": usage})
+        is_greedy = request.get("temperature") == 0
+        salt = "" if is_greedy else str(request.get("seed") or secrets.token_hex(4))
+        context = self.context(request)
+        word = next_token(context, options.stub_words, salt=salt)
+        if word is None:  # the text holds a whole answer: the one token that ends it
+            yield "", "stop"
+        while word is not None and most > 0:
+            context += word
+            most -= 1
+            following = next_token(context, options.stub_words, salt=salt)
+            yield word, "stop" if following is None else "length" if not most else ""
+            word = following
+
+    def pause(self, seconds: float) -> None:
+        """The time that a word takes. Raises ConnectionResetError once the client has left: vLLM aborts its request."""
+        hang_file = self.server.options.stub_hang_file
+        client = select.poll()
+        client.register(self.connection, select.POLLIN)
+        time.sleep(seconds)
+        while True:
+            if client.poll(0):  # no client sends more before it has its answer
+                raise ConnectionResetError
+            if not hang_file or not os.path.exists(hang_file):
+                return
+            time.sleep(STEP_S)
 
     def stream(
-        self, reply: dict[str, Any], words: list[str], usage: dict[str, int], *, is_chat: bool, dies: bool
+        self, reply: dict[str, Any], request: dict[str, Any], progress: Progress, *, is_chat: bool, dies: bool
     ) -> None:
+        options = self.server.options
         reply["object"] = "chat.completion.chunk" if is_chat else "text_completion"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for place, word in enumerate(words):
-            text = word if place == 0 else f" {word}"
-            choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if place == len(words) - 1 else None}
+        self.pause(0)
+        if is_chat and options.stub_greedy:  # as vLLM's first chunk
+            first = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
+            self.event(json.dumps({**reply, "choices": [first]}))
+        finish = "stop"
+        for place, (text, finish) in enumerate(self.words(request)):
+            choice: dict[str, Any] = {"index": 0, "finish_reason": finish or None}
             choice |= {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            progress.add_token()
             self.event(json.dumps({**reply, "choices": [choice]}))
-            if dies and place == len(words) // 2:
-                os._exit(self.server.options.stub_exit_code)
-            time.sleep(self.server.options.stub_word_s)
-        self.event(json.dumps({**reply, "choices": [], "usage": usage}))
+            if dies and place == min(options.stub_words, request.get("max_tokens") or options.stub_words) // 2:
+                os._exit(options.stub_exit_code)
+            self.pause(options.stub_word_s)
+        if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
+            self.event(json.dumps({**reply, "choices": [], "usage": usage(progress.tokens)}))
         self.event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
+        progress.finish = finish
 
     def event(self, data: str) -> None:
         content = f"data: {data}\n\n".encode()
@@ -237,15 +434,19 @@ class Handler(BaseHTTPRequestHandler):
     def answer_json(self, status: int, value: dict[str, Any]) -> None:
         self.answer(status, json.dumps(value).encode(), {})
 
-    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def answer(self, status: int, body: bytes, headers: dict[str, str], *, kind: str = "application/json") -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Stub-Engine", str(self.server.server_address[1]))
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+
+def usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
 
 
 def main() -> None:
@@ -263,7 +464,11 @@ def main() -> None:
         scheme = "https" if engine.tls else "http"
         say(f"Starting vLLM server on {scheme}://{options.host}:{engine.server_address[1]}")
         say("Application startup complete.")
-        threading.Event().wait(options.stub_exit_after_s)
+        try:
+            threading.Event().wait(options.stub_exit_after_s)
+        except SystemExit:
+            engine.finish()
+            raise
         os._exit(options.stub_exit_code)
 
 

@@ -1,0 +1,211 @@
+"""The faults: each a function that breaks one thing of a running service and, where it heals, mends it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.service import Service, hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault by name. `is_short`: it is part of the short form. `hold_s` is how long it lasts, or is watched.
+
+    `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
+    """
+
+    name: str
+    happens: Callable[[Any], None]
+    is_short: bool
+    hides_records: bool
+    hold_s: float
+
+    @property
+    def words(self) -> str:
+        return (self.happens.__doc__ or "").splitlines()[0]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(
+    *, short: bool = False, hides_records: bool = False, hold_s: float = 20.0
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Enter a function into FAULTS under its name."""
+
+    def enter(happens: Callable[[Any], None]) -> Callable[[Any], None]:
+        name = happens.__name__.replace("_", "-")
+        FAULTS[name] = Fault(name=name, happens=happens, is_short=short, hides_records=hides_records, hold_s=hold_s)
+        return happens
+
+    return enter
+
+
+@fault(hold_s=3.0)
+def nothing(service: Service) -> None:
+    """Nothing breaks: what the load gets from a healthy service."""
+    hold(service.hold_s)
+
+
+# -- processes
+
+
+@fault(short=True, hold_s=3.0)
+def engine_killed(service: Service) -> None:
+    """kill -9 of one engine."""
+    service.signal(service.engine(0), signal.SIGKILL)
+    hold(service.hold_s)
+
+
+@fault(hold_s=3.0)
+def launcher_killed(service: Service) -> None:
+    """kill -9 of one launcher."""
+    service.signal(service.launcher(0), signal.SIGKILL)
+    hold(service.hold_s)
+
+
+@fault(short=True)
+def engine_stopped(service: Service) -> None:
+    """SIGSTOP of one engine, which stays so."""
+    service.signal(service.engine(0), signal.SIGSTOP)
+    hold(service.hold_s)
+
+
+@fault(short=True)
+def engine_hung(service: Service) -> None:
+    """One engine makes no token, and its /health answers 200."""
+    service.hang_file(0).touch()
+    hold(service.hold_s)
+
+
+@fault(hold_s=10.0)
+def client_frozen(service: Service) -> None:
+    """SIGSTOP of the client's program for a while."""
+    pids = service.load_pids()
+    assert pids
+    service.signal(pids, signal.SIGSTOP)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.signal(pids, signal.SIGCONT)
+    hold(3.0)
+
+
+# -- planned ends
+
+
+@fault(short=True, hold_s=3.0)
+def stop(service: Service) -> None:
+    """`hpc-serve stop` of one replica."""
+    service.hpc_serve("stop", service.jobs[0])
+    hold(service.hold_s)
+
+
+# -- shared files
+
+
+@fault(short=True, hides_records=True)
+def home_away(service: Service) -> None:
+    """The shared home is not there for a while."""
+    with home_renamed(service):
+        hold(service.hold_s)
+    hold(3.0)
+
+
+@contextmanager
+def home_renamed(service: Service) -> Iterator[None]:
+    mount = service.home.parent
+    away = mount.with_name(mount.name + ".away")
+    mount.rename(away)
+    try:
+        yield
+    finally:
+        if mount.exists():  # a launcher that runs as root has made it anew
+            mount.rename(mount.with_name(mount.name + ".meanwhile"))
+        away.rename(mount)
+
+
+@fault(short=True, hides_records=True)
+def records_torn(service: Service) -> None:
+    """Every record is cut in half, again and again, for a while."""
+
+    def tear() -> None:
+        for path in service.records():
+            with suppress(OSError):
+                size = path.stat().st_size
+                if path.read_bytes().endswith(b"}\n"):
+                    os.truncate(path, size // 2)
+
+    hold(service.hold_s, tear)
+    hold(3.0)
+
+
+@fault(hides_records=True)
+def records_foreign(service: Service) -> None:
+    """Every record belongs to another user for a while."""
+
+    def give_away() -> None:
+        for path in service.records():
+            with suppress(OSError):
+                os.chown(path, 65534, 65534)
+
+    hold(service.hold_s, give_away)
+    hold(3.0)
+
+
+@fault()
+def records_hostile(service: Service) -> None:
+    """Further records name addresses that take connections and never answer, or answer nonsense."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, nonsense() as port:
+        template = json.loads(service.records()[0].read_text())
+        paths = []
+        for number, there in enumerate((silent.getsockname()[1], port)):
+            job = f"{900 + number}"
+            record = {**template, "job_id": job, "port": there, "hosts": ["127.0.0.1"], "state": "ready"}
+            paths.append(write_record(service, f"{job}-r0-0.json", record))
+        try:
+            hold(service.hold_s)
+        finally:
+            for path in paths:
+                path.unlink()
+
+
+def write_record(service: Service, name: str, record: dict[str, Any]) -> Path:
+    """A record as its owner would write it."""
+    like = service.records()[0].stat()
+    path = service.service_folder / name
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(record) + "\n")
+    os.chown(path, like.st_uid, like.st_gid)
+    return path
+
+
+@contextmanager
+def nonsense() -> Iterator[int]:
+    """A port of this machine that answers everything with what is no HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    connection.sendall(b"220 nonsense\r\n" * 100)
+
+        threading.Thread(target=answer, daemon=True).start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,292 @@
+"""The load: a user's program that keeps requests in flight and writes down what became of each, one JSON line each.
+
+    python -m tests.faults.load SERVICE --out FILE
+
+It knows the service by `hpc_serve.client` alone (or an OpenAI base URL). Half of the requests are streams, half are
+chats; they go through one shared client in threads, one asyncio client, and programs that connect anew for each
+request. Every answer is compared with the unbroken one. A request that does not end within the bound is written down as
+hung, and another one takes its place. SIGTERM ends the program once every request has an outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+import hpc_serve.client
+from hpc_serve.errors import HpcServeError
+from tests.support.stub_engine import chat_context, greedy_answer
+
+STEP_S = 0.1
+PAUSE_AFTER_FAILURE_S = 0.25
+
+
+@dataclass
+class Request:
+    """One request, and what has come of it so far. Times are of the monotonic clock, which all processes share."""
+
+    name: str
+    client: str
+    is_chat: bool
+    is_stream: bool
+    most: int | None
+    has_usage: bool
+    age_at_start_s: float
+    started: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float = 0.0
+    gap_s: float = 0.0
+    pieces: list[str] = field(default_factory=list)
+    finish: str | None = None
+    tokens: int | None = None
+
+    @property
+    def question(self) -> str:
+        return f"Request {self.name}: say something."
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.question}]
+
+    def fault_of(self, length: int) -> str:
+        """What is wrong with the answer, compared with the unbroken one; "" if nothing is."""
+        unbroken = greedy_answer(chat_context(self.messages) if self.is_chat else self.question, length).split(" ")
+        expected = " ".join(unbroken[: self.most])
+        text = "".join(self.pieces)
+        if text != expected:
+            pairs = enumerate(zip(text, expected, strict=False))
+            common = next((place for place, (got, due) in pairs if got != due), min(len(text), len(expected)))
+            return f"the text differs after {common} of {len(expected)} characters: {text[common : common + 40]!r}"
+        finish = "length" if self.most is not None and self.most < length else "stop"
+        if self.finish != finish:
+            return f"finish_reason {self.finish!r}, not {finish!r}"
+        if self.has_usage and self.tokens != len(unbroken[: self.most]):
+            return f"usage says {self.tokens} tokens, not {len(unbroken[: self.most])}"
+        return ""
+
+    def add(self, answer: Any) -> None:
+        """The whole answer, or a chunk of it, has come."""
+        if answer.usage:
+            self.tokens = answer.usage.completion_tokens
+        if not answer.choices:
+            return
+        choice = answer.choices[0]
+        self.finish = choice.finish_reason or self.finish
+        text = choice.text if not self.is_chat else (choice.delta if self.is_stream else choice.message).content
+        now = time.monotonic()
+        self.gap_s = max(self.gap_s, now - (self.last or self.started))
+        self.first, self.last = self.first or now, now
+        self.pieces.append(text or "")
+
+
+class Load:
+    """The requests in flight, and the file of outcomes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.is_stopping = False
+        self._out = options.out.open("a", buffering=1)
+        self._lock = threading.Lock()
+        self._in_flight: dict[str, tuple[Request, Any]] = {}
+        self._names = map("{}-{}".format, itertools.repeat(secrets.token_hex(3)), itertools.count())
+        self._lived_s = 0.0  # a program that was frozen has not waited in that time
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task] = set()
+
+    # -- clients
+
+    def connect(self) -> tuple[Any, str]:
+        if self.options.base_url:
+            return openai.OpenAI(base_url=self.options.base_url, api_key=self._api_key), self.options.service
+        client = hpc_serve.client.connect(self.options.service, wait=self.options.wait)
+        return client, client.model
+
+    async def connect_async(self) -> tuple[Any, str]:
+        if self.options.base_url:
+            return openai.AsyncOpenAI(base_url=self.options.base_url, api_key=self._api_key), self.options.service
+        client = await hpc_serve.client.connect_async(self.options.service, wait=self.options.wait)
+        return client, client.model
+
+    @property
+    def _api_key(self) -> str:
+        return self.options.api_key_file.read_text().strip() if self.options.api_key_file else "none"
+
+    # -- the run
+
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "is_stopping", True))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        shared = self.connect()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        shared_async = asyncio.run_coroutine_threadsafe(self.connect_async(), self._loop).result()
+        for place in range(self.options.in_flight):
+            if place < self.options.fresh:
+                self._start_thread(place, None)
+            elif place % 4 < 2:
+                self._start_thread(place, shared)
+            else:
+                self._start_task(place, shared_async)
+        while not self.is_stopping or self._in_flight:
+            before = time.monotonic()
+            time.sleep(STEP_S)
+            self._lived_s += min(time.monotonic() - before, 10 * STEP_S)
+            self._replace_hung()
+        self._out.close()
+
+    def _start_thread(self, place: int, shared: tuple[Any, str] | None) -> None:
+        threading.Thread(target=self._ask_in_thread, args=(place, shared), daemon=True).start()
+
+    def _start_task(self, place: int, shared: tuple[Any, str]) -> None:
+        def start() -> None:
+            task = self._loop.create_task(self._ask_in_loop(place, shared))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+    def _replace_hung(self) -> None:
+        with self._lock:
+            requests = list(self._in_flight.values())
+        for request, replace in requests:
+            is_hung = self._lived_s - request.age_at_start_s > self.options.bound
+            if is_hung and self._end(request, "hung") and not self.is_stopping:
+                replace()
+
+    # -- requests
+
+    def _begin(self, place: int, turn: int, client: str, replace: Any) -> Request:
+        with self._lock:
+            request = Request(
+                name=next(self._names),
+                client=client,
+                is_chat=bool(turn % 2),
+                is_stream=(is_stream := bool(place % 2)),
+                most=None if turn % 3 == 0 else random.randint(self.options.tokens // 2, self.options.tokens),
+                has_usage=not is_stream or turn % 4 < 2,
+                age_at_start_s=self._lived_s,
+            )
+            self._in_flight[request.name] = request, replace
+        return request
+
+    def _end(self, request: Request, outcome: str, error: BaseException | None = None, *, wrong: str = "") -> bool:
+        """Write the outcome down; False if the request had one already."""
+        with self._lock:
+            if self._in_flight.pop(request.name, None) is None:
+                return False
+            text = "".join(request.pieces)
+            values = {
+                "name": request.name,
+                "client": request.client,
+                "api": "chat" if request.is_chat else "completion",
+                "stream": request.is_stream,
+                "outcome": outcome,
+                "started": request.started,
+                "first": request.first,
+                "ended": time.monotonic(),
+                "gap_s": round(request.gap_s, 3),
+                "characters": len(text),
+            }
+            if error is not None:
+                values["error"] = f"{type(error).__module__}.{type(error).__qualname__}"
+                values["text"] = str(error)[:500]
+                values["is_typed"] = isinstance(error, openai.OpenAIError | HpcServeError)
+            elif outcome == "wrong":
+                values["text"] = wrong
+            self._out.write(json.dumps(values) + "\n")
+            return True
+
+    def _judge(self, request: Request) -> bool:
+        wrong = request.fault_of(self.options.tokens)
+        return self._end(request, "wrong" if wrong else "right", wrong=wrong)
+
+    def _arguments(self, request: Request, model: str) -> dict[str, Any]:
+        asked: dict[str, Any] = {"model": model, "temperature": 0, "stream": request.is_stream}
+        asked |= {"messages": request.messages} if request.is_chat else {"prompt": request.question}
+        if request.most is not None:
+            asked["max_tokens"] = request.most
+        if request.is_stream and request.has_usage:
+            asked["stream_options"] = {"include_usage": True}
+        return asked
+
+    def _ask_in_thread(self, place: int, shared: tuple[Any, str] | None) -> None:
+        for turn in itertools.count():
+            if self.is_stopping:
+                return
+            name = "threads" if shared else "fresh"
+            request = self._begin(place, turn, name, lambda: self._start_thread(place, shared))
+            try:
+                client, model = shared or self.connect()
+                api = client.chat.completions if request.is_chat else client.completions
+                answer = api.create(**self._arguments(request, model))
+                if request.is_stream:
+                    with answer:
+                        for chunk in answer:
+                            request.add(chunk)
+                else:
+                    request.add(answer)
+                if not shared:
+                    client.close()
+            except Exception as error:
+                if not self._end(request, "error", error):
+                    return
+                time.sleep(PAUSE_AFTER_FAILURE_S)
+                continue
+            if not self._judge(request):
+                return
+
+    async def _ask_in_loop(self, place: int, shared: tuple[Any, str]) -> None:
+        client, model = shared
+        for turn in itertools.count():
+            if self.is_stopping:
+                return
+            request = self._begin(place, turn, "asyncio", lambda: self._start_task(place, shared))
+            try:
+                api = client.chat.completions if request.is_chat else client.completions
+                answer = await api.create(**self._arguments(request, model))
+                if request.is_stream:
+                    async with answer:
+                        async for chunk in answer:
+                            request.add(chunk)
+                else:
+                    request.add(answer)
+            except Exception as error:
+                if not self._end(request, "error", error):
+                    return
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
+                continue
+            if not self._judge(request):
+                return
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.load", description=__doc__)
+    parser.add_argument("service")
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON lines go")
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--fresh", type=int, default=2, help="of these, programs that connect for each request")
+    parser.add_argument("--tokens", type=int, default=40, help="length of an answer (the stub's --stub-words)")
+    parser.add_argument("--bound", type=float, default=20.0, help="seconds after which a request counts as hung")
+    parser.add_argument("--wait", type=float, default=60.0, help="connect's `wait`")
+    parser.add_argument("--base-url", help="an OpenAI base URL to use in place of hpc_serve.client")
+    parser.add_argument("--api-key-file", type=Path)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    Load(parse(sys.argv[1:])).run()
+    sys.stdout.flush()
+    os._exit(0)  # threads of requests that hang are left behind

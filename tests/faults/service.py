@@ -1,0 +1,249 @@
+"""A running service to break, on this machine: real launchers, each with a stub engine, started by `hpc-serve submit`.
+
+`vllm` is the stub (tests/support/stub_engine.py) in the environment that the jobs use. How the parts of a replica are
+found, and how the load is started and read, is here too; `slurm_service` does the same on the test cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import processes, wait_for
+from tests.cluster.config import CHECKOUT
+
+STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
+TOKENS = 40
+TOKEN_S = 0.05
+START_S = 90.0
+
+
+def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step_s: float = 0.2) -> None:
+    """Let a fault last, and do something at each step."""
+    until = time.monotonic() + seconds
+
+    def is_over() -> bool:
+        meanwhile()
+        return time.monotonic() >= until
+
+    wait_for(is_over, seconds + 60, what="the end of a fault", step_s=step_s)
+
+
+class Service:
+    """A service of stub replicas in a folder of its own, and the load on it. `hold_s` is how long a fault lasts."""
+
+    name = "faults"
+    stub_args: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path, model: Path, *, hold_s: float, bound_s: float) -> None:
+        self.folder, self.model, self.hold_s, self.bound_s = folder, model, hold_s, bound_s
+        self.jobs: list[str] = []
+        self.home = folder / "mount" / "home"
+        self.work = folder / "work"
+        self._load: subprocess.Popen[str] | None = None
+        for path in (folder / "env" / "bin", self.work, self.home.parent):
+            path.mkdir(parents=True)
+        self.python = sys.executable
+        search = f"{folder}/env/bin:{sys.prefix}/bin"
+        _write(folder / "env" / "bin" / "activate", f"export PATH={search}:$PATH\n")
+        _write(folder / "env" / "bin" / "vllm", f'#!/bin/sh\nexec {self.python} {STUB} "$@"\n', mode=0o755)
+
+    # -- what differs between this machine and a cluster
+
+    def run(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a user's command to its end."""
+        environ = {**os.environ, **self.environ, **(env or {})}
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen[str]:
+        """Start a user's program."""
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **self.environ},
+            cwd=CHECKOUT,
+            stdout=self._load_log(),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def submit_options(self, place: int) -> tuple[str, ...]:
+        """Where the replica at this place is to run."""
+        return ("--cluster", "local", "--gpu", "cpu", "--gpu-memory", "2GiB")
+
+    def pids(self) -> Iterator[int]:
+        """The processes that may be of the service."""
+        return processes.pids()
+
+    # -- the service
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            "HPC_SERVE_HOME": str(self.home),
+            "HPC_SERVE_ENV": str(self.folder / "env"),
+            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        }
+
+    def hpc_serve(self, *words: str, env: Mapping[str, str] | None = None) -> str:
+        done = self.run(["hpc-serve", *words], env=env)
+        if done.returncode != 0:
+            raise RuntimeError(f"hpc-serve {' '.join(words)} ended with {done.returncode}: {done.stderr}{done.stdout}")
+        return done.stdout
+
+    def start(self, replicas: int = 2) -> None:
+        """Start replicas and wait until all are ready."""
+        for place in range(len(self.jobs), len(self.jobs) + replicas):
+            self.jobs.append(self.submit(place))
+        wait_for(self._all_ready, START_S, what=f"{replicas} replicas", step_s=1.0)
+
+    def submit(self, place: int) -> str:
+        """Submit the replica at this place; returns its job's id."""
+        args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(TOKEN_S)]
+        args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place)), *self.stub_args]
+        model = ("--model", str(self.model), "--name", self.name)
+        options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
+        said = self.hpc_serve("submit", *options, env={"STUB_ENGINE_ARGS": " ".join(args)})
+        found = re.search(r"submitted as job (\S+)", said)
+        assert found, said
+        return found[1]
+
+    def states(self) -> dict[str, str]:
+        """How each replica is, by job."""
+        replicas = json.loads(self.hpc_serve("status", self.name, "--json"))["services"]
+        return {replica["job_id"]: replica["state"] for replica in replicas}
+
+    def _all_ready(self) -> bool:
+        states = self.states()
+        if failed := [job for job in self.jobs if states.get(job) in ("failed", "stopped")]:
+            raise RuntimeError(f"a replica ended: {self.hpc_serve('status', failed[0])}")
+        return all(states.get(job) == "ready" for job in self.jobs)
+
+    def end(self) -> None:
+        """End the load and every replica."""
+        if self._load is not None and self._load.poll() is None:
+            self._load.kill()
+            self._load.wait()
+        for pid in [pid for job in self.jobs for pid in self.processes_of(job)]:
+            _signal(pid, signal.SIGCONT)
+        self.run(["hpc-serve", "stop", self.name, "--timeout", "20"])
+        for job in self.jobs:
+            for pid in self.processes_of(job):
+                _signal(pid, signal.SIGKILL)
+
+    # -- its parts
+
+    def hang_file(self, place: int) -> Path:
+        """While this file exists the engine at this place makes no token."""
+        return self.folder / f"hang-{place}"
+
+    @property
+    def service_folder(self) -> Path:
+        return self.home / "services" / self.name
+
+    def records(self) -> list[Path]:
+        """The files of the replicas' records."""
+        return [path for path in self.service_folder.glob("*.json") if path.name != "service.json"]
+
+    def processes_of(self, job: str) -> list[int]:
+        """The live processes that run in a replica's job."""
+        mark = f"HPC_SERVE_JOB_ID={job}".encode()
+        return [pid for pid in self.pids() if processes.is_alive(pid) and mark in _environ_of(pid)]
+
+    def engine(self, place: int) -> list[int]:
+        return self._parts(place, lambda argv: str(STUB) in argv)
+
+    def launcher(self, place: int) -> list[int]:
+        return self._parts(place, lambda argv: argv[1:3] == ("-m", "hpc_serve.job"))
+
+    def _parts(self, place: int, is_part: Callable[[tuple[str, ...]], bool]) -> list[int]:
+        found = [pid for pid in self.processes_of(self.jobs[place]) if is_part(processes.argv_of(pid))]
+        assert found, f"replica {place} has no such process"
+        return found
+
+    def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
+        for pid in pids:
+            _signal(pid, number)
+
+    # -- the load
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "load.jsonl"
+
+    def _load_log(self) -> Any:
+        return (self.folder / "load.log").open("w")
+
+    def load_argv(self, *options: str) -> list[str]:
+        bound = ("--bound", str(self.bound_s), "--tokens", str(TOKENS))
+        return [self.python, "-m", "tests.faults.load", self.name, "--out", str(self.out), *bound, *options]
+
+    def start_load(self, in_flight: int = 16) -> None:
+        """Start the load and wait until it has had answers."""
+        self._load = self.popen(self.load_argv("--in-flight", str(in_flight)))
+        wait_for(lambda: self._is_loaded(2 * in_flight), START_S, what="the load's first answers")
+
+    def load_pids(self) -> list[int]:
+        """The load's own processes."""
+        argv = tuple(self.load_argv()[1:5])
+        return [pid for pid in self.pids() if processes.argv_of(pid)[1:5] == argv and self._is_mine(pid)]
+
+    def _is_mine(self, pid: int) -> bool:
+        return str(self.out) in processes.argv_of(pid)
+
+    def _is_loaded(self, answers: int) -> bool:
+        assert self._load is not None
+        if self._load.poll() is not None:
+            raise RuntimeError(f"the load ended: {(self.folder / 'load.log').read_text()}")
+        return len(read_lines(self.out)) >= answers
+
+    def finish_load(self) -> None:
+        """End the load in order: every request gets its outcome."""
+        assert self._load is not None
+        self._load.terminate()
+        self._load.wait(timeout=self.bound_s + 30)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.out)
+
+    def work_lines(self) -> list[dict[str, Any]]:
+        """What the engines wrote down."""
+        return [line for path in self.work.glob("*.jsonl") for line in read_lines(path)]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file that may be written to; a line that is not whole yet is left out."""
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _environ_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _write(path: Path, text: str, *, mode: int = 0o644) -> None:
+    path.write_text(text)
+    path.chmod(mode)

@@ -1,0 +1,83 @@
+"""What of the load's and the engines' lines counts as what. Values in, values out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.faults.expected import KNOWN, Known, surpasses
+from tests.faults.faults import FAULTS
+from tests.faults.outcomes import Outcome, count
+from tests.faults.table import remarks, table
+
+
+def request(name: str, **values: Any) -> dict[str, Any]:
+    usual = {"client": "threads", "stream": True, "outcome": "right", "started": 9.0, "ended": 11.0, "gap_s": 0.1}
+    return {"name": name, **usual, **values}
+
+
+def begun(name: str, text: str = "") -> dict[str, Any]:
+    return {"event": "begun", "context": f"<user>Request {name}: say something.\n<assistant>{text}"}
+
+
+REFUSED = {"outcome": "error", "error": "openai.APIConnectionError", "text": "Connection error.", "is_typed": True}
+BROKEN = {"outcome": "error", "error": "httpx.ReadError", "text": "", "is_typed": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "work", "kind"),
+    [
+        ({}, [begun("a-1")], "answered"),
+        ({}, [], "answered"),
+        ({}, [begun("a-1"), begun("a-1")], "repeated"),
+        ({}, [begun("a-1"), begun("a-1", "w0.12ab w1.00ff")], "resumed"),
+        (REFUSED, [begun("a-1")], "reported"),
+        (BROKEN, [begun("a-1")], "lost"),
+        ({"outcome": "wrong", "text": "finish_reason None, not 'stop'"}, [begun("a-1")], "lost"),
+        ({"outcome": "hung"}, [begun("a-1")], "lost"),
+    ],
+)
+def test_a_request_is_counted_once_as_what_it_was(values, work, kind):
+    outcome = count("x", [request("a-1", **values)], [*work, begun("a-2")], fault_at=10.0)
+    counts = {name: getattr(outcome, name) for name in ("answered", "repeated", "resumed", "reported", "lost")}
+    assert counts == {**dict.fromkeys(counts, 0), kind: 1}
+    assert sum(outcome.reasons.values()) == (kind in ("reported", "lost"))
+
+
+def test_times_are_those_of_the_last_request_that_was_affected():
+    lines = [
+        request("a-1", started=7.0, ended=9.0),
+        request("a-2", started=9.0, ended=11.0),
+        request("a-3", started=10.5, ended=15.0, gap_s=2.6),
+        request("a-4", started=12.0, ended=14.0),
+        request("a-5", started=9.0, ended=60.0, client="fresh", gap_s=50.0),
+    ]
+    outcome = count("x", lines, [], fault_at=10.0)
+    assert (outcome.notice_s, outcome.recover_s, outcome.gap_s) == (0.5, 50.0, 2.6)
+    quiet = count("x", lines[:2], [], fault_at=10.0)
+    assert (quiet.notice_s, quiet.recover_s, quiet.gap_s) == (None, None, 0.1)
+    hung = count("x", [*lines, request("a-6", outcome="hung", started=11.0, ended=31.0)], [], fault_at=10.0)
+    assert (hung.notice_s, hung.recover_s) == (1.0, None)
+
+
+def test_what_is_not_known_must_not_be_lost(monkeypatch):
+    monkeypatch.setitem(KNOWN, "leaks", Known(lost=2, reported=None, why="it leaks"))
+    assert not surpasses(Outcome(fault="leaks", sent=9, lost=2, reported=7))
+    assert surpasses(Outcome(fault="leaks", sent=9, lost=3)) == "3 lost, at most 2 expected"
+    assert surpasses(Outcome(fault="other", sent=9, reported=1)) == "1 reported, at most 0 expected"
+
+
+def test_the_table_names_each_loss_as_known_or_worse(monkeypatch):
+    monkeypatch.setitem(KNOWN, "leaks", Known(lost=2, why="it leaks"))
+    outcomes = [Outcome(fault=name, sent=3, lost=1, gap_s=0.5, reasons={"a stream: x": 1}) for name in ("leaks", "new")]
+    head, leaks, new = table(outcomes).splitlines()
+    assert head.split()[:7] == ["fault", "sent", "answered", "resumed", "repeated", "reported", "lost"]
+    assert leaks.split() == ["leaks", "3", "0", "0", "0", "0", "1", "-", "-", "0.5", "known"]
+    assert new.endswith("WORSE than known")
+    assert "leaks: known: it leaks\n    1 x a stream: x" in remarks(outcomes)
+
+
+def test_every_known_loss_is_of_a_fault_that_there_is():
+    assert set(KNOWN) <= set(FAULTS)
+    assert all(fault.words for fault in FAULTS.values())
