@@ -24,6 +24,9 @@ _MAX_HEARTBEAT_INTERVAL_S = 3.0
 _HEARTBEATS_PER_SILENCE = 20
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 256 * 1024
+_MAX_HELLO_TEXT = 256
+# Connections that have not proved the token yet, beside one for each node: the oldest makes room for the newest.
+_SPARE_HANDSHAKES = 64
 
 Message = dict[str, Any]
 
@@ -72,9 +75,9 @@ class Link:
                 raise LinkLostError(f"node {self.name} has sent nothing for {self._silence_s:g} s") from error
             except (OSError, ValueError, EOFError) as error:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
-            if message["kind"] != "heartbeat":
+            if message.get("kind") != "heartbeat":
                 return message
-            self.read_bytes = int(message.get("read_bytes", 0))
+            self.read_bytes = _whole_number(message.get("read_bytes", 0))
 
     async def _next_message(self) -> Message:
         """The next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
@@ -114,44 +117,63 @@ class Link:
 
 
 class ControlServer:
-    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each."""
+    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
 
-    def __init__(self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float) -> None:
+    Anybody can connect to it. A connection has _HANDSHAKE_TIMEOUT_S to prove the token, and there are never more than
+    `num_nodes` and a few of them at a time, so that they take neither memory nor the launcher's open files.
+    """
+
+    def __init__(
+        self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float, num_nodes: int = 1
+    ) -> None:
         self._token, self._name, self._on_link = token.encode(), name, on_link
         self._silence_s = silence_s
+        self._max_handshakes = num_nodes + _SPARE_HANDSHAKES
+        self._handshakes: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=_MAX_MESSAGE_BYTES)
 
     def close(self) -> None:
+        """Take no further connection. Those of launchers stay open."""
         if self._server is not None:
             self._server.close()
+        for writer in self._handshakes:
+            writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._handshakes[writer] = None
+        if len(self._handshakes) > self._max_handshakes:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.transport.abort()
         try:
             link = await asyncio.wait_for(self._handshake(reader, writer), _HANDSHAKE_TIMEOUT_S)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, asyncio.TimeoutError):
-            writer.close()  # without the token; it was sent a nonce and nothing else
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError):
+            writer.transport.abort()  # without the token; it was sent a nonce and nothing else
             return
+        finally:
+            self._handshakes.pop(writer, None)
         self._on_link(link)
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
         ours = secrets.token_hex(16)
         await _write(writer, {"hpc_serve": 1, "nonce": ours})
         hello = await _read(reader)
-        if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, "node", ours)):
+        if not _is_proof(hello, _proof(self._token, "node", ours)):
             raise ValueError("wrong token")
-        proof = _proof(self._token, "head", str(hello["nonce"]))
-        await _write(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
-        return Link(
+        link = Link(
             reader,
             writer,
-            rank=int(hello["rank"]),
-            name=str(hello["name"]),
-            address=str(hello["address"]),
+            rank=_whole_number(hello.get("rank")),
+            name=_text(hello, "name"),
+            address=_text(hello, "address"),
             silence_s=self._silence_s,
         )
+        proof = _proof(self._token, "head", _text(hello, "nonce"))
+        await _write(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
+        return link
 
 
 async def connect(
@@ -181,7 +203,7 @@ async def connect(
         link = await asyncio.wait_for(
             _handshake_with_head(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_TIMEOUT_S
         )
-    except (OSError, ValueError, KeyError, TypeError, EOFError, asyncio.TimeoutError) as error:
+    except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
         writer.close()
         raise PortsInUseError(f"A program other than the head's launcher answers at {head[0]}:{head[1]}.") from error
     return link
@@ -199,23 +221,46 @@ async def _handshake_with_head(
     greeting = await _read(reader)
     ours = secrets.token_hex(16)
     hello = {"rank": rank, "name": name, "address": address, "nonce": ours}
-    await _write(writer, hello | {"proof": _proof(token, "node", str(greeting["nonce"]))})
+    await _write(writer, hello | {"proof": _proof(token, "node", _text(greeting, "nonce"))})
     answer = await _read(reader)
-    if not hmac.compare_digest(str(answer["proof"]), _proof(token, "head", ours)):
+    if not _is_proof(answer, _proof(token, "head", ours)):
         raise ValueError("wrong token")
-    silence_s = float(answer["silence_s"])  # the head's value: both ends wait equally long
-    return Link(reader, writer, rank=0, name=str(answer["name"]), address=head[0], silence_s=silence_s)
+    silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
+    if not isinstance(silence_s, int | float):
+        raise ValueError("no silence_s")
+    return Link(reader, writer, rank=0, name=_text(answer, "name"), address=head[0], silence_s=silence_s)
 
 
 def _proof(token: bytes, role: str, nonce: str) -> str:
     return hmac.new(token, f"{role}:{nonce}".encode(), "sha256").hexdigest()
 
 
+def _is_proof(message: Message, expected: str) -> bool:
+    return hmac.compare_digest(_text(message, "proof").encode(), expected.encode())
+
+
+def _text(message: Message, name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) > _MAX_HELLO_TEXT or not value.isprintable():
+        raise ValueError(f"{name} is no text")
+    return value
+
+
+def _whole_number(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError("no whole number")
+    return value
+
+
 async def _read(reader: asyncio.StreamReader) -> Message:
+    """The next line as a JSON object. Raises EOFError at the end, ValueError for anything else, OSError."""
     line = await reader.readline()
     if not line:
         raise EOFError
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return message

@@ -71,11 +71,15 @@ class Head:
         node = self._node
         self._run_end.stop_on_signals()
         control = ControlServer(
-            node.token, node.allocation.node_name, self._workers.add_worker, silence_s=node.silence_s
+            node.token,
+            node.allocation.node_name,
+            self._workers.add_worker,
+            silence_s=node.silence_s,
+            num_nodes=node.allocation.num_nodes,
         )
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
-        self._parts.run_in_background(self._run_end.fail_on_error(self._start()))
+        self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
         outcome = await self._run_end.wait()
         self._publish_end(outcome)
         await self._parts.take_down()
@@ -86,7 +90,7 @@ class Head:
 
     # -- the start
 
-    async def _start(self) -> None:
+    async def _start(self, control: ControlServer) -> None:
         node = self._node
         node.check_gpus()
         check_layout(
@@ -97,6 +101,7 @@ class Head:
             backend=node.backend,
         )
         await self._wait_for_workers()
+        control.close()  # all are in, and nobody else has business there
         uses_ray = node.backend == "ray"
         if uses_ray:
             environ = node.ray_environ(address=node.internal_head)

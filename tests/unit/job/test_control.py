@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 
 import pytest
 
-from hpc_serve.job.control import ControlServer, Link, LinkLostError, connect
+from hpc_serve.job import control
+from hpc_serve.job.control import ControlServer, Link, LinkLostError, _proof, connect
 from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
 
 
@@ -149,3 +151,133 @@ def test_a_head_that_never_listens_ends_the_wait_with_advice():
     listener.close()
     with pytest.raises(LinkLostError, match="HPC_SERVE_INTERFACE"):
         asyncio.run(connect(("127.0.0.1", port), "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=0.3))
+
+
+# -- strangers
+
+
+HELLO = {"rank": 1, "name": "n2", "address": "10.0.0.2", "nonce": "0" * 32}
+NOT_TEXT: tuple[object, ...] = (
+    *(None, [], {}, "", "\ud800", "\u00e9" * 64, "a" * 10_000, 1e999, -1e999, 10**40, True, "\x1b[2J"),
+)
+NO_HELLOS = [
+    b"",
+    b"\n",
+    b"null\n",
+    b"[]\n",
+    b"{}\n",
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+    b'{"a":' * 50_000 + b"\n",
+    b"1" * 5_000 + b"\n",
+    b"x" * (300 * 1024) + b"\n",
+    *(
+        json.dumps({**HELLO, "proof": "0" * 64, name: value}).encode() + b"\n"
+        for name in ("proof", "rank", "name", "address", "nonce")
+        for value in NOT_TEXT
+    ),
+]
+
+
+def with_a_server(scenario, **options):
+    """Run `scenario(port, links, errors)` beside a head; `errors` are what the event loop was told of."""
+
+    async def run():
+        errors: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        (port,) = choose_ports(1)
+        links: asyncio.Queue[Link] = asyncio.Queue()
+        server = ControlServer("secret", "n1", links.put_nowait, silence_s=60, **options)
+        await server.start(listen_on(port))
+        try:
+            return await scenario(port, links, errors, server)
+        finally:
+            server.close()
+
+    return asyncio.run(run())
+
+
+async def send_and_hear(port: int, said: bytes) -> bytes:
+    """What a head answers after its greeting, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await reader.readline()
+    answer = b""
+    try:
+        writer.write(said)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        pass
+    writer.close()
+    return answer
+
+
+def test_whatever_a_stranger_says_he_is_told_nothing_and_nothing_breaks():
+    async def scenario(port, links, errors, server):
+        answers = [await send_and_hear(port, said) for said in NO_HELLOS]
+        assert set(answers) == {b""}
+        assert links.empty()
+        assert not errors
+        assert not server._handshakes
+
+    with_a_server(scenario)
+
+
+def test_what_follows_a_right_proof_is_checked_too():
+    async def scenario(port, links, errors, server):
+        for wrong in ({"rank": "1"}, {"rank": 1e999}, {"name": None}, {"address": "\x1b[2J"}, {"nonce": 5}):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            nonce = json.loads(await reader.readline())["nonce"]
+            writer.write(json.dumps({**HELLO, "proof": _proof(b"secret", "node", nonce), **wrong}).encode() + b"\n")
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+        assert links.empty()
+        assert not errors
+
+    with_a_server(scenario)
+
+
+def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still_comes_in():
+    async def scenario(port, links, errors, server):
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
+        link = await connect(
+            ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=5
+        )
+        assert (await asyncio.wait_for(links.get(), 5)).name == "n2"
+        assert len(server._handshakes) <= server._max_handshakes == 2 + 64
+        assert not errors
+        for _, writer in strangers:
+            writer.close()
+        await link.close()
+
+    with_a_server(scenario, num_nodes=2)
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(control, "_HANDSHAKE_TIMEOUT_S", 0.2)
+
+    async def scenario(port, links, errors, server):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await reader.readline()
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        assert not errors
+
+    with_a_server(scenario)
+
+
+def test_once_closed_it_takes_nobody_and_keeps_who_is_in():
+    async def scenario(port, links, errors, server):
+        node = await connect(
+            ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=5
+        )
+        head = await asyncio.wait_for(links.get(), 5)
+        server.close()
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
+        await head.send("go")
+        assert (await node.receive())["kind"] == "go"
+        await node.close()
+
+    with_a_server(scenario)
