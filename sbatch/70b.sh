@@ -14,6 +14,8 @@
 
 set -euo pipefail
 umask 077  # logs and private files are the owner's alone
+# Slurm opened this script's log with the umask of whoever submitted it.
+for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$log"; done
 
 # The Python environment, with hpc-serve and vLLM in it.
 environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}

@@ -21,6 +21,7 @@ import click
 
 import hpc_serve
 from hpc_serve.errors import HpcServeError
+from hpc_serve.printable import printable
 
 # name: (module, what it is called there, one line of help)
 COMMANDS = {
@@ -151,7 +152,7 @@ def _run(argv: Sequence[str] | None) -> int:
             hint = "\nThis is a bug in hpc-serve; HPC_SERVE_DEBUG=1 shows where."
             if os.environ.get("HPC_SERVE_DEBUG"):
                 traceback.print_exc()
-        click.echo(f"error: {text}{hint}", err=True)
+        click.echo(printable(f"error: {text}{hint}"), err=True)
         return exit_code
 
 

@@ -10,6 +10,7 @@ import click
 
 from hpc_serve.cli.options import Duration
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
+from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _ask(client: ServiceClient, messages: list[dict[str, str]], options: dict[st
         for chunk in stream:
             if chunk.choices and (text := chunk.choices[0].delta.content):
                 answer.append(text)
-                click.echo(text, nl=False)
+                click.echo(printable(text), nl=False)
                 sys.stdout.flush()
     except openai.APIStatusError as error:
         raise HpcServeError(f"{client.service} answered {error.status_code}: {error.message}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.options import Duration
+from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
@@ -159,4 +160,4 @@ def _print_lines(lines: Iterator[tuple[Path, str]]) -> None:
         if path != last:
             click.echo(f"{'' if last is None else chr(10)}==> {path} <==")
             last = path
-        click.echo(line)
+        click.echo(printable(line))

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpc_serve.errors import RecordError
+from hpc_serve.printable import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -99,7 +100,12 @@ def _field_type(hint: Any) -> _FieldType:
     """How to read a field of that type hint. Raises TypeError for a hint that records do not use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is str:
-        return _FieldType(wanted="a text", plural="texts", fits=lambda value: isinstance(value, str))
+        return _FieldType(
+            wanted="a text",
+            plural="texts",
+            fits=lambda value: isinstance(value, str),
+            read=lambda value, source, path: printable(value),
+        )
     if hint is int:
         return _integer(Bounds())
     if hint is float:

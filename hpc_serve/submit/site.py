@@ -89,6 +89,15 @@ def load_site(path: Path | None) -> SiteProfile:
     if path is None:
         return SiteProfile()
     try:
+        return _load(path)
+    except InvalidRequestError:
+        raise
+    except (OSError, ValueError, ArithmeticError, RecursionError) as error:  # a name too long, a number too large
+        raise SiteFileError(f"site file {path} holds a value that cannot be used: {error}") from error
+
+
+def _load(path: Path) -> SiteProfile:
+    try:
         text = path.read_text(encoding="utf-8")
         # Composed, not loaded: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
         document = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -276,3 +276,15 @@ def test_the_header_cannot_be_left_by_a_newline():
 def test_a_request_that_cannot_be_is_refused(fields, why):
     with pytest.raises(InvalidRequestError, match=why):
         ServeRequest(model="8b", service="8b", **fields)
+
+
+def test_a_batch_log_that_slurm_opened_for_everybody_is_closed_to_others(tmp_path):
+    (line,) = [line for line in script().splitlines() if line.startswith("for log in")]
+    log = tmp_path / "batch.log"
+    log.touch(mode=0o644)
+    null = Path("/dev/null").stat().st_mode
+    with log.open("a") as stream:
+        subprocess.run(["bash", "-euc", line], stdout=stream, stderr=stream, check=True)
+    assert log.stat().st_mode & 0o777 == 0o600
+    subprocess.run(["bash", "-euc", line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    assert Path("/dev/null").stat().st_mode == null
