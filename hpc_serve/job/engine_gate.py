@@ -16,12 +16,10 @@ connection_limits.install()
 class Gate(gate.Gate):
     """The gate, which answers nothing on a connection that has no limits."""
 
-    def __init__(self, app: gate.App) -> None:
-        super().__init__(app)
-        connection_limits.bound_tls_handshakes(asyncio.get_running_loop())
-
     async def __call__(self, scope: gate.Scope, receive: gate.Receive, send: gate.Send) -> None:
-        if scope["type"] == "http" and connection_limits.HAS_KEY not in scope:
+        if scope["type"] == "lifespan":  # uvicorn sends it before it listens
+            connection_limits.bound_tls_handshakes(asyncio.get_running_loop())
+        elif scope["type"] == "http" and connection_limits.HAS_KEY not in scope:
             raise connection_limits.LimitsNotInForceError(
                 "hpc-serve's limits for connections are not in force: this uvicorn uses another protocol class. "
                 "No request is answered; install the uvicorn of envs/."

@@ -116,6 +116,7 @@ class Node:
             "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
             "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
+            "VLLM_USE_RUST_FRONTEND": "0",  # it serves without middleware, so nobody would ask for the key
         }
         defaults = {
             # Our deadline extends with progress. vLLM's own, 600 s, is too short for 405B.

@@ -21,6 +21,7 @@ from tests.e2e.jobs import CHECKOUT, User
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
 ASK = Path(__file__).with_name("ask.py")
+STRANGER = Path(__file__).parents[1] / "security" / "stranger.py"
 HF_TOKEN = "hf_a-token-of-the-hub-that-is-a-secret"
 START_S = 600.0  # 16 ranks on two cores: 100 to 140 s measured
 
@@ -85,17 +86,25 @@ class TestSixteenRanks:
         wrong = _statuses(mallory, "n3", asked, "Authorization: Bearer wrong-key-of-the-right-kind")
         assert {route for route, status in wrong.items() if status != 401} == {("GET", "/health")}
 
-    def test_rays_control_store_refuses_who_has_no_token(self, mallory, big):
-        code = "import ray, sys; ray.init(address=sys.argv[1]); print(ray.nodes())"
-        gcs = f"{big['hosts'][0]}:{_gcs_port(mallory)}"
-        done = mallory.run(
-            sys.executable, "-c", code, gcs, node="n3", env={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    def test_rays_control_store_refuses_who_has_no_certificate_or_no_token(self, alice, mallory, big):
+        """Also in tests/security, with certificates of a stranger's own."""
+        told = {
+            mode: mallory.run(
+                *(sys.executable, str(STRANGER), "call_ray", big["hosts"][0], _gcs_port(mallory)),
+                node="n3",
+                env={"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "0" * 64},
+            )
+            for mode in ("token", "disabled")
+        }
+        for done in told.values():
+            assert done.returncode == 0, done.stderr
+            assert set(json.loads(done.stdout).values()) == {"UNAVAILABLE"}
+        folder = alice.run("sh", "-c", "ls -d /tmp/hs-*/tls", node="n1").stdout.split()[0]
+        done = alice.run(
+            *(sys.executable, str(STRANGER), "call_with_wrong_token", big["hosts"][0], _gcs_port(mallory), folder),
+            node="n1",
         )
-        assert done.returncode != 0
-        assert "InvalidAuthToken" in done.stderr or "Unauthenticated" in done.stderr, done.stderr[-2000:]
-        bare = mallory.run(sys.executable, "-c", code, gcs, node="n3", env={"RAY_AUTH_MODE": "disabled"})
-        assert bare.returncode != 0
-        assert "NodeID" not in bare.stdout
+        assert json.loads(done.stdout) == {"answer": "UNAUTHENTICATED"}, done.stderr
 
     def test_the_second_user_reads_nothing_and_connects_nowhere(self, alice, mallory, big):
         private = list((alice.home / ".hpc-serve").rglob("*"))

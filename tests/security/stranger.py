@@ -1,0 +1,165 @@
+"""What a stranger on the cluster tries; run by the tests as a second user. `python stranger.py TRY ARGUMENTS …`.
+
+Each try prints one JSON object. It needs no part of hpc_serve: a stranger writes his own bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SYNC = "/ray.rpc.syncer.RaySyncer/StartSync"
+NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+
+
+def call_ray(host: str, ports: str, *folder: str) -> dict[str, str]:
+    """Two calls on each port, with no certificate, or with the one in `folder`; what came back.
+
+    StartSync without its `node_id` metadata ends a Ray that listens to it. No token is sent unless `folder` has one.
+    """
+    grpc = importlib.import_module("grpc")
+
+    def channel(port: str) -> Any:
+        if not folder:
+            return grpc.insecure_channel(f"{host}:{port}")
+        files = (Path(folder[0]) / name for name in ("authority.pem", "node.key", "node.pem"))
+        credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+        return grpc.secure_channel(f"{host}:{port}", credentials)
+
+    def call(port: str, path: str) -> str:
+        with channel(port) as open_channel:
+            try:
+                for _ in open_channel.stream_stream(path)(iter([b""]), timeout=10):
+                    pass
+                return "answered"
+            except grpc.RpcError as error:
+                return str(error.code().name)
+
+    calls = [(port, path) for port in ports.split(",") for path in (NODES, SYNC)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda one: call(*one), calls)
+    return {f"{port}{path}": answer for (port, path), answer in zip(calls, answers, strict=True)}
+
+
+def call_with_wrong_token(host: str, port: str, folder: str) -> dict[str, str]:
+    """Ask for the list of nodes with a certificate of the run and a token that is not its own."""
+    grpc = importlib.import_module("grpc")
+    files = (Path(folder) / name for name in ("authority.pem", "node.key", "node.pem"))
+    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+    with grpc.secure_channel(f"{host}:{port}", credentials) as channel:
+        try:
+            channel.unary_unary(NODES)(b"", timeout=10, metadata=(("authorization", "Bearer " + "0" * 64),))
+            return {"answer": "answered"}
+        except grpc.RpcError as error:
+            return {"answer": error.code().name}
+
+
+def take_a_port_in_every_block() -> dict[str, int]:
+    """Listen on one port of every 256, say so, and stay until the input ends."""
+    held = []
+    for first in range(10_240, 32_768, 256):
+        for port in range(first + 9, first + 200):
+            try:
+                held.append(socket.create_server(("", port)))
+                break
+            except OSError:
+                continue
+    print(json.dumps({"held": len(held)}), flush=True)
+    time.sleep(3600)
+    return {}
+
+
+def half_a_request(host: str, port: str, count: str) -> dict[str, int]:
+    """Open connections with half a request each; how many the other end had closed after a while."""
+    connections = []
+    for _ in range(int(count)):
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        connection.sendall(b"GET /health HTT")
+        connections.append(connection)
+    deadline = time.monotonic() + 60
+    closed: set[int] = set()
+    while len(closed) < len(connections) and time.monotonic() < deadline:
+        for number, connection in enumerate(connections):
+            if number in closed:
+                continue
+            connection.settimeout(0.01)
+            try:
+                if connection.recv(4096) == b"":
+                    closed.add(number)
+            except TimeoutError:
+                continue
+            except OSError:
+                closed.add(number)
+    return {"opened": len(connections), "closed": len(closed)}
+
+
+def endless_headers(host: str, port: str, total: str) -> dict[str, int]:
+    """Send headers without end; how many bytes went before the other end closed."""
+    sent = 0
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        try:
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            while sent < int(total):
+                connection.sendall(b"x: " + b"a" * 8000 + b"\r\n")
+                sent += 8005
+        except OSError:
+            pass
+    return {"sent": sent}
+
+
+def flood_log(host: str, port: str, seconds: str) -> dict[str, int]:
+    """Ask for long paths, without the key, as often as one connection can."""
+    asked = 0
+    deadline = time.monotonic() + float(seconds)
+    request = b"GET /" + b"a" * 30_000 + b" HTTP/1.1\r\nHost: e\r\n\r\n"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                while time.monotonic() < deadline:
+                    connection.sendall(request)
+                    if not connection.recv(4096):
+                        break
+                    asked += 1
+        except OSError:
+            continue
+    return {"asked": asked}
+
+
+def flood_control(host: str, port: str, count: str) -> dict[str, int]:
+    """Open connections to the control port, say something deeply nested on each, and keep them open."""
+    connections: list[socket.socket] = []
+    refused = 0
+    for _ in range(int(count)):
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection.sendall(b"[" * 50_000 + b"\n" if len(connections) % 2 else b"{")
+            connections.append(connection)
+        except OSError:
+            refused += 1
+    print(json.dumps({"opened": len(connections), "refused": refused}), flush=True)
+    time.sleep(20)
+    return {}
+
+
+def connect(host: str, ports: str) -> dict[str, list[int]]:
+    """Which of the ports take a connection."""
+    found = []
+    for port in ports.split(","):
+        try:
+            socket.create_connection((host, int(port)), timeout=3).close()
+            found.append(int(port))
+        except OSError:
+            continue
+    return {"open": found}
+
+
+if __name__ == "__main__":
+    result = globals()[sys.argv[1]](*sys.argv[2:])
+    if result:
+        print(json.dumps(result), flush=True)

@@ -1,0 +1,223 @@
+"""The cluster's second user against real Slurm, Ray and vLLM: he gets nothing, ends nothing, and stops no start.
+
+One engine over two hosts by Ray (TP=2 x PP=2) and one on a single host (TP=2), shared by all tests. What needs no
+engine is tried in the unit tests; `stranger.py` has what he does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import User, stub_script
+
+pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+
+STRANGER = Path(__file__).with_name("stranger.py")
+ASK = Path(__file__).parents[1] / "e2e" / "ask.py"
+START_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def alice(cluster, alice_env, tiny_models):
+    return User(cluster, {**alice_env, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
+
+
+@pytest.fixture(scope="module")
+def mallory(cluster, alice_env):
+    return User(cluster, alice_env, name="mallory")
+
+
+def tries(user: User, what: str, *arguments: object, node: str = "n3", timeout: float = 180) -> Any:
+    done = user.run(sys.executable, str(STRANGER), what, *map(str, arguments), node=node, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def listening(user: User, node: str) -> list[tuple[str, int, str]]:
+    """Address, port and program of every TCP socket that this user's processes listen on."""
+    pids = {process.pid for process in user.processes() if process.host == node}
+    seen = user.cluster.run(["ss", "-ltnpH"], user="root", node=node).stdout
+    ours = {int(pid) for pid in user.run("ps", "-u", user.name, "-o", "pid=", node=node).stdout.split()}
+    assert pids
+    found = []
+    for line in seen.splitlines():
+        address, _, port = line.split()[3].rpartition(":")
+        program = re.search(r'\(\("([^"]+)",pid=(\d+)', line)
+        if program and int(program[2]) in ours:
+            found.append((address.strip("[]").removeprefix("::ffff:"), int(port), program[1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def over_ray(alice):
+    """Two hosts, Ray between them."""
+    layout = ("--nodes=2", "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--nodelist=n1,n2")
+    shared = ("--name", "over-ray", "--backend", "ray", "--no-exclusive", "--mem", "8G")
+    done = alice.hpc_serve("submit", "--model=405b", *layout, *shared, "--json")
+    assert done.returncode == 0, done.stderr
+    job_id = json.loads(done.stdout)["job_id"]
+    yield alice.wait_until_ready("over-ray", job_id, START_S)
+    alice.run("scancel", job_id)
+    alice.wait_until_gone(job_id)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(alice, mallory, tiny_models):
+    """One host, where the stranger holds a port in every 256 while the engine starts."""
+    thief = mallory.cluster.popen(
+        [sys.executable, STRANGER, "take_a_port_in_every_block"], user="mallory", node="n3", env=mallory.environ
+    )
+    assert thief.stdout is not None
+    assert json.loads(thief.stdout.readline())["held"] == 88
+    layout = ("--nodes=1", "--tensor-parallel-size=2", "--nodelist=n3")
+    shared = ("--name", "alone", "--no-exclusive", "--mem", "8G")
+    try:
+        done = alice.hpc_serve(
+            *("submit", "--model=8b", *layout, *shared, "--json"), env={"HPC_SERVE_MODEL": str(tiny_models / "8b")}
+        )
+        assert done.returncode == 0, done.stderr
+        job_id = json.loads(done.stdout)["job_id"]
+        yield alice.wait_until_ready("alone", job_id, START_S)
+        alice.run("scancel", job_id)
+        wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
+    finally:
+        thief.kill()
+        thief.wait()
+
+
+def answers(alice: User, service: str) -> bool:
+    done = alice.run(sys.executable, str(ASK), service, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])["chunks"] >= 2
+
+
+def ray_processes(alice: User) -> set[int]:
+    return {process.pid for process in alice.processes() if process.argv[0].endswith(("gcs_server", "raylet/raylet"))}
+
+
+class TestRay:
+    def test_a_strangers_calls_are_refused_on_every_port_and_end_nothing(self, alice, mallory, over_ray):
+        before = ray_processes(alice)
+        assert len(before) == 3
+        own = mallory.run(sys.executable, "-c", MAKE_OWN, str(mallory.home), "10.77.0.13")
+        assert own.returncode == 0, own.stderr
+        for node, host in (("n1", over_ray["nodes"][0]["address"]), ("n2", over_ray["nodes"][1]["address"])):
+            # Ray's processes listen on all addresses, workers' sockets of Gloo and ZMQ on the node's own.
+            seen = listening(alice, node)
+            rays = [port for address, port, name in seen if address == "*" or name in ("gcs_server", "raylet")]
+            assert len(rays) >= 4, seen
+            for shown in ((), (str(mallory.home / "own"),)):
+                told = tries(mallory, "call_ray", host, ",".join(map(str, rays)), *shown)
+                assert set(told.values()) == {"UNAVAILABLE"}, (shown, told)
+        assert ray_processes(alice) == before
+        assert answers(alice, "over-ray")
+
+    def test_the_token_counts_beside_the_certificate(self, alice, over_ray):
+        folder = alice.run("sh", "-c", "ls -d /tmp/hs-*/tls", node="n1").stdout.split()[0]
+        gcs = next(port for _, port, name in listening(alice, "n1") if name == "gcs_server")
+        host = over_ray["nodes"][0]["address"]
+        assert tries(alice, "call_with_wrong_token", host, gcs, folder, node="n1") == {"answer": "UNAUTHENTICATED"}
+
+    def test_the_strangers_see_no_certificate(self, alice, mallory, over_ray):
+        files = alice.run("sh", "-c", "ls /tmp/hs-*/tls/*; ls ~/.hpc-serve/jobs/*/*", node="n1").stdout.split()
+        assert any(name.endswith("node.key") for name in files)
+        assert any(name.endswith("ray_authority.pem") for name in files)
+        assert mallory.run("cat", *files, node="n1").stdout == ""
+
+    def test_no_metrics_answer(self, alice, mallory, over_ray):
+        assert tries(mallory, "connect", over_ray["nodes"][0]["address"], "44217,44227,8080") == {"open": []}
+
+    def test_the_launchers_listen_no_more_once_all_are_in(self, alice, over_ray):
+        """The control port was the head's."""
+        for node in ("n1", "n2"):
+            pids = alice.run("pgrep", "-f", "^[^ ]*python[0-9.]* -m hpc_serve.job ", node=node).stdout.split()
+            assert pids
+            seen = alice.cluster.run(["ss", "-ltnpH"], user="root", node=node).stdout
+            assert not [line for line in seen.splitlines() if any(f"pid={pid}," in line for pid in pids)]
+
+
+class TestOneHost:
+    def test_all_but_the_engines_port_are_on_the_loopback_address(self, alice, on_one_host):
+        seen = [entry for entry in listening(alice, "n3") if entry[1] != on_one_host["port"]]
+        assert len(seen) >= 10, seen
+        assert [entry for entry in seen if entry[0] != "127.0.0.1"] == []
+
+    def test_endless_headers_and_half_requests_cost_little(self, alice, mallory, on_one_host):
+        address, port = on_one_host["hosts"][0], on_one_host["port"]
+        before = api_server_kib(alice)
+        assert tries(mallory, "endless_headers", address, port, 400 << 20, node="n1")["sent"] < 32 << 20
+        told = tries(mallory, "half_a_request", address, port, 700, node="n1")
+        assert told["closed"] == told["opened"] == 700
+        assert answers(alice, "alone")
+        assert api_server_kib(alice) - before < 200 << 10
+
+    def test_a_stranger_fills_no_log(self, alice, mallory, on_one_host):
+        log = Path(on_one_host["log_dir"]) / f"{on_one_host['job_id']}-node0.log"
+        before = log.stat().st_size
+        asked = tries(mallory, "flood_log", on_one_host["hosts"][0], on_one_host["port"], 8, node="n1")["asked"]
+        assert log.stat().st_size - before < 200_000, asked
+
+    def test_the_batch_log_of_sbatch_by_hand_is_the_users_alone(self, alice, on_one_host):
+        script = alice.write("by-hand.sh", stub_script("by-hand"))
+        job_id = alice.sbatch(script)
+        record = alice.wait_until_ready("by-hand", job_id, 120)
+        assert record["state"] == "ready"
+        log = alice.home / f"hpc-serve-by-hand-{job_id}.log"
+        assert log.stat().st_mode & 0o077 == 0
+        alice.cancel(job_id)
+        wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
+
+
+def api_server_kib(alice: User) -> int:
+    """The resident memory of the process that serves HTTP on n3."""
+    pid = alice.run("sh", "-c", "pgrep -o -f '[v]llm serve'", node="n3").stdout.split()[0]
+    return int(alice.run("ps", "-o", "rss=", "-p", pid, node="n3").stdout)
+
+
+def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice, mallory):
+    text = stub_script("flooded", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    edited = text.replace('--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1', "--nodes=1 --ntasks=1")
+    assert edited != text
+    job_id = alice.sbatch(alice.write("flooded.sh", edited), env={"HPC_SERVE_JOIN_S": "120"})
+    record = alice.wait_for_record(
+        "flooded", job_id, lambda found: found["stage"] == "waiting for the nodes' launchers", 120
+    )
+    head = record["nodes"][0]
+    ports = [port for address, port, name in listening(alice, head["name"]) if name == "python"]
+    flood = mallory.cluster.popen(
+        [sys.executable, STRANGER, "flood_control", head["address"], str(ports[0]), "1500"],
+        user="mallory",
+        node="n3",
+        env=mallory.environ,
+    )
+    assert flood.stdout is not None
+    told = json.loads(flood.stdout.readline())
+    assert told["opened"] > 500, told
+    counter = alice.record("flooded", job_id)["counter"]
+    wait_for(lambda: alice.record("flooded", job_id)["counter"] > counter + 1, 60, what="renewals under the flood")
+    pid = alice.run("pgrep", "-o", "-f", "^[^ ]*python[0-9.]* -m hpc_serve.job ", node=head["name"]).stdout.split()[0]
+    held = alice.run("ls", f"/proc/{pid}/fd", node=head["name"]).stdout.split()
+    assert len(held) < 150
+    log = Path(record["log_dir"]) / f"{job_id}-node0.log"
+    assert log.stat().st_size < 100_000
+    flood.kill()
+    flood.wait()
+    alice.cancel(job_id)
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
+
+
+MAKE_OWN = """
+import sys
+from pathlib import Path
+from hpc_serve.trust.peers import make_peer_files
+run = Path(sys.argv[1]) / "run"
+run.mkdir(mode=0o700)
+make_peer_files(run, Path(sys.argv[1]) / "own", addresses=[sys.argv[2]])
+"""
