@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import socket
+import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,14 +76,26 @@ def take_a_port_in_every_block() -> dict[str, int]:
     return {}
 
 
-def half_a_request(host: str, port: str, count: str) -> dict[str, int]:
-    """Open connections with half a request each; how many the other end had closed after a while."""
+def reach(host: str, port: str, scheme: str) -> socket.socket:
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    if scheme == "http":
+        return connection
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(connection)
+
+
+def leave_open(host: str, port: str, scheme: str, said: str, count: str) -> dict[str, int]:
+    """Open connections, say that much on each, and no more; how many the other end closed within 40 s.
+
+    With the scheme `tcp`, no TLS handshake is begun either.
+    """
     connections = []
     for _ in range(int(count)):
-        connection = socket.create_connection((host, int(port)), timeout=10)
-        connection.sendall(b"GET /health HTT")
+        connection = reach(host, port, "http" if scheme == "tcp" else scheme)
+        connection.sendall(said.encode())
         connections.append(connection)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 40
     closed: set[int] = set()
     while len(closed) < len(connections) and time.monotonic() < deadline:
         for number, connection in enumerate(connections):
@@ -99,10 +112,10 @@ def half_a_request(host: str, port: str, count: str) -> dict[str, int]:
     return {"opened": len(connections), "closed": len(closed)}
 
 
-def endless_headers(host: str, port: str, total: str) -> dict[str, int]:
+def endless_headers(host: str, port: str, scheme: str, total: str) -> dict[str, int]:
     """Send headers without end; how many bytes went before the other end closed."""
     sent = 0
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with reach(host, port, scheme) as connection:
         try:
             connection.sendall(b"GET /health HTTP/1.1\r\n")
             while sent < int(total):
@@ -113,14 +126,14 @@ def endless_headers(host: str, port: str, total: str) -> dict[str, int]:
     return {"sent": sent}
 
 
-def flood_log(host: str, port: str, seconds: str) -> dict[str, int]:
+def flood_log(host: str, port: str, scheme: str, seconds: str) -> dict[str, int]:
     """Ask for long paths, without the key, as often as one connection can."""
     asked = 0
     deadline = time.monotonic() + float(seconds)
     request = b"GET /" + b"a" * 30_000 + b" HTTP/1.1\r\nHost: e\r\n\r\n"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, int(port)), timeout=10) as connection:
+            with reach(host, port, scheme) as connection:
                 while time.monotonic() < deadline:
                     connection.sendall(request)
                     if not connection.recv(4096):

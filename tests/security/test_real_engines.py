@@ -98,6 +98,10 @@ def answers(alice: User, service: str) -> bool:
     return json.loads(done.stdout.splitlines()[-1])["chunks"] >= 2
 
 
+def endpoint(record: dict[str, Any]) -> tuple[str, int, str]:
+    return record["hosts"][0], record["port"], "http" if record["certificate"] is None else "https"
+
+
 def ray_processes(alice: User) -> set[int]:
     return {process.pid for process in alice.processes() if process.argv[0].endswith(("gcs_server", "raylet/raylet"))}
 
@@ -150,18 +154,27 @@ class TestOneHost:
         assert [entry for entry in seen if entry[0] != "127.0.0.1"] == []
 
     def test_endless_headers_and_half_requests_cost_little(self, alice, mallory, on_one_host):
-        address, port = on_one_host["hosts"][0], on_one_host["port"]
+        at = endpoint(on_one_host)
         before = api_server_kib(alice)
-        assert tries(mallory, "endless_headers", address, port, 400 << 20, node="n1")["sent"] < 32 << 20
-        told = tries(mallory, "half_a_request", address, port, 700, node="n1")
+        assert tries(mallory, "endless_headers", *at, 400 << 20, node="n1")["sent"] < 32 << 20
+        told = tries(mallory, "leave_open", *at, "GET /health HTT", 700, node="n1")
         assert told["closed"] == told["opened"] == 700
         assert answers(alice, "alone")
         assert api_server_kib(alice) - before < 200 << 10
 
+    @pytest.mark.parametrize("said", ["", "\x16\x03\x01\x02"], ids=["silent", "a bit of a handshake"])
+    def test_what_begins_no_tls_is_not_waited_for(self, alice, mallory, on_one_host, said):
+        address, port, scheme = endpoint(on_one_host)
+        assert scheme == "https"
+        told = tries(mallory, "leave_open", address, port, "tcp", said, 300, node="n1")
+        assert told["closed"] == told["opened"] == 300
+        assert answers(alice, "alone")
+
     def test_a_stranger_fills_no_log(self, alice, mallory, on_one_host):
         log = Path(on_one_host["log_dir"]) / f"{on_one_host['job_id']}-node0.log"
         before = log.stat().st_size
-        asked = tries(mallory, "flood_log", on_one_host["hosts"][0], on_one_host["port"], 8, node="n1")["asked"]
+        asked = tries(mallory, "flood_log", *endpoint(on_one_host), 8, node="n1")["asked"]
+        assert asked > 100
         assert log.stat().st_size - before < 200_000, asked
 
     def test_the_batch_log_of_sbatch_by_hand_is_the_users_alone(self, alice, on_one_host):
