@@ -59,14 +59,14 @@ def smallest(kind: str) -> int:
     return chip_count(smallest_slice(V5E, weights(kind)))
 
 
-def room(kind: str, count: int) -> float:
+def free_bytes(kind: str, count: int) -> float:
     """Bytes that `count` chips have left for caches."""
     return count * CHIP_BYTES - weights(kind)
 
 
 def caches(kind: str, count: int) -> float:
     """Sequences of 8k whose caches fill these bytes."""
-    return room(kind, count) / (CONTEXT * BYTES_PER_TOKEN[kind])
+    return free_bytes(kind, count) / (CONTEXT * BYTES_PER_TOKEN[kind])
 
 
 def queries_per_s(kind: str, count: int) -> float:
@@ -187,9 +187,9 @@ SEED = entries(
     ("smallest slice, bf16, chips", "16", FULL["bf16"]),
     ("smallest slice, int8, chips", "8", FULL["int8"]),
     ("smallest slice, int4, chips", "4", FULL["int4"]),
-    ("memory left, bf16, GB", "116", room("bf16", 16) / 1e9),
-    ("memory left, int8, GB", "68", room("int8", 8) / 1e9, "corrected", "58", "128 - 70; " + LEFT),
-    ("memory left, int4, GB", "19", room("int4", 4) / 1e9, "corrected", "29", "64 - 35; " + LEFT),
+    ("memory left, bf16, GB", "116", free_bytes("bf16", 16) / 1e9),
+    ("memory left, int8, GB", "68", free_bytes("int8", 8) / 1e9, "corrected", "58", "128 - 70; " + LEFT),
+    ("memory left, int4, GB", "19", free_bytes("int4", 4) / 1e9, "corrected", "29", "64 - 35; " + LEFT),
     ("caches of 8k, bf16", "43", caches("bf16", 16)),
     ("caches of 8k, int8", "52", caches("int8", 8), "corrected", "43", "58 GB ÷ 1.34 GB, not 68 or 70"),
     ("caches of 8k, int4", "67", caches("int4", 4), "corrected", "43", "29 GB ÷ 0.67 GB; 19 would hold 28"),
@@ -203,7 +203,14 @@ SEED = entries(
     ("queries a second and chip, bf16", "0.27", RATE["bf16"], "rounded", "0.28", "0.276, cut; " + EXACT["bf16"]),
     ("queries a second and chip, int8", "0.66", RATE["int8"], "corrected", "0.55", "was of 52; " + EXACT["int8"]),
     ("queries a second and chip, int4", "1.72", RATE["int4"], "corrected", "1.11", "was of 67; " + EXACT["int4"]),
-    ("memory left on 4x8 in bf16, GB", "186", room("bf16", 32) / 1e9, "corrected", "372", "512 - 140; 186 is its half"),
+    (
+        "memory left on 4x8 in bf16, GB",
+        "186",
+        free_bytes("bf16", 32) / 1e9,
+        "corrected",
+        "372",
+        "512 - 140; half is 186",
+    ),
     ("batch on 4x8 in bf16", "161", caches("bf16", 32), "corrected", "138", "372 ÷ 2.68 GB a sequence"),
     ("queries a second × chips, doubled", "16.54", queries_per_s("bf16", 32), "corrected", "14.2", DOUBLED),
     ("queries a second and chip, 4x8, bf16", "0.51", WIDE["bf16"], "corrected", "0.44", DOUBLED),

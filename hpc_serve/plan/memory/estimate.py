@@ -84,27 +84,20 @@ def estimate_memory(
     estimates = [
         _stage_estimate(run, stage, layout, per_request)
         for stage, run in profile_runs(
-            model,
-            accelerator,
-            engine,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            max_model_len=max_model_len,
+            model, accelerator, engine, (tensor_parallel_size, pipeline_parallel_size), max_model_len
         )
     ]
     return min(estimates, key=lambda estimate: (estimate.num_blocks, estimate.kv_cache_bytes))
 
 
 def profile_runs(
-    model: ModelSpec,
-    accelerator: AcceleratorSpec,
-    engine: EngineConfig,
-    *,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    max_model_len: int,
+    model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, sizes: tuple[int, int], max_model_len: int
 ) -> list[tuple[PipelineStage, ProfileRun]]:
-    """Each stage of a layout with its profile run. Raises DoesNotFitError where vLLM refuses the layout."""
+    """Each stage of a layout with its profile run. `sizes` are those of tensor and of pipeline parallelism.
+
+    Raises DoesNotFitError where vLLM refuses the layout.
+    """
+    tensor, pipeline = sizes
     expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
     return [
         (
@@ -114,17 +107,15 @@ def profile_runs(
                 layers=stage.layers,
                 is_first=stage.rank == 0,
                 is_last=stage.is_last,
-                is_pipelined=pipeline_parallel_size > 1,
-                ranks=tensor_parallel_size,
-                expert_ranks=tensor_parallel_size if expert_parallel else 1,
+                is_pipelined=pipeline > 1,
+                ranks=tensor,
+                expert_ranks=tensor if expert_parallel else 1,
                 accelerator=accelerator,
                 engine=engine,
                 max_model_len=max_model_len,
             ),
         )
-        for stage in pipeline_stages(
-            model, tensor_parallel_size, pipeline_parallel_size, expert_parallel=expert_parallel
-        )
+        for stage in pipeline_stages(model, tensor, pipeline, expert_parallel=expert_parallel)
     ]
 
 

@@ -27,9 +27,8 @@ def explain(
         inputs.model,
         inputs.cluster.accelerator,
         replace(inputs.engine, max_num_seqs=memory.max_num_seqs),
-        tensor_parallel_size=layout.tensor_parallel_size,
-        pipeline_parallel_size=layout.pipeline_parallel_size,
-        max_model_len=inputs.max_model_len,
+        (layout.tensor_parallel_size, layout.pipeline_parallel_size),
+        inputs.max_model_len,
     )
     stage, run = runs[memory.pipeline_rank]
     return [

@@ -33,6 +33,16 @@ def spec(name: str, quantization: str | None = None, dtype: str = "auto") -> Mod
     return model_from_config(entry.config, name=entry.name, quantization=quantization, dtype=dtype)
 
 
+def inputs_for(name: str, gpu: str, max_model_len: int) -> PlanInputs:
+    return PlanInputs(
+        model=spec(name),
+        cluster=ClusterSpec(accelerator=accelerator(gpu)),
+        engine=EngineConfig(),
+        workload=Workload(),
+        max_model_len=max_model_len,
+    )
+
+
 def planned(
     name: str,
     gpu: str = "h100-80gb",
@@ -148,13 +158,7 @@ def test_70b_on_tpu_v5e(quantization: str | None, cache: str, chips: int) -> Non
 
 def test_one_two_or_four_replicas_of_70b_on_eight_a100() -> None:
     """The on-prem guide of llama-recipes prefers four, which leaves almost no cache."""
-    inputs = PlanInputs(
-        model=spec("70b"),
-        cluster=ClusterSpec(accelerator=accelerator("a100-80gb")),
-        engine=EngineConfig(),
-        workload=Workload(),
-        max_model_len=8192,
-    )
+    inputs = inputs_for("70b", "a100-80gb", 8192)
     ways = replica_options(inputs)
     assert [(way.replicas, way.layout.tensor_parallel_size) for way in ways] == [(1, 8), (2, 4), (4, 2)]
     totals = [way.total_tokens for way in ways]
@@ -319,13 +323,7 @@ def test_a_gpu_without_bfloat16_refuses_it_by_name_only() -> None:
 
 def test_explanation_adds_up() -> None:
     found = planned("405b")
-    inputs = PlanInputs(
-        model=spec("405b"),
-        cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
-        engine=EngineConfig(),
-        workload=Workload(),
-        max_model_len=131072,
-    )
+    inputs = inputs_for("405b", "h100-80gb", 131072)
     layout = Layout(tensor_parallel_size=8, pipeline_parallel_size=2, num_nodes=2, gpus_per_node=8)
     lines = explain(inputs, layout, found.memory, found.minimum_gpus, note=resolve("405b").note)
     text = "\n".join(lines)
@@ -338,13 +336,7 @@ def test_explanation_adds_up() -> None:
 
 
 def test_small_replicas_win_where_they_leave_no_less_cache() -> None:
-    inputs = PlanInputs(
-        model=spec("Qwen/Qwen2.5-0.5B"),
-        cluster=ClusterSpec(accelerator=accelerator("h100-80gb")),
-        engine=EngineConfig(),
-        workload=Workload(),
-        max_model_len=2048,
-    )
+    inputs = inputs_for("Qwen/Qwen2.5-0.5B", "h100-80gb", 2048)
     ways = replica_options(inputs)
     assert ways[-1].typical_requests >= ways[0].typical_requests
     assert "hold no less" in (compare_sharing(ways, 2048) or "")
