@@ -181,8 +181,8 @@ def _reason_against(layout: Layout, chosen: Layout, inputs: PlanInputs) -> str:
         speeds, copies = _link_speeds_text(inputs), _kv_head_copies_text(layout, inputs)
         return f"two all-reduces a layer would cross the network{speeds}{copies}"
     if layout.num_gpus > chosen.num_gpus:
-        enough = "1 does" if chosen.num_gpus == 1 else f"{chosen.num_gpus} do"
-        return f"{layout.num_gpus} {accelerator.unit}s where {enough}"
+        verb = "is" if chosen.num_gpus == 1 else "are"
+        return f"{layout.num_gpus} {accelerator.unit}s, and {chosen.num_gpus} {verb} enough"
     return "more pipeline stages than needed, and each costs a transfer and waiting"
 
 

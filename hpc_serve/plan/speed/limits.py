@@ -16,14 +16,14 @@ def limit_lines(roofline: Roofline) -> Iterator[str]:
         topology = slice_with(gpu, width)
         used = split_axes(topology) if topology else 1
         limit = model_parallel_limit(gpu, inner, used)
-        verdict = "communication binds" if width > limit else "FLOP/s bind"
+        verdict = "communication takes longer" if width > limit else "FLOP/s take longer"
         yield (
             f"Full batches over {topology or width} chips: F·axes ÷ (C ÷ W_ici) = {inner:,} x {used} ÷ "
             f"{inner * used / limit:,.0f} = {limit:.0f}; at {width}, {verdict}."
         )
     elif width > 1:
         step = roofline.step(roofline.max_num_batched_tokens, 0, 1, IDEAL)
-        verdict = "communication binds" if step.communication_s > step.flops_s else "FLOP/s bind"
+        verdict = "communication takes longer" if step.communication_s > step.flops_s else "FLOP/s take longer"
         yield (
             f"A full step of {roofline.max_num_batched_tokens:,} tokens at TP={width}, ideally: "
             f"{1000 * step.communication_s:.1f} ms of all-reduces, {1000 * step.flops_s:.1f} ms of FLOP/s: {verdict}."

@@ -207,6 +207,6 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
 def _time_text(deployment: Deployment) -> str:
     """What most of a deployment's time goes to, and on several GPUs the share of communication."""
     if deployment.layout.num_gpus == 1:
-        return f"{deployment.estimate.bound} takes most of the time"
+        return f"bound by {deployment.estimate.bound}"
     share = 100 * deployment.estimate.expected.causes["communication"]
-    return f"{deployment.estimate.bound} takes most of the time, communication {share:.0f} %"
+    return f"bound by {deployment.estimate.bound}, communication takes {share:.0f} %"
