@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.sizes import GIB
+from hpc_serve.sizes import GIB, MIB
 from hpc_serve.trust.peers import PeerFiles
 from hpc_serve.vllm.command import Device
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
-_OBJECT_STORE_BYTES = 1 * GIB
-_SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2  # Ray refuses less than 75 MiB
+_OBJECT_STORE_BYTES = GIB
+_SMALLEST_OBJECT_STORE_BYTES = 80 * MIB  # Ray refuses less than 75 MiB
 # Each binds port 0 and tells the others what it got: nothing to clash with. Some have fixed ports by default.
 _PORTS_FROM_THE_KERNEL = (
     *("node-manager", "object-manager", "min-worker", "max-worker"),

@@ -6,12 +6,14 @@ import re
 import time
 from collections.abc import Callable
 
+from hpc_serve.sizes import MIB
+
 # What is said again and again while nothing moves: vLLM's complaints, and the answers to our own probes.
 _WAITING = re.compile(
     r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
 )
 # Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
-_LOADS_BYTES_PER_S = 1024**2
+_LOADS_BYTES_PER_S = MIB
 
 
 class StartProgress:

@@ -14,6 +14,7 @@ from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
 from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.log import read_figures
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def test_prediction_is_what_the_engine_holds(folder: Path, tp: int, pp: int) -> 
     _, spec = find_spec(str(folder))
     estimate = estimate_memory(
         spec,
-        accelerator("cpu-spr", total_bytes=24 * 2**30),
+        accelerator("cpu-spr", total_bytes=24 * GIB),
         EngineConfig(kv_cache_memory_bytes=CACHE_BYTES),
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,

@@ -9,6 +9,7 @@ from typing import Any
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.command import read_command
 
 ALLOCATION = Allocation(
@@ -20,7 +21,7 @@ ALLOCATION = Allocation(
     node_name="n1",
     num_cpus=16,
     num_gpus=8,
-    memory_bytes=64 * 1024**3,
+    memory_bytes=64 * GIB,
 )
 
 

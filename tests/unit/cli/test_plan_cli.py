@@ -9,6 +9,7 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.options import Size
+from hpc_serve.sizes import GIB
 
 KEYS = {
     *("fits", "tensor_parallel_size", "pipeline_parallel_size", "replicas", "num_nodes", "gpus_per_node"),
@@ -167,7 +168,7 @@ def test_a_target_keeps_the_sizes_asked_for(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("79.2GiB", int(79.2 * 2**30)),
+        ("79.2GiB", int(79.2 * GIB)),
         ("80GB", 80 * 10**9),
         ("80 gb", 80 * 10**9),
         ("8388608", 2**23),

@@ -6,6 +6,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
+from hpc_serve.sizes import GIB
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -21,7 +22,7 @@ SLURM = {
 def test_a_slurm_task_knows_its_place_and_its_share():
     here = read_allocation(SLURM)
     assert (here.cluster, here.job_id, here.node_rank, here.num_nodes, here.node_name) == ("slurm", "77", 1, 2, "n2")
-    assert (here.num_cpus, here.num_gpus, here.memory_bytes) == (64, 8, 1024**3)
+    assert (here.num_cpus, here.num_gpus, here.memory_bytes) == (64, 8, GIB)
     assert not here.is_head
     assert here.run_name == "77-r0"
 
@@ -35,7 +36,7 @@ def test_a_slurm_task_knows_its_place_and_its_share():
         ({"SLURM_GPUS_ON_NODE": "", "CUDA_VISIBLE_DEVICES": "0,3"}, "num_gpus", 2),
         ({"SLURM_GPUS_ON_NODE": ""}, "num_gpus", None),
         ({"SLURM_MEM_PER_NODE": "0"}, "memory_bytes", None),
-        ({"SLURM_MEM_PER_NODE": "", "SLURM_MEM_PER_CPU": "16"}, "memory_bytes", 1024**3),
+        ({"SLURM_MEM_PER_NODE": "", "SLURM_MEM_PER_CPU": "16"}, "memory_bytes", GIB),
     ],
 )
 def test_what_sites_say_differently(changes, field, value):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
+from hpc_serve.sizes import GIB
 from hpc_serve.trust.peers import PeerFiles
 from tests.support.nodes import ALLOCATION
 
@@ -30,7 +31,7 @@ def options(argv: list[str]) -> dict[str, str]:
 def test_ray_gets_the_jobs_share_and_not_the_machines():
     said = options(head_argv(NODE, gcs_port=20_001, client_port=20_002))
     assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
-    assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * 1024**3
+    assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * GIB
     unlimited = ray_start_options(
         replace(ALLOCATION, memory_bytes=None),
         address="a",
@@ -38,7 +39,7 @@ def test_ray_gets_the_jobs_share_and_not_the_machines():
         device="GPU",
         num_devices=0,
     )
-    assert unlimited.memory_bytes > 1024**3
+    assert unlimited.memory_bytes > GIB
 
 
 def test_chips_of_a_tpu_are_a_resource_like_any_other():

@@ -15,6 +15,7 @@ from hpc_serve.plan.catalog import models
 from hpc_serve.plan.memory.stages import allocator_rounding, pipeline_layers, pipeline_stages
 from hpc_serve.plan.model.scheme import FP8_BLOCK, FP8_CHANNEL
 from hpc_serve.plan.model.weights import Linear
+from hpc_serve.sizes import GIB, MIB
 
 VLLM_BYTES = json.loads((DATA / "vllm_weight_bytes.json").read_text())
 
@@ -95,7 +96,7 @@ def test_fp8_of_405b_is_in_the_middle_layers_alone() -> None:
     assert schemes[60]["self_attn.q_proj"] is model.quantization.plain
     assert schemes[0]["mlp.up_proj"] is schemes[125]["mlp.up_proj"] is model.quantization.plain
     # vLLM on MI300X, TP=8: "Loading model weights took 56.7677 GB"
-    assert pipeline_stages(model, 8, 1)[0].weight_bytes / 2**30 == pytest.approx(56.77, abs=0.05)
+    assert pipeline_stages(model, 8, 1)[0].weight_bytes / GIB == pytest.approx(56.77, abs=0.05)
 
 
 def test_block_scales_of_deepseek() -> None:
@@ -138,7 +139,7 @@ def test_unknown_quantisation_is_named() -> None:
     ],
 )
 def test_sizes_of_quantised_8b(config: dict[str, Any], gib: float) -> None:
-    assert spec("8b", quantization_config=config).weight_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+    assert spec("8b", quantization_config=config).weight_bytes / GIB == pytest.approx(gib, abs=0.01)
 
 
 def test_float32_checkpoints_are_loaded_in_16_bit() -> None:
@@ -180,7 +181,7 @@ def test_layers_are_dealt_as_vllm_deals_them(layers: int, stages_count: int, dea
 
 @pytest.mark.parametrize(("mib", "rest"), [(9.5, 0), (30, 0), (95, 1), (47.5, 0.5), (24.5, 0), (131.5, 0.5)])
 def test_allocator_rounding(mib: float, rest: float) -> None:
-    assert allocator_rounding(int(mib * 2**20)) == int(rest * 2**20)
+    assert allocator_rounding(int(mib * MIB)) == int(rest * MIB)
 
 
 @pytest.mark.parametrize(

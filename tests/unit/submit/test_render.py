@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.sizes import GIB
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_argv, render_script
 from hpc_serve.submit.request import Environment, JobSettings, ServeRequest, SlurmOptions
@@ -41,7 +42,7 @@ COMMITTED = {
     "70b-mi300x": request_of("70b", gpu="mi300x"),
     "70b-v6e": request_of("70b", gpu="v6e:2x4"),
     "70b-v5e": request_of("70b", gpu="v5e:4x4"),
-    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * 2**30, engine_args=BF16),
+    "llama-2-7b-cpu": request_of("llama-2-7b", gpu="cpu-spr-2s", gpu_memory_bytes=256 * GIB, engine_args=BF16),
 }
 
 
@@ -68,7 +69,7 @@ def test_no_committed_script_is_left_out():
     ],
 )
 def test_one_setting_changes_the_hardware(gpu, directive, launcher, not_run):
-    memory = 384 * 2**30 if gpu.startswith("cpu") else None
+    memory = 384 * GIB if gpu.startswith("cpu") else None
     text = script("70b", None, gpu=gpu, gpu_memory_bytes=memory)
     bash_accepts(text)
     asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH") and "gpu" in line]
@@ -80,18 +81,18 @@ def test_one_setting_changes_the_hardware(gpu, directive, launcher, not_run):
 
 
 def test_a_cpu_engine_is_told_the_cache_that_was_planned():
-    request = request_of("8b", gpu="cpu", gpu_memory_bytes=64 * 2**30)
+    request = request_of("8b", gpu="cpu", gpu_memory_bytes=64 * GIB)
     plan = plan_service(request)
     assert f"--kv-cache-memory-bytes {plan.memory.kv_cache_bytes} \\\n" in render_script(request, plan)
 
 
 def test_a_share_of_a_cpu_node_is_asked_for_in_cores_and_memory():
     share = SlurmOptions(exclusive=False, cpus_per_task=16)
-    lines = script("8b", None, gpu="cpu-genoa", gpu_memory_bytes=64 * 2**30, slurm=share).splitlines()
+    lines = script("8b", None, gpu="cpu-genoa", gpu_memory_bytes=64 * GIB, slurm=share).splitlines()
     assert {"#SBATCH --cpus-per-task=16", "#SBATCH --mem=64G"} <= set(lines)
     assert "#SBATCH --exclusive" not in lines
     with pytest.raises(InvalidRequestError, match="--cpus-per-task"):
-        script("8b", None, gpu="cpu", gpu_memory_bytes=64 * 2**30, slurm=SlurmOptions(exclusive=False))
+        script("8b", None, gpu="cpu", gpu_memory_bytes=64 * GIB, slurm=SlurmOptions(exclusive=False))
 
 
 @pytest.mark.parametrize("method", ["int8", "nvfp4"])

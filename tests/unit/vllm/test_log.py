@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_serve.sizes import MIB
 from hpc_serve.vllm.log import StartStage, read_error, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
@@ -87,12 +88,12 @@ def test_a_line_is_a_sign_of_life_unless_it_only_says_that_it_waits(line, moves)
 def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
     clock = Clock()
     progress = StartProgress(clock)
-    progress.note_read_bytes(500 * 1024**2)  # importing
+    progress.note_read_bytes(500 * MIB)  # importing
     for second in range(1, 3_601):
         clock.now = second
-        progress.note_read_bytes(500 * 1024**2 + 5_000 * second)
+        progress.note_read_bytes(500 * MIB + 5_000 * second)
     assert progress.idle_s == 3_600
     for second in range(3_601, 10_800):
         clock.now = second
-        progress.note_read_bytes(600 * 1024**2 + 5 * 1024**2 * (second - 3_600))
+        progress.note_read_bytes(600 * MIB + 5 * MIB * (second - 3_600))
     assert progress.idle_s < 2
