@@ -163,7 +163,7 @@ def _leaves_asked_gpus_idle(layout: Layout, cluster: ClusterSpec) -> bool:
 
 
 def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
-    """That GPUs would stay idle, and what to write instead."""
+    """How many GPUs would stay idle, and what to write instead."""
     tensor, ranks = layout.tensor_parallel_size, layout.num_gpus
     device, nodes, size = cluster.accelerator, layout.num_nodes, cluster.node_size_of(layout.num_nodes)
     instead = []

@@ -1,4 +1,4 @@
-"""A plan as flags of `vllm serve`, flags as what a plan is asked for, and what a plan assumes about the checkpoint.
+"""Turns a plan into options of `vllm serve` and back, and says what a plan assumes about the checkpoint.
 
 The names of quantisation methods that people write and those that the pinned vLLM takes differ; this file matches them.
 """
@@ -29,7 +29,7 @@ _FIELDS = (
     "enforce_eager",
     "enable_expert_parallel",
 )
-"""What decides memory and layout: EngineConfig's names, which are vLLM's, and the context's."""
+"""The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _ONLINE = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
