@@ -48,7 +48,7 @@ def _read(parser: Any, words: list[str]) -> Any:
 
 
 async def _middleware_of(readings: list[Any]) -> list[list[str]]:
-    """Where a reading names some. The server makes its app while its event loop runs, and so do we."""
+    """Where a reading names some. The server makes its app while its event loop runs, and the gate needs that loop."""
     return [_middleware(args) if args and args.middleware else [] for args in readings]
 
 
@@ -56,10 +56,7 @@ def _middleware(args: Any) -> list[str]:
     """The outermost first."""
     from vllm.entrypoints.launchers.app import build_app
 
-    async def build() -> Any:  # the gate bounds what its event loop does
-        return build_app(args, ("generate",))
-
-    app = asyncio.run(build())
+    app = build_app(args, ("generate",))
     return [f"{part.cls.__module__}.{part.cls.__qualname__}" for part in app.user_middleware]
 
 
