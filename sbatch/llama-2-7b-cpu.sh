@@ -7,6 +7,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --mem=0
 #SBATCH --time=12:00:00
+#SBATCH --signal=B:USR1@120
 #SBATCH --output=%x-%j.log
 #SBATCH --exclusive
 #SBATCH --open-mode=append
@@ -25,16 +26,20 @@ fi
 # shellcheck disable=SC1091
 source "$environment/bin/activate"
 
-# The launcher hears the signal as well and ends in order; this shell waits for it.
-cancelled=
-trap 'cancelled=yes' TERM INT
+# At TERM and INT the launcher finishes the requests under way, then ends; this shell waits for it.
+cancelled='' signalled='' launcher=''
+trap 'cancelled=yes signalled=yes; [[ -z $launcher ]] || kill -TERM "$launcher" || true' TERM INT
+# Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone.
+trap 'cancelled=yes signalled=yes
+    echo "{\"by\": \"Slurm, before the time limit or a preemption (USR1)\", \"deadline_s\": 100}" \
+        >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
     exports=$(python -m hpc_serve.job.prepare --service llama-2-7b)
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
-    status=0
+    status=0 launcher=''
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpu-bind=none --export=ALL \
         --kill-on-bad-exit=0 --wait=60 \
         --open-mode=append --output="$HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node%n.log" \
@@ -45,8 +50,14 @@ for attempt in 1 2 3; do
             --pipeline-parallel-size 1 \
             --max-model-len 4096 \
             --kv-cache-memory-bytes 245977550357 \
-            --dtype bfloat16 \
-        || status=$?
+            --dtype bfloat16 &
+    launcher=$!
+    # A signal ends `wait` before the launcher has ended.
+    signalled=$launcher
+    while [[ -n $signalled ]]; do
+        signalled='' status=0
+        wait "$launcher" || status=$?
+    done
     [[ $status -eq 75 && -z $cancelled ]] || exit "$status"
     echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
 done

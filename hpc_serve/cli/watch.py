@@ -111,25 +111,39 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 
 
 @click.command("stop")
-@click.argument("targets", metavar="SERVICE|JOB...", nargs=-1, required=True)
-@click.option("--timeout", type=Duration(), default=120.0, help="How long to wait for the end [default: 120].")
-def stop_command(targets: Sequence[str], timeout: float) -> None:
+@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1)
+@click.option(
+    "--replica", "replicas", metavar="JOB[_TASK]", multiple=True, help="This job alone, of the services named."
+)
+@click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+@click.option(
+    "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
+)
+def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float) -> None:
     """End services, or single jobs, and wait until they have ended.
 
-    A service gets the time it needs to end in order; Slurm kills what is left.
+    A service that is ready takes no new requests from then on, finishes those under way, and ends; --now ends it at
+    once, as does a second `hpc-serve stop --now` while it finishes them.
     """
     from hpc_serve.submit.status_reader import find
     from hpc_serve.submit.stop import stop
 
+    if not targets and not replicas:
+        raise click.UsageError("Name a service or a job, or --replica JOB.")
     store = _store()
-    for target in targets:
-        found = find(store, target)
+    for target in targets or replicas:
+        found = [status for status in find(store, target) if not replicas or status.job_id in replicas]
+        if not found:
+            raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
         for status in live:
             click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
-        for status in stop(store, found, timeout_s=timeout):
+        for status in stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain):
             click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
 
 

@@ -12,6 +12,7 @@ from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.log_setup import set_up_logging
 from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.record_keeper import publish_failure
 
 _log = logging.getLogger("hpc_serve.job")
@@ -40,6 +41,7 @@ def main() -> int:
             gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
             stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
             join_s=_seconds("HPC_SERVE_JOIN_S", 300),
+            kill_wait_s=_seconds("HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
         )
         return launch(options, words, allocation, dict(os.environ))
     except HpcServeError as error:

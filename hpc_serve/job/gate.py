@@ -67,7 +67,7 @@ class Gate:
             await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
         elif not self._has_key(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
-        elif self._drain_file.exists():
+        elif self._drain_file.exists() and not _is_get(scope, "/metrics"):  # which tell when it has drained
             await _refuse(scope, receive, send, 503, "draining", _DRAINING, (DRAINING_HEADER, _RETRY_AFTER))
         else:
             await self._app(scope, receive, send)
@@ -130,12 +130,16 @@ def _read_key(path: str | None) -> bytes | None:
 
 
 def _is_health(scope: Scope) -> bool:
-    # With a root path of /health the router would take this path for another route.
+    return _is_get(scope, "/health")
+
+
+def _is_get(scope: Scope, path: str) -> bool:
+    # With a root path of the same name the router would take this path for another route.
     return (
         scope["type"] == "http"
-        and scope["path"] == "/health"
+        and scope["path"] == path
         and scope["method"] in ("GET", "HEAD")
-        and scope.get("root_path", "") != "/health"
+        and scope.get("root_path", "") != path
     )
 
 

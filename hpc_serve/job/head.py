@@ -12,20 +12,24 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from hpc_serve.errors import StoreError
 from hpc_serve.job.control import ControlServer, Link
+from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.health import NotReadyError, check_ready, is_healthy
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Outcome, RunEnd, failure
+from hpc_serve.job.outcome import Outcome, RunEnd, drain_s_after_signal, failure
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import Child, read_bytes, start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.drain import forget_drain_request
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.vllm.command import check_layout, head_args
@@ -58,13 +62,14 @@ class Head:
 
     def __init__(self, node: Node, keeper: RecordKeeper, endpoint: Endpoint) -> None:
         self._node, self._keeper = node, keeper
-        self._run_end = RunEnd()
+        self._run_end = RunEnd(node.options.kill_wait_s)
         self._changed = asyncio.Event()
         self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
         self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
         self._progress = StartProgress()
         self._endpoint = endpoint
+        self._engine: Child | None = None
 
     async def run(self, listener: socket.socket) -> int:
         """Start the service, and take it down when its end is decided; returns the exit code."""
@@ -80,13 +85,31 @@ class Head:
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
+        drain_request = Path(node.environ["HPC_SERVE_DRAIN_REQUEST"])
+        self._parts.run_in_background(follow_drain_requests(drain_request, self._run_end))
         outcome = await self._run_end.wait()
+        if not outcome.is_failure and outcome.drain_s > 0:
+            outcome = await self._drain(outcome)
         self._publish_end(outcome)
-        await self._parts.take_down()
+        await self._parts.take_down(most_grace_s=self._run_end.grace_s)
         control.close()
+        with contextlib.suppress(StoreError):
+            forget_drain_request(drain_request)
         if not outcome.is_failure:
             self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
         return outcome.exit_code
+
+    async def _drain(self, stop: Outcome) -> Outcome:
+        """Finish the requests under way, if the engine has begun to serve; returns how the run ended."""
+        if self._engine is None or self._keeper.record.state == "starting":
+            return stop
+        return await Drain(
+            engine=self._engine,
+            address=self._endpoint.address,
+            gate_file=Path(self._node.environ["HPC_SERVE_DRAIN_FILE"]),
+            keeper=self._keeper,
+            run_end=self._run_end,
+        ).run(stop)
 
     # -- the start
 
@@ -200,14 +223,16 @@ class Head:
             device=node.options.device,
             backend=node.backend,
             tls_files=self._endpoint.tls_files,
+            shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
         )
         argv = [*command.argv, *added, *node.multi_node_args()]
         _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
         environ = {**environ, **self._endpoint.environ}
-        return await self._parts.start(
+        self._engine = await self._parts.start(
             "engine", argv, environ, order=StopOrder.ENGINE, grace_s=_ENGINE_GRACE_S, on_line=self._read_engine_line
         )
+        return self._engine
 
     async def _wait_until_ready(self, engine: Child) -> None:
         node = self._node
@@ -235,10 +260,11 @@ class Head:
         return await asyncio.to_thread(read_bytes, self._node.run_mark) + self._workers.read_bytes
 
     async def _watch_health(self) -> None:
-        while True:
+        while self._keeper.record.state == "ready":
             await asyncio.sleep(_HEALTH_INTERVAL_S)
             healthy = await asyncio.to_thread(is_healthy, self._endpoint.address)
-            self._keeper.set_stage("ready" if healthy else "the engine does not answer /health")
+            if self._keeper.record.state == "ready":
+                self._keeper.set_stage("ready" if healthy else "the engine does not answer /health")
 
     # -- what is published
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.trust.connection import Identity, VerifiedConnection
+from hpc_serve.vllm import metrics
 
 _TIMEOUT_S = 10.0
+_METRICS_TIMEOUT_S = 5.0
 _HEALTH = "/health"
 
 
@@ -62,6 +64,19 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
         raise NotReadyError(str(error) or type(error).__name__) from error
 
 
+def requests_under_way(engine: EngineAddress) -> int | None:
+    """How many requests run or wait, as the engine says it; None if its metrics have no such figures.
+
+    Raises OSError or HTTPException if it does not say anything now.
+    """
+    status, text, _ = _exchange(engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+    if status == 404:
+        return None
+    if status != 200:
+        raise OSError(f"/metrics answers {status}")
+    return metrics.requests_under_way(text.decode(errors="replace"))
+
+
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise NotReadyError(what)
@@ -70,6 +85,14 @@ def _require(condition: bool, what: str) -> None:
 def _request(
     engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]]:
+    status, content, kind = _exchange(engine, method, path, timeout_s=timeout_s, body=body)
+    return status, json.loads(content) if kind == "application/json" and content else {}
+
+
+def _exchange(
+    engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
+) -> tuple[int, bytes, str]:
+    """Status, content and content type of an answer."""
     connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=_TIMEOUT_S)
     with contextlib.closing(connection):
         connection.connect()
@@ -80,5 +103,4 @@ def _request(
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         response = connection.getresponse()
         content = response.read()
-    is_json = response.headers.get_content_type() == "application/json"
-    return response.status, json.loads(content) if is_json and content else {}
+    return response.status, content, response.headers.get_content_type()

@@ -18,7 +18,10 @@ from hpc_serve.job.sweep import private_node_dir
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.vllm.command import choose_backend, read_command
 
-_FROM_PREPARE = ("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS")
+_FROM_PREPARE = (
+    *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS"),
+    *("HPC_SERVE_DRAIN_FILE", "HPC_SERVE_DRAIN_REQUEST"),
+)
 _MIN_SILENCE_S, _MAX_SILENCE_S = 5, 3_600
 
 

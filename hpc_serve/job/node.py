@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of
+from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.rendezvous.files import check_folder, read_private
@@ -26,7 +27,7 @@ class LaunchOptions:
 
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
-    Without `tls` the engine speaks in the clear.
+    Without `tls` the engine speaks in the clear. `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
     """
 
     service: str
@@ -36,6 +37,7 @@ class LaunchOptions:
     tls: bool = True
     stall_s: float = 1_800.0
     join_s: float = 300.0
+    kill_wait_s: float = KILL_WAIT_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +18,26 @@ _log = logging.getLogger(__name__)
 
 # Slurm signals every process of a step at once, so a child's end may be seen before our own signal.
 _SETTLE_S = 1.0
+# scancel and the end of the time limit may send SIGTERM more than once, and the script passes its own on.
+_SAME_SIGNAL_S = 3.0
+# What the way down takes after a drain: the engine's end, the workers', Ray's, the last record.
+_WAY_DOWN_S = 8.0
+_LEAST_GRACE_S = 3.0
+KILL_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a replica ended: stopped on purpose (`failed_part` is None), or the part that failed and its last lines."""
+    """How a replica ended: stopped on purpose (`failed_part` is None), or the part that failed and its last lines.
+
+    `drain_s` is how long the requests under way may take before a stop.
+    """
 
     reason: str
     exit_code: int
     failed_part: str | None = None
     last_log_lines: tuple[str, ...] = ()
+    drain_s: float = 0.0
 
     @property
     def is_failure(self) -> bool:
@@ -46,26 +58,69 @@ def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple
     )
 
 
-class RunEnd:
-    """The end of the run on this node. `stop` ends it on purpose, `fail` because a part failed."""
+def drain_s_after_signal(kill_wait_s: float) -> float:
+    """How long requests may take after SIGTERM: Slurm's KillWait, less what the way down takes."""
+    return max(0.0, kill_wait_s - _WAY_DOWN_S)
 
-    def __init__(self) -> None:
+
+class RunEnd:
+    """The end of the run on this node. `stop` ends it on purpose, `fail` because a part failed.
+
+    What comes after a stop, while requests are finished, interrupts that. `kill_wait_s` is how long after SIGTERM
+    Slurm sends SIGKILL.
+    """
+
+    def __init__(self, kill_wait_s: float = KILL_WAIT_S) -> None:
+        self._kill_wait_s = kill_wait_s
+        self._signalled_at: float | None = None
         self._stopped = asyncio.Event()
         self._decided: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._interrupted: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal has come, which Slurm sends to every process of the step."""
+        return self._signalled_at is not None
+
+    @property
+    def grace_s(self) -> float:
+        """How long a part may take to end: without limit, or what Slurm leaves after its signal."""
+        if self._signalled_at is None:
+            return math.inf
+        return max(_LEAST_GRACE_S, self._signalled_at + self._kill_wait_s - _WAY_DOWN_S / 2 - time.monotonic())
 
     def stop_on_signals(self) -> None:
-        """Stop at SIGTERM, which Slurm sends at scancel, preemption and the time limit, and at SIGINT."""
+        """Stop at SIGTERM, which Slurm sends at scancel, preemption and the time limit, and at SIGINT.
+
+        A further one ends a drain.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop, f"{number.name} (cancelled, preempted, or out of time)")
+            loop.add_signal_handler(number, self._stop_on_signal, number)
 
-    def stop(self, reason: str) -> None:
+    def _stop_on_signal(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._signalled_at is not None and now - self._signalled_at < _SAME_SIGNAL_S:
+            return
+        self._signalled_at = self._signalled_at or now
+        reason = f"{number.name} (cancelled, preempted, or out of time)"
+        if self._decided.done():
+            self._interrupt(None)
+        else:
+            self.stop(reason, drain_s=drain_s_after_signal(self._kill_wait_s))
+
+    def stop(self, reason: str, *, drain_s: float = 0.0) -> None:
+        """End the run after a drain of `drain_s` seconds at most. With 0, one that has begun ends as well."""
         self._stopped.set()
-        self._decide(Outcome(reason=reason, exit_code=0))
+        if self._decided.done() and drain_s == 0:
+            self._interrupt(None)
+        self._decide(Outcome(reason=reason, exit_code=0, drain_s=drain_s))
 
     async def fail(self, outcome: Outcome) -> None:
-        """Report a failure. It counts unless a stop follows within a second."""
+        """Report a failure. It counts unless a stop follows within a second; it interrupts a drain."""
         await self.wait_for_stop(_SETTLE_S)
+        if self._decided.done():
+            self._interrupt(outcome)
         self._decide(outcome)
 
     async def fail_on_error(self, work: Coroutine[Any, Any, None]) -> None:
@@ -84,10 +139,18 @@ class RunEnd:
         """Wait until the outcome is decided, and return it."""
         return await asyncio.shield(self._decided)
 
+    async def wait_for_interruption(self) -> Outcome | None:
+        """Wait until a drain is to end: the failure of a part, or None if somebody wants the end at once."""
+        return await asyncio.shield(self._interrupted)
+
     async def wait_for_stop(self, timeout_s: float) -> None:
         """Return at a stop, even one that comes after a failure, or after `timeout_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stopped.wait(), timeout_s)
+
+    def _interrupt(self, failure: Outcome | None) -> None:
+        if not self._interrupted.done():
+            self._interrupted.set_result(failure)
 
     def _decide(self, outcome: Outcome) -> None:
         if not self._decided.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class Parts:
     def __init__(self, run_mark: str, run_end: RunEnd, *, is_starting: Callable[[], bool] = lambda: False) -> None:
         self._run_mark, self._run_end, self._is_starting = run_mark, run_end, is_starting
         self._tasks: set[asyncio.Task[None]] = set()
+        self._most_grace_s = math.inf
         self._stops: dict[StopOrder, list[Callable[[], Awaitable[None]]]] = {order: [] for order in StopOrder}
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -71,12 +73,16 @@ class Parts:
             raise failure(
                 name, f"no command {error} in this environment: activate one that has it (HPC_SERVE_ENV)", exit_code=127
             ) from error
-        self.add(order, lambda: child.stop(grace_s))
+        self.add(order, lambda: child.stop(min(grace_s, self._most_grace_s)))
         self.run_in_background(self._fail_at_end(child))
         return child
 
-    async def take_down(self) -> None:
-        """Stop all parts in their order, then every process that they left on this node."""
+    async def take_down(self, *, most_grace_s: float = math.inf) -> None:
+        """Stop all parts in their order, then every process that they left on this node.
+
+        A part that was given more than `most_grace_s` seconds to end has only so many.
+        """
+        self._most_grace_s = most_grace_s
         for task in self._tasks:
             task.cancel()
         for order in StopOrder:

@@ -23,6 +23,7 @@ from hpc_serve.job.network import HeadPorts, node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
+from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -61,6 +62,8 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     else:
         address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
     remove_old_run_dirs(store)
+    drain_request = drain_file(store, service, job_id=allocation.job_id, restart=allocation.restart, replica=0)
+    forget_drain_request(drain_request)  # a job on this machine may have the pid of one before
     ports = HeadPorts.choose()
     run_dir = make_run_dir(store.home, allocation)  # the last step that can fail: it leaves a secret
     return {
@@ -73,6 +76,7 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
         "HPC_SERVE_HEAD_PORTS": ports.to_text(),
         "HPC_SERVE_API_KEY_FILE": str(api_key_file),
         "HPC_SERVE_DRAIN_FILE": f"{node_dir_name}/drain",
+        "HPC_SERVE_DRAIN_REQUEST": str(drain_request),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(run_dir / "ray_token"),
     }

@@ -66,6 +66,10 @@ class Child:
         assert self.exit_code is not None
         return self.exit_code
 
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._signal(signal.SIGTERM)
+
     async def stop(self, grace_s: float) -> None:
         """Send SIGTERM, wait up to `grace_s` seconds, then send SIGKILL to the whole session."""
         if self._process.returncode is None:

@@ -59,6 +59,15 @@ def record_file_name(job_id: str, restart: int, replica: int) -> str:
     return f"{validate_job_id(job_id)}-r{restart}-{replica}.json"
 
 
+def drain_file_name(job_id: str, restart: int, replica: int) -> str:
+    """The file in which that replica is asked to drain.
+
+    >>> drain_file_name("123_4", 1, 0)
+    '123_4-r1-0.drain'
+    """
+    return record_file_name(job_id, restart, replica).removesuffix(".json") + ".drain"
+
+
 def is_record_file_name(name: str) -> bool:
     """Whether a file of that name in a service's folder is a record."""
     return _RECORD_FILE.fullmatch(name) is not None

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _MEM_GIB_PER_GPU = 16
 _MEM_GIB_BASE = 16
+_NOTICE_S = 120  # of a preemption, where the time limit gives none
+_WAY_DOWN_S = 20  # from the last answer to the end of the job
 
 
 # With autoescape on, Jinja marks the output of blocks and macros as Markup. Here that mark means "checked" or "quoted".
@@ -84,6 +86,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
         "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
+        "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
         "backend": request.backend,
         "tls": request.tls,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],

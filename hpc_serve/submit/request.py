@@ -33,6 +33,8 @@ _COUNTS = (
     "output_tokens",
 )
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+_NOTICE = re.compile(r"B:USR1@(\d{1,5})")
+_LEAST_NOTICE_S = 30
 _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's own notation uses & | * ( ) [ ]
 
 
@@ -83,6 +85,12 @@ class SbatchOptions:
         default="12:00:00",
         metadata=_sbatch("TIME", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", group="share"),
     )
+    signal: str | None = field(
+        default="B:USR1@120",
+        metadata=_sbatch(
+            "B:USR1@S", "How long before the time limit the service drains [default: B:USR1@120].", group="share"
+        ),
+    )
     exclusive: bool | None = field(
         default=None, metadata=_sbatch("", "Whole nodes [default: if several, or of TPUs or CPUs].")
     )
@@ -104,11 +112,21 @@ class SlurmOptions(SbatchOptions):
                 check_directive(option.name.replace("_", "-"), value)
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise InvalidRequestError(f"time is {self.time!r}: use minutes, HH:MM:SS or D-HH:MM:SS.")
+        if self.signal is not None and (self.notice_s or 0) < _LEAST_NOTICE_S:
+            raise InvalidRequestError(
+                f"signal is {self.signal!r}: write B:USR1@SECONDS, at least {_LEAST_NOTICE_S}; the script waits for that one."
+            )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise InvalidRequestError(f"cpus-per-task is {self.cpus_per_task}: it must be at least 1.")
         _check_choice("gpu_directive", self.gpu_directive, GpuDirective)
         for word in self.extra:
             _check_extra(word)
+
+    @property
+    def notice_s(self) -> int | None:
+        """How many seconds before the time limit Slurm tells the script; None if it does not."""
+        found = _NOTICE.fullmatch(self.signal or "")
+        return int(found[1]) if found else None
 
     def lines(self, group: str) -> list[str]:
         """`--name=value` of the options of one group that are set, in order."""

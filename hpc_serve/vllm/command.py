@@ -119,16 +119,26 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
 
 
 def head_args(
-    command: ServeCommand, *, host: str, port: int, device: Device, backend: str, tls_files: tuple[str, str] | None
+    command: ServeCommand,
+    *,
+    host: str,
+    port: int,
+    device: Device,
+    backend: str,
+    tls_files: tuple[str, str] | None,
+    shutdown_timeout_s: int = 0,
 ) -> list[str]:
     """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
 
     `tls_files` are the files of the run's key and certificate; without them the engine speaks in the clear.
+    After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
     """
     added = ["--host", host, "--middleware", GATE]
     if tls_files is not None:
         added += ["--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
+    if shutdown_timeout_s > 0:
+        added += ["--shutdown-timeout", str(shutdown_timeout_s)]
     if command.port is None:
         added += ["--port", str(port)]
     if device != "TPU" and command.world_size > 1 and command.executor is None:
