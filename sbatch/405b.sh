@@ -49,7 +49,8 @@ for attempt in 1 2 3; do
             --served-model-name meta-llama/Llama-3.1-405B-Instruct 405b \
             --tensor-parallel-size 8 \
             --pipeline-parallel-size 2 \
-            --max-model-len 131072 &
+            --max-model-len 131072 \
+        &
     launcher=$!
     # A signal ends `wait` before the launcher has ended.
     signalled=$launcher

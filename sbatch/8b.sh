@@ -49,7 +49,8 @@ for attempt in 1 2 3; do
             --served-model-name meta-llama/Llama-3.1-8B-Instruct 8b \
             --tensor-parallel-size 1 \
             --pipeline-parallel-size 1 \
-            --max-model-len 131072 &
+            --max-model-len 131072 \
+        &
     launcher=$!
     # A signal ends `wait` before the launcher has ended.
     signalled=$launcher

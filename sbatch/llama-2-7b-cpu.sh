@@ -50,7 +50,8 @@ for attempt in 1 2 3; do
             --pipeline-parallel-size 1 \
             --max-model-len 4096 \
             --kv-cache-memory-bytes 245977550357 \
-            --dtype bfloat16 &
+            --dtype bfloat16 \
+        &
     launcher=$!
     # A signal ends `wait` before the launcher has ended.
     signalled=$launcher

@@ -239,7 +239,11 @@ class Engine(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def finish(self) -> None:
-        """As vLLM at SIGTERM: new requests get 500, those under way go on for --shutdown-timeout seconds."""
+        """As vLLM at SIGTERM: new requests get 500, those under way go on for --shutdown-timeout seconds.
+
+        A further SIGTERM changes nothing.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.is_leaving = True
         deadline = time.monotonic() + self.options.shutdown_timeout
         while self.work.running + self.work.waiting and time.monotonic() < deadline:
@@ -311,7 +315,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.key is not None and not hmac.compare_digest(given, self.server.key):
             self.error(401, "this stub engine asks for the API key", code="invalid_api_key")
             return False
-        if self.server.draining:
+        if self.server.draining and self.path != "/metrics":
             self.error(503, "draining", code="draining", headers={"X-HPC-Serve": "draining", "Retry-After": "2"})
             return False
         return True

@@ -211,6 +211,7 @@ def test_site_options_become_directives():
         "#SBATCH --cpus-per-task=7",
         "#SBATCH --mem=100G",
         "#SBATCH --time=2-00:00:00",
+        "#SBATCH --signal=B:USR1@120",
         "#SBATCH --output=%x-%j.log",
         "#SBATCH --open-mode=append",
         "#SBATCH --switches=1",

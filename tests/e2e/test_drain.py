@@ -1,0 +1,113 @@
+"""A planned end loses no request: streams under way finish, new requests are refused or go to another replica.
+
+Real Slurm; the engine is the stub, whose streams last as long as a test wants. Four streams of 15 s are under way at each
+end, and the job ends before they could time out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import User, stub_script
+
+pytestmark = [pytest.mark.slurm]
+
+WORDS, WORD_S = 60, 0.25
+STREAMS = 4
+ENDS_WITHIN_S = 90.0
+
+
+@pytest.fixture
+def alice(cluster, alice_env):
+    user = User(cluster, alice_env)
+    yield user
+    user.run("scancel", "--user", "alice")
+    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
+
+
+def serve(alice: User, service: str, *, edit=str) -> str:
+    text = stub_script(service, "--stub-words", str(WORDS), "--stub-word-s", str(WORD_S))
+    job_id = alice.sbatch(alice.write(f"{service}.sh", edit(text)))
+    alice.wait_until_ready(service, job_id, 120)
+    return job_id
+
+
+def begin_streams(alice: User, service: str):
+    """A user's program with streams under way."""
+    program = alice.cluster.popen(
+        [sys.executable, "-m", "tests.e2e.streams", service, str(STREAMS)], user="alice", env=dict(alice.environ)
+    )
+    said = program.stdout.readline()
+    assert said.strip() == "begun", said + program.stdout.read()
+    return program
+
+
+def result_of(program) -> dict:
+    said, _ = program.communicate(timeout=180)
+    return json.loads(said.splitlines()[-1])
+
+
+def stop(alice: User, service: str, job_id: str) -> None:
+    done = alice.hpc_serve("stop", service, timeout=ENDS_WITHIN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def scancel(alice: User, service: str, job_id: str) -> None:
+    alice.cancel(job_id)
+
+
+def notice(alice: User, service: str, job_id: str) -> None:
+    """What --signal=B:USR1@120 sends before the time limit."""
+    done = alice.run("scancel", "--batch", "--signal=USR1", job_id)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "who"),
+    [(stop, "hpc-serve stop"), (scancel, "SIGTERM"), (notice, "Slurm, before the time limit")],
+    ids=["stop", "scancel", "notice"],
+)
+def test_a_planned_end_loses_no_stream(alice, end, who):
+    service = f"drain-{end.__name__}"
+    job_id = serve(alice, service)
+    program = begin_streams(alice, service)
+    end(alice, service, job_id)
+    result = result_of(program)
+    assert result["streams"] == [[WORDS, "stop"]] * STREAMS
+    alice.wait_until_gone(job_id, ENDS_WITHIN_S)
+    record = alice.record(service, job_id)
+    assert (record["state"], record["exit_code"]) == ("stopped", 0), record["reason"]
+    assert record["reason"].startswith(who)
+    assert "under way finished" in record["reason"]
+    assert result["refusal"] in ("503 draining", "ServiceStoppedError", "ServiceEndedError"), result["refusal"]
+    if end is not scancel:
+        assert "JobState=COMPLETED" in alice.run("scontrol", "show", "job", job_id).stdout
+    assert not list((alice.home / ".hpc-serve" / "services" / service).glob("*.drain"))
+
+
+def test_stop_now_ends_a_drain(alice):
+    job_id = serve(alice, "drain-now")
+    program = begin_streams(alice, "drain-now")
+    notice(alice, "drain-now", job_id)
+    alice.wait_for_record("drain-now", job_id, lambda record: record["state"] == "draining", 30)
+    done = alice.hpc_serve("stop", "--now", "drain-now", timeout=ENDS_WITHIN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = alice.record("drain-now", job_id)
+    assert (record["state"], record["exit_code"]) == ("stopped", 0)
+    assert "did not finish in time" in record["reason"]
+    result_of(program)
+
+
+def test_the_time_limit_is_told_to_the_script(alice):
+    """sbatch's own option wins over the script's, and the job is told at once: its limit is nearer than the notice."""
+    script = alice.write("limit.sh", stub_script("limit"))
+    job_id = alice.sbatch(script, "--time=2", "--signal=B:USR1@60")
+    alice.wait_until_ready("limit", job_id, 120)
+    alice.wait_until_gone(job_id, 180)
+    record = alice.record("limit", job_id)
+    assert (record["state"], record["exit_code"]) == ("stopped", 0)
+    assert record["reason"].startswith("Slurm, before the time limit")
