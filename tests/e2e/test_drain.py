@@ -1,7 +1,7 @@
 """A planned end loses no request: streams under way finish, new requests are refused or go to another replica.
 
-Real Slurm; the engine is the stub, whose streams last as long as a test wants. Four streams of 15 s are under way at each
-end, and the job ends before they could time out.
+Real Slurm; the engine is the stub, whose streams last as long as a test wants. Four streams of 15 s are under way at
+each end.
 """
 
 from __future__ import annotations

@@ -1,0 +1,320 @@
+"""A drain, with a stub engine as a real process: what is under way is finished, or counted when time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import http.client
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.job import drain as drain_module
+from hpc_serve.job import outcome as outcome_module
+from hpc_serve.job.drain import Drain, follow_drain_requests
+from hpc_serve.job.health import EngineAddress, requests_under_way
+from hpc_serve.job.outcome import Outcome, RunEnd, drain_s_after_signal
+from hpc_serve.job.process import start_child
+from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.connection import Identity, VerifiedConnection
+from tests.cluster import wait_for
+from tests.support.stubs import SCRIPT, make_record
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(drain_module, "_LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(drain_module, "_REQUEST_INTERVAL_S", 0.02)
+
+
+@dataclasses.dataclass
+class Scene:
+    """A replica that serves, and what a test does to it."""
+
+    drain: Drain
+    store: ServiceStore
+
+    @property
+    def record(self):
+        (record,) = self.store.read("405b").records
+        return record
+
+    def complete(self) -> tuple[int, int]:
+        """One streamed completion; returns the status and how many words came."""
+        address = self.drain.address
+        connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=20)
+        connection.connect()
+        headers = {"Authorization": f"Bearer {address.identity.api_key}"}
+        body = json.dumps({"model": "m", "prompt": "1", "stream": True})
+        connection.request("POST", "/v1/completions", body, headers)
+        response = connection.getresponse()
+        try:
+            words = response.read().count(b'"text"')
+        except (OSError, http.client.HTTPException) as error:
+            words = getattr(error, "partial", b"").count(b'"text"')
+        connection.close()
+        return response.status, words
+
+    async def begin(self, number: int) -> list[asyncio.Task[tuple[int, int]]]:
+        tasks = [asyncio.create_task(asyncio.to_thread(self.complete)) for _ in range(number)]
+        await until(lambda: requests_under_way(self.drain.address) == number)
+        return tasks
+
+
+async def until(is_so) -> None:
+    await asyncio.wait_for(asyncio.to_thread(wait_for, is_so, 20), 25)
+
+
+async def report_end(scene: Scene) -> None:
+    """What `Parts` does at the end of a part."""
+    engine = scene.drain.engine
+    await engine.wait()
+    await scene.drain.run_end.fail(Outcome(failed_part="engine", reason=engine.failure_reason, exit_code=1))
+
+
+def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> Any:
+    """Run `test(scene)` with an engine that is up."""
+
+    async def run():
+        store = ServiceStore(tmp_path / "home")
+        key_file = store.ensure_api_key("405b")
+        record = make_record(state="ready")
+        gate_file = tmp_path / "drain"
+        environ = {
+            **os.environ,
+            "HPC_SERVE_API_KEY_FILE": str(key_file),
+            "HPC_SERVE_DRAIN_FILE": str(gate_file),
+            "HPC_SERVE_RECORD": record.name,
+        }
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_line(line: str) -> None:
+            if (found := re.search(r"server on http://\S+:(\d+)", line)) and not port.done():
+                port.set_result(int(found[1]))
+
+        argv = [sys.executable, str(SCRIPT), "serve", "m", "--host", "127.0.0.1", "--port", "0", *flags]
+        engine = await start_child("engine", argv, environ, on_line)
+        try:
+            identity = Identity.of(record, store.read_api_key("405b"))
+            address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 20), identity=identity)
+            run_end = RunEnd(kill_wait_s)
+            keeper = RecordKeeper(store, record)
+            scene = Scene(
+                Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end), store
+            )
+            return await asyncio.wait_for(test(scene), 40)
+        finally:
+            await engine.stop(0)
+
+    return asyncio.run(run())
+
+
+def stop(drain_s: float = 20.0) -> Outcome:
+    return Outcome(reason="hpc-serve stop", exit_code=0, drain_s=drain_s)
+
+
+STREAM = ("--stub-words", "10", "--stub-word-s", "0.1")
+ENDLESS = ("--stub-words", "1000", "--stub-word-s", "0.1")
+
+
+def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
+    async def test(scene):
+        streams = await scene.begin(3)
+        draining = asyncio.create_task(scene.drain.run(stop()))
+        await until(scene.drain.gate_file.exists)
+        assert scene.record.state == "draining"
+        assert (await asyncio.to_thread(scene.complete))[0] == 503
+        outcome = await draining
+        assert [await stream for stream in streams] == [(200, 10)] * 3
+        assert scene.drain.engine.exit_code is None, "it is ended by whoever takes the run down"
+        return outcome
+
+    outcome = in_scene(tmp_path, test, *STREAM)
+    assert (outcome.is_failure, outcome.exit_code) == (False, 0)
+    assert outcome.reason == "hpc-serve stop; 3 requests under way finished"
+
+
+def test_an_idle_engine_is_drained_at_once(tmp_path):
+    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop()))
+    assert outcome.reason == "hpc-serve stop; no request was under way"
+
+
+def test_what_does_not_finish_in_time_is_counted(tmp_path):
+    async def test(scene):
+        await scene.begin(2)
+        return await scene.drain.run(stop(drain_s=1.0))
+
+    outcome = in_scene(tmp_path, test, *ENDLESS)
+    assert outcome.exit_code == 0
+    assert outcome.reason == "hpc-serve stop; of 2 requests under way 2 did not finish in time"
+
+
+@pytest.mark.parametrize("how", ["signal", "stop --now"])
+def test_a_drain_ends_at_once_when_that_is_asked_for(tmp_path, how):
+    async def test(scene):
+        await scene.begin(1)
+        run_end = scene.drain.run_end
+        run_end.stop_on_signals()
+        run_end.stop("hpc-serve stop", drain_s=600)
+        draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
+        await until(lambda: "1 request" in scene.record.stage or scene.drain.keeper.record.stage.endswith("1 request"))
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            run_end.stop("hpc-serve stop --now")
+        return await draining
+
+    outcome = in_scene(tmp_path, test, *ENDLESS)
+    assert outcome.reason == "hpc-serve stop; of 1 request under way 1 did not finish in time"
+
+
+def test_a_signal_reaches_the_engine_too_which_ends_after_its_requests(tmp_path):
+    """As Slurm does it: every process of the step gets SIGTERM."""
+
+    async def test(scene):
+        streams = await scene.begin(2)
+        run_end = scene.drain.run_end
+        run_end.stop_on_signals()
+        watching = asyncio.create_task(report_end(scene))
+        os.kill(scene.drain.engine.pid, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        outcome = await scene.drain.run(await run_end.wait())
+        assert [await stream for stream in streams] == [(200, 10)] * 2
+        await watching
+        return outcome
+
+    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "20")
+    assert outcome.exit_code == 0
+    assert outcome.reason == "SIGTERM (cancelled, preempted, or out of time); 2 requests under way finished"
+
+
+def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
+    async def test(scene):
+        streams = await scene.begin(2)
+        run_end = scene.drain.run_end
+        run_end.stop("hpc-serve stop", drain_s=20)
+        draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
+        await until(lambda: scene.drain.keeper.record.stage == "finishing 2 requests")
+        os.kill(scene.drain.engine.pid, signal.SIGKILL)
+        await scene.drain.engine.wait()
+        await run_end.fail(Outcome(failed_part="engine", reason="engine exited with 137", exit_code=137))
+        await asyncio.gather(*streams, return_exceptions=True)
+        return await draining
+
+    outcome = in_scene(tmp_path, test, *ENDLESS)
+    assert (outcome.failed_part, outcome.exit_code) == ("engine", 137)
+    assert outcome.reason == (
+        "engine exited with 137, while it drained (hpc-serve stop); of 2 requests under way 2 did not finish in time"
+    )
+
+
+def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(drain_module, "requests_under_way", lambda address: None)
+
+    async def test(scene):
+        streams = await scene.begin(1)
+        outcome = await scene.drain.run(stop())
+        assert [await stream for stream in streams] == [(200, 10)]
+        return outcome
+
+    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "20")
+    assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
+
+
+def test_not_known_is_not_idle(tmp_path, monkeypatch):
+    def silent(address):
+        raise OSError("no route")
+
+    monkeypatch.setattr(drain_module, "requests_under_way", silent)
+    outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop(drain_s=0.5)))
+    assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
+
+
+class TestSignals:
+    def test_the_same_signal_again_changes_nothing_and_a_later_one_ends_the_drain(self, monkeypatch):
+        async def run():
+            run_end = RunEnd(kill_wait_s=30)
+            run_end.stop_on_signals()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0)
+            outcome = await run_end.wait()
+            interrupted = asyncio.create_task(run_end.wait_for_interruption())
+            await asyncio.sleep(0.01)
+            assert not interrupted.done()
+            monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await asyncio.wait_for(interrupted, 5) is None
+            return outcome, run_end.grace_s
+
+        outcome, grace_s = asyncio.run(run())
+        assert outcome.drain_s == drain_s_after_signal(30) == 22
+        assert 3 <= grace_s <= 26
+
+    def test_a_kill_wait_too_short_for_a_drain_gives_none(self):
+        assert drain_s_after_signal(5) == 0
+
+
+class TestRequests:
+    @pytest.fixture
+    def path(self, tmp_path):
+        store = ServiceStore(tmp_path / "home")
+        store.ensure_service("405b")
+        return drain_file(store, "405b", job_id="7", restart=0, replica=0)
+
+    def followed(self, path: Path, ask) -> tuple[Outcome, bool]:
+        """What comes of `ask(run_end)`: the outcome, and whether a drain is interrupted."""
+
+        async def run():
+            run_end = RunEnd()
+            following = asyncio.create_task(follow_drain_requests(path, run_end))
+            await ask(run_end)
+            outcome = await asyncio.wait_for(run_end.wait(), 20)
+            interrupted = asyncio.create_task(run_end.wait_for_interruption())
+            await asyncio.wait({interrupted}, timeout=0.2)
+            following.cancel()
+            return outcome, interrupted.done()
+
+        return asyncio.run(run())
+
+    def test_it_is_followed_once(self, path):
+        async def ask(run_end):
+            ask_to_drain(path, DrainRequest(by="hpc-serve stop", deadline_s=120, requested_at=1.0))
+
+        outcome, is_interrupted = self.followed(path, ask)
+        assert (outcome.reason, outcome.drain_s, is_interrupted) == ("hpc-serve stop", 120, False)
+
+    def test_one_without_time_ends_a_drain(self, path):
+        async def ask(run_end):
+            ask_to_drain(path, DrainRequest(by="hpc-serve stop", deadline_s=120))
+            await run_end.wait()
+            ask_to_drain(path, DrainRequest(by="hpc-serve stop --now", deadline_s=0))
+            await asyncio.wait_for(run_end.wait_for_interruption(), 20)
+
+        outcome, is_interrupted = self.followed(path, ask)
+        assert (outcome.reason, is_interrupted) == ("hpc-serve stop", True)
+
+    def test_half_a_file_is_read_again(self, path):
+        async def ask(run_end):
+            path.write_text('{"by": "Sl')
+            await asyncio.sleep(0.1)
+            path.write_text('{"by": "Slurm", "deadline_s": 100}\n')
+
+        assert self.followed(path, ask)[0].drain_s == 100
+
+    def test_one_that_others_may_have_written_is_not_followed(self, path):
+        async def ask(run_end):
+            path.write_text('{"by": "mallory", "deadline_s": 0}')
+            path.chmod(0o666)
+            await asyncio.sleep(0.1)
+            run_end.stop("nobody")
+
+        assert self.followed(path, ask)[0].reason == "nobody"
