@@ -50,15 +50,16 @@ def stop(
     for job_id, cluster in {status.job_id: status.cluster for status in live}.items():
         if job_id not in submitted and cluster == "local":
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
-    draining = [status for status in live if status.record is not None and status.state in _SERVES]
-    for status in draining:
-        assert status.record is not None
-        _ask_to_drain(store, status.record, drain_s)
+    serving = [(status, status.record) for status in live if status.record is not None and status.state in _SERVES]
+    for _, record in serving:
+        _ask_to_drain(store, record, drain_s)
     deadline = time.monotonic() + drain_s + _WAY_DOWN_S
-    waiting = [status for status in draining if drain_s > 0]
-    drained = [_wait_until_drained(store, status, submitted.get(status.job_id), deadline) for status in waiting]
-    over = {(status.job_id, status.replica) for status in drained if status.is_over}
-    for job_id in dict.fromkeys(s.job_id for s in live if (s.job_id, s.replica) not in over):
+    drained = {
+        status.job_id
+        for status, _ in serving
+        if drain_s > 0 and _is_over_by(deadline, store, status, submitted.get(status.job_id))
+    }
+    for job_id in dict.fromkeys(status.job_id for status in live if status.job_id not in drained):
         end_job(job_id, submitted.get(job_id))
     ended = tuple(_wait_until_over(store, status, submitted.get(status.job_id), timeout_s) for status in live)
     for status in (*(status for status in found if status.is_over), *ended):
@@ -80,15 +81,11 @@ def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -
     ask_to_drain(path, DrainRequest(by=by, deadline_s=drain_s, requested_at=time.time()))
 
 
-def _wait_until_drained(
-    store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None, deadline: float
-) -> ReplicaStatus:
-    """The replica once its job is over, or as it is at the deadline."""
-    while True:
-        status, job = _look(store, status, submitted)
-        if (job.is_over and status.is_over) or time.monotonic() >= deadline:
-            return status if job.is_over else replace(status, state="draining")
+def _is_over_by(deadline: float, store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> bool:
+    """Whether the job of a replica that drains ends by itself before the deadline; waits for it."""
+    while not (is_over := _look(store, status, submitted)[1].is_over) and time.monotonic() < deadline:
         time.sleep(_RECORDS_S)
+    return is_over
 
 
 def _look(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> tuple[ReplicaStatus, JobState]:

@@ -450,6 +450,22 @@ def test_stop_tells_how_it_ended(store, place, capsys):
     assert "it was cancelled (CANCELLED)" in capsys.readouterr().out
 
 
+def test_stop_of_one_replica_leaves_the_others(store, place, capsys):
+    for _ in range(2):
+        assert run(["submit", "--model", "8b"]) == 0
+    place.job("102", "CANCELLED", after_cancel=True)
+    capsys.readouterr()
+    assert run(["stop", "8b", "--replica", "102"]) == 0
+    assert place.cancelled == ["102"]
+    assert "101" not in capsys.readouterr().out
+    place.job("101", "CANCELLED", after_cancel=True)
+    assert run(["stop", "--replica", "101", "--now"]) == 0
+    assert place.cancelled == ["102", "101"]
+    assert run(["stop", "8b", "--replica", "99"]) == 2
+    assert "8b has no replica 99" in capsys.readouterr().err
+    assert run(["stop"]) == 2
+
+
 def test_stop_tells_clients_of_a_job_that_was_cancelled_by_other_means(store, place, capsys):
     assert run(["submit", "--model", "8b"]) == 0
     place.queue()

@@ -146,6 +146,16 @@ def test_draining_turns_new_requests_away(key_file, drain_file):
     assert ask(app)[0]["status"] == 401, "draining is nobody's business without the key"
 
 
+def test_whoever_has_the_key_may_see_the_figures_of_an_engine_that_drains(key_file, drain_file):
+    app = Gate(_engine)
+    drain_file.touch()
+    assert ask(app, "/metrics", headers=[BEARER])[0]["status"] == 200
+    assert ask(app, "/metrics")[0]["status"] == 401
+    for other in ("/metrics/", "/v1/metrics"):
+        assert ask(app, other, headers=[BEARER])[0]["status"] == 503
+    assert ask(app, "/metrics", headers=[BEARER], method="POST")[0]["status"] == 503
+
+
 def test_draining_does_not_touch_health_but_says_so(key_file, drain_file):
     app = Gate(_engine)
     assert DRAINING_HEADER not in ask(app, "/health")[0]["headers"]

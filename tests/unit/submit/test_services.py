@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from hpc_serve.errors import (
     WaitTimeoutError,
 )
 from hpc_serve.rendezvous.claims import claim
+from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import job_logs, scheduler, services, wait
@@ -32,6 +36,7 @@ from hpc_serve.submit.log_files import files_of
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.status_reader import find, read_status
+from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
 
@@ -601,6 +606,37 @@ def stop(store: ServiceStore, target: str, **options) -> tuple[ReplicaStatus, ..
     return stopping.stop(store, find(store, target), **options)
 
 
+class Replica:
+    """A replica of job 7 that is ready, and what asks it to drain."""
+
+    def __init__(self, store: ServiceStore, service: StubService) -> None:
+        service.start(service="8b", model=MODEL, job_id="7")
+        (self.record,) = store.read("8b").records
+        self.path = drain_file(store, "8b", job_id="7", restart=0, replica=0)
+
+    @contextlib.contextmanager
+    def asked(self, answer: Callable[[DrainRequest], None]) -> Iterator[None]:
+        """Have `answer` called once it is asked."""
+
+        def watch() -> None:
+            answer(wait_for(lambda: read_drain_request(self.path), 20))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        yield
+        watching.join()
+
+
+@pytest.fixture
+def replica(store, slurm):
+    service = StubService(store.home, "8b")
+    submitted_job(store)
+    slurm.queue(("7", "RUNNING", "None"))
+    slurm.job("7", "RUNNING")
+    yield Replica(store, service)
+    service.close()
+
+
 class TestStop:
     def test_a_job_is_cancelled_and_its_end_waited_for(self, store, slurm):
         submitted_job(store)
@@ -609,6 +645,44 @@ class TestStop:
         (status,) = stop(store, "8b")
         assert slurm.cancelled == ["7"]
         assert status.state == "stopped"
+
+    def test_a_replica_that_serves_is_asked_to_drain_and_ends_by_itself(self, store, slurm, replica):
+        seen = []
+
+        def finish(request: DrainRequest) -> None:
+            seen.append((request.by.split(" on ")[0], request.deadline_s))
+            slurm.job("7", "COMPLETED")
+            store.write(dataclasses.replace(replica.record, state="stopped", reason="asked; 3 requests finished"))
+
+        with replica.asked(finish):
+            (status,) = stop(store, "8b", drain_s=60)
+        assert seen == [("hpc-serve stop", 60)]
+        assert slurm.cancelled == []
+        assert (status.state, status.reason) == ("stopped", "asked; 3 requests finished")
+
+    def test_one_that_has_not_ended_after_its_drain_is_cancelled(self, store, slurm, replica, monkeypatch):
+        monkeypatch.setattr(stopping, "_WAY_DOWN_S", 0.1)
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        (status,) = stop(store, "8b", drain_s=0.1)
+        assert slurm.cancelled == ["7"]
+        assert status.state == "stopped"
+
+    def test_now_asks_for_no_drain_and_cancels_at_once(self, store, slurm, replica):
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        stop(store, "8b", drain_s=0)
+        assert slurm.cancelled == ["7"]
+        request = read_drain_request(replica.path)
+        assert request is not None
+        assert request.deadline_s == 0
+
+    def test_one_that_has_not_begun_to_serve_is_cancelled_at_once(self, store, slurm):
+        submitted_job(store)
+        record(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        stop(store, "8b")
+        assert slurm.cancelled == ["7"]
+        assert not list(store.service_dir("8b").glob("*.drain"))
 
     @pytest.mark.parametrize("by", ["stop", "scancel"])
     def test_a_job_that_never_began_stays_known_as_cancelled(self, store, slurm, by):
