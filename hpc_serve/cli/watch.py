@@ -125,8 +125,8 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float) -> None:
     """End services, or single jobs, and wait until they have ended.
 
-    A service that is ready takes no new requests from then on, finishes those under way, and ends; --now ends it at
-    once, as does a second `hpc-serve stop --now` while it finishes them.
+    A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
+    them, nor if it has begun to.
     """
     from hpc_serve.submit.status_reader import find
     from hpc_serve.submit.stop import stop
