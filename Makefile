@@ -27,7 +27,7 @@ test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(COVERAGE) $(ARGS)
 
 .PHONY: faults
-faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects
+faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
 	@$(PYTHON_AS_ROOT) -m tests.faults $(ARGS)
 
 .PHONY: unit

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.faults import hostile
 from tests.faults.service import Service, hold
 
 
@@ -21,13 +20,16 @@ class Fault:
     """A fault by name. `is_short`: it is part of the short form. `hold_s` is how long it lasts, or is watched.
 
     `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
+    `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica.
     """
 
     name: str
     happens: Callable[[Any], None]
-    is_short: bool
-    hides_records: bool
-    hold_s: float
+    is_short: bool = False
+    hides_records: bool = False
+    needs_slurm: bool = False
+    hold_s: float = 20.0
+    first: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -37,14 +39,12 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    *, short: bool = False, hides_records: bool = False, hold_s: float = 20.0
-) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Enter a function into FAULTS under its name."""
+def fault(**values: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Enter a function into FAULTS under its name, with further fields of `Fault`."""
 
     def enter(happens: Callable[[Any], None]) -> Callable[[Any], None]:
         name = happens.__name__.replace("_", "-")
-        FAULTS[name] = Fault(name=name, happens=happens, is_short=short, hides_records=hides_records, hold_s=hold_s)
+        FAULTS[name] = Fault(name=name, happens=happens, **values)
         return happens
 
     return enter
@@ -59,7 +59,7 @@ def nothing(service: Service) -> None:
 # -- processes
 
 
-@fault(short=True, hold_s=3.0)
+@fault(is_short=True, hold_s=3.0)
 def engine_killed(service: Service) -> None:
     """kill -9 of one engine."""
     service.signal(service.engine(0), signal.SIGKILL)
@@ -73,14 +73,14 @@ def launcher_killed(service: Service) -> None:
     hold(service.hold_s)
 
 
-@fault(short=True)
+@fault(is_short=True)
 def engine_stopped(service: Service) -> None:
     """SIGSTOP of one engine, which stays so."""
     service.signal(service.engine(0), signal.SIGSTOP)
     hold(service.hold_s)
 
 
-@fault(short=True)
+@fault(is_short=True)
 def engine_hung(service: Service) -> None:
     """One engine makes no token, and its /health answers 200."""
     service.hang_file(0).touch()
@@ -103,7 +103,7 @@ def client_frozen(service: Service) -> None:
 # -- planned ends
 
 
-@fault(short=True, hold_s=3.0)
+@fault(is_short=True, hold_s=3.0)
 def stop(service: Service) -> None:
     """`hpc-serve stop` of one replica."""
     service.hpc_serve("stop", service.jobs[0])
@@ -113,7 +113,7 @@ def stop(service: Service) -> None:
 # -- shared files
 
 
-@fault(short=True, hides_records=True)
+@fault(is_short=True, hides_records=True)
 def home_away(service: Service) -> None:
     """The shared home is not there for a while."""
     with home_renamed(service):
@@ -123,7 +123,7 @@ def home_away(service: Service) -> None:
 
 @contextmanager
 def home_renamed(service: Service) -> Iterator[None]:
-    mount = service.home.parent
+    mount = service.mount
     away = mount.with_name(mount.name + ".away")
     mount.rename(away)
     try:
@@ -134,7 +134,7 @@ def home_renamed(service: Service) -> Iterator[None]:
         away.rename(mount)
 
 
-@fault(short=True, hides_records=True)
+@fault(is_short=True, hides_records=True)
 def records_torn(service: Service) -> None:
     """Every record is cut in half, again and again, for a while."""
 
@@ -165,18 +165,22 @@ def records_foreign(service: Service) -> None:
 @fault()
 def records_hostile(service: Service) -> None:
     """Further records name addresses that take connections and never answer, or answer nonsense."""
-    with socket.create_server(("127.0.0.1", 0)) as silent, nonsense() as port:
-        template = json.loads(service.records()[0].read_text())
-        paths = []
-        for number, there in enumerate((silent.getsockname()[1], port)):
-            job = f"{900 + number}"
-            record = {**template, "job_id": job, "port": there, "hosts": ["127.0.0.1"], "state": "ready"}
-            paths.append(write_record(service, f"{job}-r0-0.json", record))
-        try:
-            hold(service.hold_s)
-        finally:
-            for path in paths:
-                path.unlink()
+    template = json.loads(service.records()[0].read_text())
+    paths, strangers = [], []
+    try:
+        for number, manner in enumerate(hostile.MANNERS):
+            program, host = service.popen_stranger([service.python, "-m", "tests.faults.hostile", manner])
+            strangers.append(program)
+            assert program.stdout is not None
+            change = {"job_id": str(900 + number), "port": int(program.stdout.readline()), "hosts": [host]}
+            paths.append(write_record(service, f"{900 + number}-r0-0.json", {**template, **change, "state": "ready"}))
+        hold(service.hold_s)
+    finally:
+        for path in paths:
+            path.unlink()
+        for program in strangers:
+            with program:
+                program.kill()
 
 
 def write_record(service: Service, name: str, record: dict[str, Any]) -> Path:
@@ -187,25 +191,3 @@ def write_record(service: Service, name: str, record: dict[str, Any]) -> Path:
     path.write_text(json.dumps(record) + "\n")
     os.chown(path, like.st_uid, like.st_gid)
     return path
-
-
-@contextmanager
-def nonsense() -> Iterator[int]:
-    """A port of this machine that answers everything with what is no HTTP."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection, suppress(OSError):
-                    connection.sendall(b"220 nonsense\r\n" * 100)
-
-        threading.Thread(target=answer, daemon=True).start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)

@@ -6,10 +6,10 @@ found, and how the load is started and read, is here too; `slurm_service` does t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,18 +41,14 @@ def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step
 class Service:
     """A service of stub replicas in a folder of its own, and the load on it. `hold_s` is how long a fault lasts."""
 
-    name = "faults"
-    stub_args: tuple[str, ...] = ()
-
-    def __init__(self, folder: Path, model: Path, *, hold_s: float, bound_s: float) -> None:
-        self.folder, self.model, self.hold_s, self.bound_s = folder, model, hold_s, bound_s
+    def __init__(self, folder: Path, model: Path, *, name: str, hold_s: float, bound_s: float) -> None:
+        self.folder, self.model, self.name, self.hold_s, self.bound_s = folder, model, name, hold_s, bound_s
         self.jobs: list[str] = []
-        self.home = folder / "mount" / "home"
         self.work = folder / "work"
-        self._load: subprocess.Popen[str] | None = None
-        for path in (folder / "env" / "bin", self.work, self.home.parent):
-            path.mkdir(parents=True)
         self.python = sys.executable
+        self._load: subprocess.Popen[str] | None = None
+        for path in (folder / "env" / "bin", self.work, self.mount):
+            path.mkdir(parents=True, exist_ok=True)
         search = f"{folder}/env/bin:{sys.prefix}/bin"
         _write(folder / "env" / "bin" / "activate", f"export PATH={search}:$PATH\n")
         _write(folder / "env" / "bin" / "vllm", f'#!/bin/sh\nexec {self.python} {STUB} "$@"\n', mode=0o755)
@@ -66,14 +62,29 @@ class Service:
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         """Start a user's program."""
+        environ = {**os.environ, **self.environ}
         return subprocess.Popen(
             argv,
-            env={**os.environ, **self.environ},
+            env=environ,
             cwd=CHECKOUT,
-            stdout=self._load_log(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def popen_stranger(self, argv: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
+        """Start a program of another user where the load can reach it; it and its address."""
+        return self.popen(argv), "127.0.0.1"
+
+    @property
+    def mount(self) -> Path:
+        """The folder that is a shared filesystem, with the home in it."""
+        return self.folder / "mount"
+
+    @property
+    def home(self) -> Path:
+        return self.mount / "home"
 
     def submit_options(self, place: int) -> tuple[str, ...]:
         """Where the replica at this place is to run."""
@@ -108,7 +119,7 @@ class Service:
     def submit(self, place: int) -> str:
         """Submit the replica at this place; returns its job's id."""
         args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(TOKEN_S)]
-        args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place)), *self.stub_args]
+        args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
         said = self.hpc_serve("submit", *options, env={"STUB_ENGINE_ARGS": " ".join(args)})
@@ -129,15 +140,14 @@ class Service:
 
     def end(self) -> None:
         """End the load and every replica."""
-        if self._load is not None and self._load.poll() is None:
-            self._load.kill()
-            self._load.wait()
-        for pid in [pid for job in self.jobs for pid in self.processes_of(job)]:
-            _signal(pid, signal.SIGCONT)
+        if self._load is not None:
+            with self._load:
+                self._load.kill()
+        for job in self.jobs:
+            self.signal(self.processes_of(job), signal.SIGCONT)
         self.run(["hpc-serve", "stop", self.name, "--timeout", "20"])
         for job in self.jobs:
-            for pid in self.processes_of(job):
-                _signal(pid, signal.SIGKILL)
+            self.signal(self.processes_of(job), signal.SIGKILL)
 
     # -- its parts
 
@@ -171,16 +181,14 @@ class Service:
 
     def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
         for pid in pids:
-            _signal(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     # -- the load
 
     @property
     def out(self) -> Path:
         return self.folder / "load.jsonl"
-
-    def _load_log(self) -> Any:
-        return (self.folder / "load.log").open("w")
 
     def load_argv(self, *options: str) -> list[str]:
         bound = ("--bound", str(self.bound_s), "--tokens", str(TOKENS))
@@ -202,7 +210,8 @@ class Service:
     def _is_loaded(self, answers: int) -> bool:
         assert self._load is not None
         if self._load.poll() is not None:
-            raise RuntimeError(f"the load ended: {(self.folder / 'load.log').read_text()}")
+            assert self._load.stdout is not None
+            raise RuntimeError(f"the load ended: {self._load.stdout.read()}")
         return len(read_lines(self.out)) >= answers
 
     def finish_load(self) -> None:
@@ -218,9 +227,6 @@ class Service:
         """What the engines wrote down."""
         return [line for path in self.work.glob("*.jsonl") for line in read_lines(path)]
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file that may be written to; a line that is not whole yet is left out."""
@@ -235,13 +241,6 @@ def _environ_of(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _write(path: Path, text: str, *, mode: int = 0o644) -> None:

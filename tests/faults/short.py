@@ -20,7 +20,9 @@ AT_ONCE = 6
 
 def make_service(fault: Fault, folder: Path, model: Path) -> Service:
     hold_s = min(fault.hold_s, SHORT_HOLD_S)
-    return Service(folder, model, hold_s=hold_s, bound_s=BOUND_S + (hold_s if fault.hides_records else 0))
+    return Service(
+        folder, model, name=fault.name, hold_s=hold_s, bound_s=BOUND_S + (hold_s if fault.hides_records else 0)
+    )
 
 
 def run_short(folder: Path, *, only: Sequence[str] = ()) -> list[Outcome]:

@@ -1,0 +1,153 @@
+"""The faults that need a cluster: of nodes, their network, Slurm's own programs, and of what Slurm does to a job."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.cluster import processes, wait_for
+from tests.faults.faults import fault
+from tests.faults.service import hold
+from tests.faults.slurm_service import GONE_S, SlurmService
+
+RAY = ("--nodes", "2", "--pipeline-parallel-size", "2", "--backend", "ray", "--nodelist", "n1,n3")
+
+
+# -- a job's parts on several nodes
+
+
+def _kill_ray(service: SlurmService, node: str, program: str) -> None:
+    pids = [pid for pid in service.pids_on(node) if processes.argv_of(pid)[0].endswith(program)]
+    assert pids, f"no {program} on {node}"
+    service.signal(pids, signal.SIGKILL)
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=5.0, first=RAY)
+def raylet_killed(service: SlurmService) -> None:
+    """kill -9 of the raylet of a replica's second node."""
+    _kill_ray(service, "n3", "raylet/raylet")
+
+
+@fault(needs_slurm=True, hold_s=5.0, first=RAY)
+def gcs_killed(service: SlurmService) -> None:
+    """kill -9 of the GCS of a replica of two nodes."""
+    _kill_ray(service, "n1", "gcs/gcs_server")
+
+
+# -- nodes and their network
+
+
+@fault(needs_slurm=True)
+def node_off(service: SlurmService) -> None:
+    """The power of one node is cut: no connection is closed, nothing answers."""
+    node = service.node(0)
+    service.cluster.power_off(node)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.cluster.power_on(node)
+
+
+@fault(needs_slurm=True)
+def node_stopped(service: SlurmService) -> None:
+    """SIGSTOP of everything that the user runs on one node."""
+    service.signal(service.pids_on(service.node(0)), signal.SIGSTOP)
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True)
+def link_down(service: SlurmService) -> None:
+    """The network of one node is away for a while, and comes back."""
+    node = service.node(0)
+    service.cluster.disconnect(node)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.cluster.reconnect(node)
+    hold(5.0)
+
+
+# -- what Slurm does to a job
+
+
+@fault(needs_slurm=True, hold_s=5.0)
+def scancel(service: SlurmService) -> None:
+    """`scancel` of one replica."""
+    service.slurm("scancel", service.jobs[0])
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=10.0)
+def requeue(service: SlurmService) -> None:
+    """`scontrol requeue` of one replica."""
+    service.slurm("scontrol", "requeue", service.jobs[0], user="root")
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=5.0)
+def time_limit(service: SlurmService) -> None:
+    """One replica's job reaches its time limit."""
+    service.slurm("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
+    wait_for(
+        lambda: service.slurm("squeue", "--noheader", "--jobs", service.jobs[0], "--format=%T") != "RUNNING",
+        90 + GONE_S,
+        what="the time limit",
+        step_s=0.5,
+    )
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=10.0, first=("--partition", "lowprio"))
+def preempted(service: SlurmService) -> None:
+    """A job of a higher partition takes one replica's node."""
+    node = service.node(0)
+    job = service.slurm(
+        "sbatch", "--parsable", "--partition=gpu", f"--nodelist={node}", "--exclusive", "--output=/dev/null",
+        "--wrap", "sleep 600",
+    )  # fmt: skip
+    wait_for(
+        lambda: service.slurm("squeue", "--noheader", "--jobs", job, "--format=%T") == "RUNNING",
+        GONE_S,
+        what="the job that preempts",
+        step_s=0.5,
+    )
+    hold(service.hold_s)
+
+
+# -- Slurm's own programs
+
+
+@fault(needs_slurm=True)
+def slurmctld_stopped(service: SlurmService) -> None:
+    """The controller is away for a while."""
+    service.cluster.stop_controller()
+    try:
+        hold(service.hold_s)
+    finally:
+        service.cluster.start_controller()
+
+
+@fault(needs_slurm=True)
+def slurmd_killed(service: SlurmService) -> None:
+    """kill -9 of one node's slurmd, which is started again."""
+    node = service.node(0)
+    service.cluster.kill_slurmd(node)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.cluster.start_slurmd(node)
+
+
+# -- the home, as an ordinary user has it
+
+
+@fault(needs_slurm=True, hides_records=True)
+def home_unreadable(service: SlurmService) -> None:
+    """The home's mode is 0 for a while."""
+    mode = service.home.stat().st_mode
+    service.home.chmod(0)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.home.chmod(mode)
+    hold(3.0)
