@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.faults.expected import surpasses
-from tests.faults.faults import FAULTS
+from tests.faults.catalogue import FAULTS
 from tests.faults.long import run_long
 from tests.faults.short import run_short
 from tests.faults.table import remarks, table

@@ -1,8 +1,8 @@
-"""What each fault may cost today, as data, beside what issue 10 asks for: nothing lost and nothing reported.
+"""What each fault may cost today, as data, beside the goals: nothing lost, nothing reported without need.
 
-All requests of the load can be repeated or resumed, so the goal is the same for every fault: none is lost, and none is
-reported as an error. A fault that is not named here must already meet it. `lost` and `reported` are the most that is
-accepted today; None is any number. Tighten an entry when the product becomes better, and remove it when it is met.
+A fault that is not named in KNOWN must lose nothing. `lost` and `needless` are the most that is accepted today; None is
+any number. Tighten an entry when the product becomes better, and remove it when nothing is lost any more. The goals for
+times are printed, and no run fails by them: a loaded machine is slow by itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ class Known:
     """A loss that is known: how many requests it may cost, and why."""
 
     lost: int | None = 0
-    reported: int | None = 0
+    needless: int | None = 0
     why: str
+
+
+NOTICED_S = 10.0
+GAP_S = 2.0
+# A client that stands still for a while sees a gap of that length, whatever the service does.
+NO_GAP_GOAL = ("client-frozen",)
 
 
 _BROKEN_STREAM = "a stream that has begun is not resumed, and the SDK repeats no stream"
@@ -26,24 +32,24 @@ _NO_CANARY = "a request at an engine that answers no more waits for the SDK's ti
 _UNKNOWN_IS_OVER = "records that cannot be read are taken for no replicas"
 
 KNOWN: dict[str, Known] = {
-    "engine-killed": Known(reported=16, why=_BROKEN_STREAM),
-    "launcher-killed": Known(reported=16, why=_BROKEN_STREAM),
-    "raylet-killed": Known(reported=16, why=_BROKEN_STREAM),
-    "gcs-killed": Known(reported=16, why=_BROKEN_STREAM),
-    "scancel": Known(reported=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
-    "requeue": Known(reported=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
-    "time-limit": Known(reported=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
-    "preempted": Known(reported=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
+    "engine-killed": Known(needless=16, why=_BROKEN_STREAM),
+    "launcher-killed": Known(needless=16, why=_BROKEN_STREAM),
+    "raylet-killed": Known(needless=16, why=_BROKEN_STREAM),
+    "gcs-killed": Known(needless=16, why=_BROKEN_STREAM),
+    "scancel": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
+    "requeue": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
+    "time-limit": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
+    "preempted": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
     "node-off": Known(lost=None, why=_NO_CANARY),
     "node-stopped": Known(lost=None, why=_NO_CANARY),
     "link-down": Known(lost=None, why=_NO_CANARY),
-    "home-unreadable": Known(lost=None, reported=None, why=_UNKNOWN_IS_OVER),
-    "stop": Known(reported=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
+    "home-unreadable": Known(lost=None, needless=None, why=_UNKNOWN_IS_OVER),
+    "stop": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
     "engine-stopped": Known(lost=None, why=_NO_CANARY),
     "engine-hung": Known(lost=None, why=_NO_CANARY),
-    "home-away": Known(lost=None, reported=None, why=_UNKNOWN_IS_OVER),
-    "records-torn": Known(lost=None, reported=None, why=f"{_UNKNOWN_IS_OVER}: requests wait for the next renewal"),
-    "records-foreign": Known(lost=None, reported=None, why=f"{_UNKNOWN_IS_OVER}: requests wait for the next renewal"),
+    "home-away": Known(lost=None, needless=None, why=_UNKNOWN_IS_OVER),
+    "records-torn": Known(lost=None, needless=None, why=f"{_UNKNOWN_IS_OVER}: requests wait for the next renewal"),
+    "records-foreign": Known(lost=None, needless=None, why=f"{_UNKNOWN_IS_OVER}: requests wait for the next renewal"),
 }
 
 NOTHING = Known(why="")
@@ -55,6 +61,17 @@ def surpasses(outcome: Outcome) -> str:
     over = []
     if known.lost is not None and outcome.lost > known.lost:
         over.append(f"{outcome.lost} lost, at most {known.lost} expected")
-    if known.reported is not None and outcome.reported > known.reported:
-        over.append(f"{outcome.reported} reported, at most {known.reported} expected")
+    if known.needless is not None and outcome.needless > known.needless:
+        over.append(f"{outcome.needless} needlessly reported, at most {known.needless} expected")
     return "; ".join(over)
+
+
+def missed(outcome: Outcome) -> str:
+    """Which goals an outcome does not meet, in words; "" if it meets all."""
+    goals = (
+        (outcome.lost, 0, f"{outcome.lost} lost"),
+        (outcome.needless, 0, f"{outcome.needless} needlessly reported"),
+        (outcome.notice_s, NOTICED_S, f"noticed after {outcome.notice_s or 0:.1f} s"),
+        (None if outcome.fault in NO_GAP_GOAL else outcome.gap_s, GAP_S, f"a gap of {outcome.gap_s or 0:.1f} s"),
+    )
+    return ", ".join(words for value, most, words in goals if value is not None and value > most)

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ import hpc_serve.client
 from hpc_serve.errors import HpcServeError
 from tests.support.stub_engine import chat_context, greedy_answer
 
+# What cannot be resumed half-way: such a stream may end with a typed error.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "two": {"n": 2},
+    "logprobs": {"logprobs": 1},
+    "tools": {"tools": [{"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}}]},
+}
 STEP_S = 0.1
 PAUSE_AFTER_FAILURE_S = 0.25
 
@@ -45,12 +52,13 @@ class Request:
     is_stream: bool
     most: int | None
     has_usage: bool
+    variant: str
     age_at_start_s: float
     started: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float = 0.0
     gap_s: float = 0.0
-    pieces: list[str] = field(default_factory=list)
+    pieces: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     finish: str | None = None
     tokens: int | None = None
 
@@ -66,12 +74,19 @@ class Request:
         """What is wrong with the answer, compared with the unbroken one; "" if nothing is."""
         unbroken = greedy_answer(chat_context(self.messages) if self.is_chat else self.question, length).split(" ")
         expected = " ".join(unbroken[: self.most])
-        text = "".join(self.pieces)
-        if text != expected:
+        if self.variant == "tools":
+            expected = f'{{"words": "{expected}"}}'
+        texts = ["".join(pieces) for pieces in self.pieces.values()]
+        if len(texts) != (2 if self.variant == "two" else 1):
+            return f"{len(texts)} choices"
+        for text in texts:
+            if text == expected:
+                continue
             pairs = enumerate(zip(text, expected, strict=False))
             common = next((place for place, (got, due) in pairs if got != due), min(len(text), len(expected)))
             return f"the text differs after {common} of {len(expected)} characters: {text[common : common + 40]!r}"
         finish = "length" if self.most is not None and self.most < length else "stop"
+        finish = "tool_calls" if self.variant == "tools" else finish
         if self.finish != finish:
             return f"finish_reason {self.finish!r}, not {finish!r}"
         if self.has_usage and self.tokens != len(unbroken[: self.most]):
@@ -86,11 +101,18 @@ class Request:
             return
         choice = answer.choices[0]
         self.finish = choice.finish_reason or self.finish
-        text = choice.text if not self.is_chat else (choice.delta if self.is_stream else choice.message).content
+        self.pieces[choice.index].append(self._text_of(choice))
         now = time.monotonic()
         self.gap_s = max(self.gap_s, now - (self.last or self.started))
         self.first, self.last = self.first or now, now
-        self.pieces.append(text or "")
+
+    def _text_of(self, choice: Any) -> str:
+        if not self.is_chat:
+            return choice.text
+        message = choice.delta if self.is_stream else choice.message
+        if self.variant == "tools":
+            return "".join(call.function.arguments or "" for call in message.tool_calls or ())
+        return message.content or ""
 
 
 class Load:
@@ -169,14 +191,18 @@ class Load:
     # -- requests
 
     def _begin(self, place: int, turn: int, client: str, replace: Any) -> Request:
+        is_stream, is_chat = bool(place % 2), bool(turn % 2)
+        kinds = ["", *(name for name in VARIANTS if is_chat or name != "tools")]
+        variant = random.choice(kinds) if is_stream and turn % 3 == 0 else ""
         with self._lock:
             request = Request(
                 name=next(self._names),
                 client=client,
-                is_chat=bool(turn % 2),
-                is_stream=(is_stream := bool(place % 2)),
+                is_chat=is_chat,
+                is_stream=is_stream,
                 most=None if turn % 3 == 0 else random.randint(self.options.tokens // 2, self.options.tokens),
-                has_usage=not is_stream or turn % 4 < 2,
+                has_usage=not variant and (not is_stream or turn % 4 < 2),
+                variant=variant,
                 age_at_start_s=self._lived_s,
             )
             self._in_flight[request.name] = request, replace
@@ -187,7 +213,6 @@ class Load:
         with self._lock:
             if self._in_flight.pop(request.name, None) is None:
                 return False
-            text = "".join(request.pieces)
             values = {
                 "name": request.name,
                 "client": request.client,
@@ -198,7 +223,7 @@ class Load:
                 "first": request.first,
                 "ended": time.monotonic(),
                 "gap_s": round(request.gap_s, 3),
-                "characters": len(text),
+                "variant": request.variant,
             }
             if error is not None:
                 values["error"] = f"{type(error).__module__}.{type(error).__qualname__}"
@@ -220,7 +245,7 @@ class Load:
             asked["max_tokens"] = request.most
         if request.is_stream and request.has_usage:
             asked["stream_options"] = {"include_usage": True}
-        return asked
+        return asked | VARIANTS.get(request.variant, {})
 
     def _ask_in_thread(self, place: int, shared: tuple[Any, str] | None) -> None:
         for turn in itertools.count():

@@ -9,13 +9,12 @@ from pathlib import Path
 from hpc_serve.demo_model import make_demo_model
 from tests.cluster import ClusterConfig, SlurmCluster
 from tests.cluster.environment import visible_folders
-from tests.faults import slurm_faults
-from tests.faults.faults import FAULTS, Fault
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome
 from tests.faults.run import run_fault
 from tests.faults.slurm_service import SlurmService
 
-assert slurm_faults  # which enters its faults into FAULTS
 BOUND_S = 25.0
 
 

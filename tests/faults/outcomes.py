@@ -3,6 +3,7 @@
 The load says whether an answer was right and when; the engines' work logs say how often a request was worked on. A
 request is *answered* by one engine, *repeated* from its beginning, *resumed* by an engine that was given the beginning
 of the answer, *reported* by a typed error of openai or hpc_serve, or *lost*: wrong, hung, or ended by another error.
+A report is *needless* if the request could have been resumed or repeated.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Outcome:
     resumed: int = 0
     repeated: int = 0
     reported: int = 0
+    needless: int = 0
     lost: int = 0
     worked_twice: int = 0
     notice_s: float | None = None
@@ -45,8 +47,13 @@ class Outcome:
     reasons: Mapping[str, int] = field(default_factory=dict)
 
 
-def count(fault: str, lines: Iterable[Line], work: Iterable[Line], *, fault_at: float) -> Outcome:
-    """What became of the requests of a run whose fault happened at `fault_at` (monotonic seconds)."""
+def count(
+    fault: str, lines: Iterable[Line], work: Iterable[Line], *, fault_at: float, hides_records: bool = False
+) -> Outcome:
+    """What became of the requests of a run whose fault happened at `fault_at` (monotonic seconds).
+
+    `hides_records`: a program that starts during the fault can find no service; its error is not needless.
+    """
     requests = list(lines)
     begun: dict[str, list[str]] = defaultdict(list)
     for entry in work:
@@ -69,6 +76,10 @@ def count(fault: str, lines: Iterable[Line], work: Iterable[Line], *, fault_at: 
         fault=fault,
         sent=len(requests),
         **{kind: counts[kind] for kind in ("answered", "resumed", "repeated", "reported", "lost")},
+        needless=sum(
+            kinds[request["name"]] == "reported" and not _may_be_reported(request, hides_records=hides_records)
+            for request in requests
+        ),
         worked_twice=sum(max(0, len(contexts) - 1) for contexts in begun.values()),
         notice_s=max(0.0, max(request["started"] for request in affected) - fault_at) if affected else None,
         recover_s=max(request["ended"] for request in affected) - fault_at if affected and not is_hung else None,
@@ -87,9 +98,16 @@ def _kind(request: Line, contexts: list[str]) -> str:
     return "repeated" if len(contexts) > 1 else "answered"
 
 
+def _may_be_reported(request: Line, *, hides_records: bool) -> bool:
+    """Whether nothing better than an error was possible: a begun stream that cannot be resumed, or no records."""
+    is_begun = request["first"] is not None
+    return bool(request["variant"] and is_begun) or (hides_records and request["client"] == "fresh")
+
+
 def reason(request: Line) -> str:
     """Why a request has no right answer, in a few words."""
-    kind = f"{request['client']} {'stream' if request['stream'] else 'whole answer'}"
+    what = f"stream {request['variant']}".strip() if request["stream"] else "whole answer"
+    kind = f"{request['client']} {what}"
     if request["outcome"] == "error":
         first_line = request["text"].partition("\n")[0]
         return f"{kind}: {request['error']}: {re.sub(r'/[^ ,;]+', '…', first_line)[:100]}"

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_serve.demo_model import make_demo_model
-from tests.faults.faults import Fault
+from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome, count
 from tests.faults.service import Service
 
@@ -23,7 +23,9 @@ def run_fault(fault: Fault, service: Service, *, in_flight: int = 16) -> Outcome
         fault_at = time.monotonic()
         fault.happens(service)
         service.finish_load()
-        return count(fault.name, service.lines(), service.work_lines(), fault_at=fault_at)
+        return count(
+            fault.name, service.lines(), service.work_lines(), fault_at=fault_at, hides_records=fault.hides_records
+        )
     finally:
         service.end()
 

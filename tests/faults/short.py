@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.faults import FAULTS, Fault
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome
 from tests.faults.run import run_faults
 from tests.faults.service import Service

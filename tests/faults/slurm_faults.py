@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.cluster import processes, wait_for
-from tests.faults.faults import fault
+from tests.faults.fault import fault
 from tests.faults.service import hold
 from tests.faults.slurm_service import GONE_S, SlurmService
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.faults.expected import KNOWN, surpasses
+from tests.faults.expected import KNOWN, missed, surpasses
 from tests.faults.outcomes import Outcome
 
-COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "lost")
+COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "needless", "lost")
 TIMES = (("noticed", "notice_s"), ("recovered", "recover_s"), ("gap", "gap_s"))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each fault; times in seconds after the fault, `gap` the longest wait of a client for its answer."""
+    """One line for each fault: counts, seconds after the fault (`gap`: a client's longest wait), and the goals."""
     head = ["fault", *COLUMNS, *(f"{title} s" for title, _ in TIMES), ""]
     rows = [head, *map(_row, outcomes)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head) - 1)]
@@ -28,12 +28,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _row(outcome: Outcome) -> list[str]:
     counts = [str(getattr(outcome, column)) for column in COLUMNS]
     times = [_seconds(getattr(outcome, name)) for _, name in TIMES]
-    if surpasses(outcome):
-        verdict = "WORSE than known"
-    elif outcome.lost or outcome.reported:
-        verdict = "known"
-    else:
-        verdict = ""
+    misses = missed(outcome)
+    verdict = "WORSE than known" if surpasses(outcome) else f"known, goals missed: {misses}" if misses else "goals met"
     return [outcome.fault, *counts, *times, verdict]
 
 
@@ -48,8 +44,7 @@ def remarks(outcomes: Sequence[Outcome]) -> str:
         known = KNOWN.get(outcome.fault)
         if over := surpasses(outcome):
             lines.append(f"{outcome.fault}: WORSE than known: {over}")
-        elif outcome.lost or outcome.reported:
-            assert known is not None
+        elif known is not None and (outcome.lost or outcome.needless):
             lines.append(f"{outcome.fault}: known: {known.why}")
         elif known is not None:
             lines.append(f"{outcome.fault}: nothing lost this time, though known: {known.why}")

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.faults.expected import KNOWN, Known, surpasses
-from tests.faults.faults import FAULTS
+from tests.faults.expected import KNOWN, Known, missed, surpasses
+from tests.faults.catalogue import FAULTS
 from tests.faults.outcomes import Outcome, count
 from tests.faults.table import remarks, table
 
 
 def request(name: str, **values: Any) -> dict[str, Any]:
-    usual = {"client": "threads", "stream": True, "outcome": "right", "started": 9.0, "ended": 11.0, "gap_s": 0.1}
-    return {"name": name, **usual, **values}
+    usual = {"client": "threads", "stream": True, "variant": "", "outcome": "right", "gap_s": 0.1}
+    return {"name": name, **usual, "started": 9.0, "first": 9.1, "ended": 11.0, **values}
 
 
 def begun(name: str, text: str = "") -> dict[str, Any]:
@@ -62,18 +62,44 @@ def test_times_are_those_of_the_last_request_that_was_affected():
 
 
 def test_what_is_not_known_must_not_be_lost(monkeypatch):
-    monkeypatch.setitem(KNOWN, "leaks", Known(lost=2, reported=None, why="it leaks"))
-    assert not surpasses(Outcome(fault="leaks", sent=9, lost=2, reported=7))
+    monkeypatch.setitem(KNOWN, "leaks", Known(lost=2, needless=None, why="it leaks"))
+    assert not surpasses(Outcome(fault="leaks", sent=9, lost=2, reported=7, needless=7))
     assert surpasses(Outcome(fault="leaks", sent=9, lost=3)) == "3 lost, at most 2 expected"
-    assert surpasses(Outcome(fault="other", sent=9, reported=1)) == "1 reported, at most 0 expected"
+    assert not surpasses(Outcome(fault="other", sent=9, reported=1))
+    assert surpasses(Outcome(fault="other", sent=9, needless=1)) == "1 needlessly reported, at most 0 expected"
+
+
+@pytest.mark.parametrize(
+    ("values", "hides_records", "needless"),
+    [
+        ({}, False, 1),
+        ({"variant": "two"}, False, 0),
+        ({"variant": "two", "first": None}, False, 1),
+        ({"client": "fresh"}, True, 0),
+        ({"client": "asyncio"}, True, 1),
+    ],
+)
+def test_a_report_is_needless_unless_nothing_better_was_possible(values, hides_records, needless):
+    lines = [request("a-1", **REFUSED, **values)]
+    outcome = count("x", lines, [], fault_at=10.0, hides_records=hides_records)
+    assert (outcome.reported, outcome.needless) == (1, needless)
+
+
+def test_the_goals_are_said_beside_what_was_seen():
+    assert missed(Outcome(fault="x", sent=9, answered=9, notice_s=9.9, gap_s=1.9)) == ""
+    assert missed(Outcome(fault="x", sent=9, lost=2, notice_s=11.04, gap_s=2.1)) == (
+        "2 lost, noticed after 11.0 s, a gap of 2.1 s"
+    )
+    assert not missed(Outcome(fault="client-frozen", sent=9, gap_s=10.0))
 
 
 def test_the_table_names_each_loss_as_known_or_worse(monkeypatch):
     monkeypatch.setitem(KNOWN, "leaks", Known(lost=2, why="it leaks"))
     outcomes = [Outcome(fault=name, sent=3, lost=1, gap_s=0.5, reasons={"a stream: x": 1}) for name in ("leaks", "new")]
     head, leaks, new = table(outcomes).splitlines()
-    assert head.split()[:7] == ["fault", "sent", "answered", "resumed", "repeated", "reported", "lost"]
-    assert leaks.split() == ["leaks", "3", "0", "0", "0", "0", "1", "-", "-", "0.5", "known"]
+    assert head.split()[:8] == ["fault", "sent", "answered", "resumed", "repeated", "reported", "needless", "lost"]
+    assert leaks.split()[:11] == ["leaks", "3", "0", "0", "0", "0", "0", "1", "-", "-", "0.5"]
+    assert leaks.endswith("known, goals missed: 1 lost")
     assert new.endswith("WORSE than known")
     assert "leaks: known: it leaks\n    1 x a stream: x" in remarks(outcomes)
 

@@ -66,6 +66,24 @@ def test_a_chat_goes_on_with_its_last_message_only_if_told_to(engines):
         client.chat.completions.create(messages=partial, extra_body={"continue_final_message": True}, **GREEDY)
 
 
+def test_streams_of_two_choices_of_logprobs_and_of_a_tool_call(engines):
+    client = client_of(engines())
+    text = greedy_answer(chat_context(MESSAGES), LENGTH)
+
+    def ask(**options: Any) -> list[Any]:
+        chunks = client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY, **options)
+        return [chunk.choices[0] for chunk in chunks][1:]
+
+    two = ask(n=2)
+    assert ["".join(c.delta.content for c in two if c.index == index) for index in (0, 1)] == [text, text]
+    assert [choice.logprobs.content[0].token for choice in ask(logprobs=True)] == [c.delta.content for c in two[::2]]
+    tools = ask(tools=[{"type": "function", "function": {"name": "say"}}])
+    assert tools[0].delta.tool_calls[0].function.name == "say"
+    arguments = "".join(choice.delta.tool_calls[0].function.arguments for choice in tools)
+    assert json.loads(arguments) == {"words": text}
+    assert tools[-1].finish_reason == "tool_calls"
+
+
 def test_a_sampled_answer_differs_unless_it_has_a_seed(engines):
     client = client_of(engines())
 

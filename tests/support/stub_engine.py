@@ -414,10 +414,10 @@ class Handler(BaseHTTPRequestHandler):
             self.event(json.dumps({**reply, "choices": [first]}))
         finish = "stop"
         for place, (text, finish) in enumerate(self.words(request)):
-            choice: dict[str, Any] = {"index": 0, "finish_reason": finish or None}
-            choice |= {"delta": {"role": "assistant", "content": text}} if is_chat else {"text": text}
             progress.add_token()
-            self.event(json.dumps({**reply, "choices": [choice]}))
+            for index in range(request.get("n") or 1):
+                choice = self.choice(request, place, text, finish, is_chat=is_chat)
+                self.event(json.dumps({**reply, "choices": [{"index": index, **choice}]}))
             if dies and place == min(options.stub_words, request.get("max_tokens") or options.stub_words) // 2:
                 os._exit(options.stub_exit_code)
             self.pause(options.stub_word_s)
@@ -426,6 +426,25 @@ class Handler(BaseHTTPRequestHandler):
         self.event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
         progress.finish = finish
+
+    def choice(self, request: dict[str, Any], place: int, text: str, finish: str, *, is_chat: bool) -> dict[str, Any]:
+        """What a chunk says of one more token: text, or a part of a tool call's arguments; and its logprobs."""
+        if not is_chat:
+            choice: dict[str, Any] = {"text": text}
+        elif request.get("tools") and self.server.options.stub_greedy:
+            begin, end = "" if place else '{"words": "', '"}' if finish else ""
+            call: dict[str, Any] = {"index": 0, "function": {"arguments": begin + text + end}}
+            if not place:
+                call |= {"id": "call-1", "type": "function"}
+                call["function"]["name"] = request["tools"][0]["function"]["name"]
+            finish = finish and "tool_calls"
+            choice = {"delta": {"tool_calls": [call]}}
+        else:
+            choice = {"delta": {"role": "assistant", "content": text}}
+        if request.get("logprobs"):
+            of_chat = {"content": [{"token": text, "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+            choice["logprobs"] = of_chat if is_chat else {"tokens": [text], "token_logprobs": [-0.5]}
+        return {**choice, "finish_reason": finish or None}
 
     def event(self, data: str) -> None:
         content = f"data: {data}\n\n".encode()

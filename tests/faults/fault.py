@@ -1,0 +1,42 @@
+"""What a fault is: a function that breaks one thing of a running service and, where it heals, mends it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault by name. `is_short`: it is part of the short form. `hold_s` is how long it lasts, or is watched.
+
+    `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
+    `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica.
+    """
+
+    name: str
+    happens: Callable[[Any], None]
+    is_short: bool = False
+    hides_records: bool = False
+    needs_slurm: bool = False
+    hold_s: float = 20.0
+    first: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return (self.happens.__doc__ or "").splitlines()[0]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(**values: Any) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Enter a function into FAULTS under its name, with further fields of `Fault`."""
+
+    def enter(happens: Callable[[Any], None]) -> Callable[[Any], None]:
+        name = happens.__name__.replace("_", "-")
+        FAULTS[name] = Fault(name=name, happens=happens, **values)
+        return happens
+
+    return enter
