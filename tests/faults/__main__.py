@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.faults.expected import surpasses
 from tests.faults.catalogue import FAULTS
+from tests.faults.expected import surpasses
 from tests.faults.long import run_long
 from tests.faults.short import run_short
 from tests.faults.table import remarks, table

@@ -41,6 +41,7 @@ def gcs_killed(service: SlurmService) -> None:
 def node_off(service: SlurmService) -> None:
     """The power of one node is cut: no connection is closed, nothing answers."""
     node = service.node(0)
+    service.cluster.disconnect(node)  # or its kernel would close the connections of processes that end
     service.cluster.power_off(node)
     try:
         hold(service.hold_s)

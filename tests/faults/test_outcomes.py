@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.expected import KNOWN, Known, missed, surpasses
 from tests.faults.catalogue import FAULTS
+from tests.faults.expected import KNOWN, Known, missed, surpasses
 from tests.faults.outcomes import Outcome, count
 from tests.faults.table import remarks, table
 
