@@ -142,8 +142,17 @@ def limited(base: Any) -> Any:
                 self._request_began_at = self.loop.time()
 
         def handle_websocket_upgrade(self) -> None:
-            self._is_upgraded = True  # uvicorn's protocol for websockets takes over; the gate answers its handshake
-            self._let_go()
+            # uvicorn's protocol for websockets takes over and the gate answers its handshake. The connection keeps its
+            # place and its time: a handshake that announces a body is never answered.
+            self._is_upgraded = True
+            make_protocol = self.ws_protocol_class
+
+            def make_marked(**options: Any) -> Any:
+                protocol = make_protocol(**options)
+                protocol.app = _marked(protocol.app, self._show_key)
+                return protocol
+
+            self.ws_protocol_class: Any = make_marked
             super().handle_websocket_upgrade()
 
         def _is_answering(self) -> bool:
@@ -153,6 +162,9 @@ def limited(base: Any) -> Any:
             self._without_key.pop(self, None)
 
         def _check_time(self) -> None:
+            if self._is_upgraded and (self.transport.is_closing() or self not in self._without_key):
+                self._let_go()
+                return
             now = self.loop.time()
             began_at = self._request_began_at
             too_slow = began_at is not None and now - began_at >= HEADERS_TIMEOUT_S

@@ -268,6 +268,22 @@ def test_a_websocket_of_who_has_the_key_stays_and_a_strangers_is_refused(monkeyp
         assert b"let in" in until(connection, b"let in")
 
 
+@pytest.mark.parametrize("body", [b"Content-Length: 1000000\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_a_websocket_handshake_that_never_ends_is_ended(monkeypatch, body):
+    pytest.importorskip("websockets")
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "CONNECTION_WITHOUT_KEY_S", 0.3)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS_WITHOUT_KEY", 4)
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n" + body
+    with ExitStack() as open_ones, served() as (port, protocol):
+        strangers = [open_ones.enter_context(connect(port)) for _ in range(8)]
+        for stranger in strangers:
+            stranger.sendall(request(upgrade))
+        assert all(b"let in" not in all_of(stranger) for stranger in strangers)
+        assert not protocol._without_key
+
+
 # -- the log
 
 
