@@ -5,6 +5,7 @@ It only reads. What the words of its file of arguments mean, and which may be us
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,9 +31,11 @@ def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
 
 
 def _text(path: Path) -> str:
-    check_args_file(path)
     try:
-        return path.read_text(encoding="utf-8")
+        # O_NONBLOCK: a pipe in the file's place must not hang its reader.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+            check_args_file(path, os.fstat(file.fileno()))
+            return file.read()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:

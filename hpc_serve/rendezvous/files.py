@@ -71,6 +71,7 @@ def make_log_dir(path: Path, *, called: str) -> Path:
         make_folders(path)
     except OSError as error:
         raise StoreError(f"the log folder {path} cannot be made: {error.strerror}. Set {called}.") from error
+    check_log_dir(path, called=f"{called}={path}")  # others may have made it, or a folder above it, a moment ago
     if not os.access(path, os.W_OK | os.X_OK):
         raise StoreError(f"the log folder {path} cannot be written to. Set {called} to one that can.")
     return path

@@ -47,18 +47,17 @@ def check_log_dir(path: Path, *, called: str) -> None:
     )
 
 
-def check_args_file(path: Path) -> None:
+def check_args_file(path: Path, opened: os.stat_result) -> None:
     """Raises InvalidRequestError if somebody else can write a stand-in folder's file of engine arguments.
 
+    `opened` is the status of the file that was opened: it may have come to `path` a moment ago, or be gone from there.
     The folder itself and the weights in it may be anybody's: a project's shared copy of a model is.
     """
-    if os.path.lexists(path):
-        require(
-            path,
-            "read",
-            called=str(path),
-            advice="Its words decide what runs as you. Give them on the command line after --, and set HPC_SERVE_MODEL "
-            "to a folder of your own with links to the weights; or have the folder and that file made root's or yours.",
+    if reason := stat_fault(path, opened, "read") or fault(path, "read"):
+        raise InvalidRequestError(
+            f"{path} is not used: {reason}. Its words decide what runs as you. Give them on the command line after --, "
+            "and set HPC_SERVE_MODEL to a folder of your own with links to the weights; or have the folder and that "
+            "file made root's or yours."
         )
 
 

@@ -16,6 +16,8 @@ from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.node import LaunchOptions, read_token
 from hpc_serve.job.prepare import prepare
+from hpc_serve.rendezvous import files, ownership
+from hpc_serve.stand_in import find_stand_in
 from tests.support.nodes import make_node
 
 STRANGER = 64_999
@@ -114,3 +116,37 @@ def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, who):
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):
         launch(options, ["vllm", "serve", "8b"], read_allocation(environ), exports)
+
+
+@needs_root
+def test_a_strangers_file_of_words_that_comes_and_goes_is_not_taken(tmp_path, monkeypatch):
+    """Whatever a look at the name says, the file that is read is the one that is judged."""
+    model = tmp_path / "model"
+    model.mkdir()
+    args = model / "hpc-serve-args.txt"
+    args.write_text("--max-num-seqs 8")
+    os.chown(args, STRANGER, STRANGER)
+    monkeypatch.setattr(ownership, "fault", lambda path, use: None)  # it was not there, or another, at that moment
+    with pytest.raises(InvalidRequestError, match=f"belongs to user {STRANGER}"):
+        find_stand_in({"HPC_SERVE_MODEL": str(model)})
+
+
+def test_a_pipe_in_place_of_the_words_hangs_nobody(tmp_path):
+    os.mkfifo(tmp_path / "hpc-serve-args.txt", 0o600)
+    found = find_stand_in({"HPC_SERVE_MODEL": str(tmp_path)})
+    assert found is not None
+    assert found.args == ()
+
+
+def test_a_log_folder_that_a_stranger_makes_a_moment_before_is_refused(tmp_path, monkeypatch):
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o1777)
+
+    def make_after_the_stranger(path: Path) -> None:
+        path.mkdir()
+        path.chmod(0o777)
+
+    monkeypatch.setattr(files, "make_folders", make_after_the_stranger)
+    with pytest.raises(InvalidRequestError, match="can be changed by everybody"):
+        files.make_log_dir(open_folder / "logs", called="HPC_SERVE_LOG_DIR")
