@@ -15,6 +15,7 @@
 
 set -euo pipefail
 umask 077  # logs and private files are the owner's alone
+export PYTHONSAFEPATH=1  # Python imports nothing from the folder of submission: others may write to it
 # Slurm opened this script's log with the umask of whoever submitted it.
 for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$log"; done
 
@@ -22,6 +23,10 @@ for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$lo
 environment=${HPC_SERVE_ENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
 if [[ ! -r $environment/bin/activate ]]; then
     echo "hpc-serve: no Python environment in $environment; set HPC_SERVE_ENV to one that has hpc-serve and vLLM" >&2
+    exit 78
+fi
+if [[ -z ${HPC_SERVE_ENV:-} && $(stat -Lc %u "$environment/bin/activate") != @(0|"$EUID") ]]; then
+    echo "hpc-serve: $environment belongs to another user, so nothing in it is run; set HPC_SERVE_ENV to use it" >&2
     exit 78
 fi
 # shellcheck disable=SC1091

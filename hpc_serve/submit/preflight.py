@@ -6,6 +6,7 @@ request and its plan are made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,10 +54,16 @@ def _check_environment(environment: Environment, environ: Mapping[str, str]) -> 
     if environment.kind == "auto":
         named = environ.get("HPC_SERVE_ENV")
         folder = Path(named) if named else Path.cwd() / ".venv"
-        if not (folder / "bin" / "activate").is_file():
+        activate = folder / "bin" / "activate"
+        if not activate.is_file():
             raise InvalidRequestError(
                 f"There is no Python environment in {folder} (no bin/activate): set HPC_SERVE_ENV, or venv, conda or "
                 "apptainer in the site file, to one that has hpc-serve and vLLM in it and that the nodes see."
+            )
+        if not named and activate.stat().st_uid not in (0, os.geteuid()):
+            raise InvalidRequestError(
+                f"The Python environment in {folder} belongs to another user, so nothing in it is run: set "
+                "HPC_SERVE_ENV to use it, or to one of your own."
             )
     elif environment.kind == "venv" and not Path(f"{environment.path}/bin/activate").is_file():
         raise InvalidRequestError(f"The site file's venv {environment.path} holds no bin/activate.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,31 @@ def test_every_environment_gives_a_script_that_bash_accepts(kind, cluster):
         kind == "apptainer"
     )
     assert "module load cuda/12.8\n" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("named", [True, False])
+def test_a_strangers_environment_in_the_folder_of_submission_is_not_run(tmp_path, named):
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.write_text(f"touch {tmp_path}/was-run; exit 0\n")
+    os.chown(activate, 64_999, 64_999)
+    environ = {"PATH": os.environ["PATH"], **({"HPC_SERVE_ENV": str(tmp_path / ".venv")} if named else {})}
+    text = script(cluster="local", num_nodes=None)
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (tmp_path / "was-run").exists() == named
+    assert ("belongs to another user" in done.stderr, done.returncode) == ((False, 0) if named else (True, 78))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
+def test_a_job_imports_nothing_from_the_folder_of_submission(tmp_path):
+    (tmp_path / "argparse.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')")
+    text = script(cluster="local", num_nodes=None, environment=Environment(kind="none"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {"PATH": path, "HPC_SERVE_HOME": str(tmp_path / "home"), "HPC_SERVE_TMPDIR": "/" + "x" * 99}
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert "is too long" in done.stderr  # our own program ran, and refused that folder
+    assert not (tmp_path / "was-run").exists()
 
 
 @pytest.mark.parametrize(("gpu", "flag"), [("h100-80gb", "--nv"), ("mi300x", "--rocm"), ("v5e", None)])
