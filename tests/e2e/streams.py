@@ -1,6 +1,6 @@
 """Run as a user by test_drain.py: streams of one service at once, and new requests until it refuses them.
 
-    python -m tests.e2e.streams SERVICE NUMBER
+    python tests/e2e/streams.py SERVICE NUMBER
 
 It prints "begun" once every stream has its first word, then one JSON object: how each stream ended, and what the first
 request was answered that was not served.

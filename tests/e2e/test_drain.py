@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.e2e.jobs import User, stub_script
 
 pytestmark = [pytest.mark.slurm]
 
+STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 WORDS, WORD_S = 60, 0.25
 STREAMS = 4
 ENDS_WITHIN_S = 90.0
@@ -39,7 +41,7 @@ def serve(alice: User, service: str, *, edit=str) -> str:
 def begin_streams(alice: User, service: str):
     """A user's program with streams under way."""
     program = alice.cluster.popen(
-        [sys.executable, "-m", "tests.e2e.streams", service, str(STREAMS)], user="alice", env=dict(alice.environ)
+        [sys.executable, str(STREAMS_PROGRAM), service, str(STREAMS)], user="alice", env=dict(alice.environ)
     )
     said = program.stdout.readline()
     assert said.strip() == "begun", said + program.stdout.read()

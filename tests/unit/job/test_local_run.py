@@ -5,6 +5,7 @@ Real bash, launcher and files; the engine is the stub.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -93,6 +94,17 @@ def kill(run: Run) -> None:
     run.process.send_signal(signal.SIGTERM)
 
 
+def signal_all(run: Run) -> None:
+    """As scancel does it: the launcher and the engine get SIGTERM, and the script does not."""
+    ours = f"HPC_SERVE_HOME={run.store.home}".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"hpc_serve.job" in words or str(SCRIPT).encode() in words:
+                    os.kill(int(entry.name), signal.SIGTERM)
+
+
 def ask(run: Run) -> None:
     record = run.record
     assert record is not None
@@ -101,7 +113,9 @@ def ask(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "who"), [(ctrl_c, "SIG"), (kill, "SIGTERM"), (ask, "a test")], ids=["ctrl-c", "kill", "request"]
+    ("end", "who"),
+    [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM"), (ask, "a test")],
+    ids=["ctrl-c", "kill", "all processes", "request"],
 )
 def test_streams_under_way_finish_and_the_script_ends_well(run, end: Callable[[Run], None], who):
     run.wait_for_state("ready")
