@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of
+from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, reachable_addresses
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
@@ -62,9 +62,16 @@ class Node:
 
     @property
     def internal_head(self) -> str:
-        """Where Ray and the engine's processes reach the head. On one node that is the loopback address, so that none
-        of their ports, which ask nobody for anything, is open to the network."""
-        return self.head if self.allocation.num_nodes > 1 else LOOPBACK
+        """Where Ray and the engine's processes reach the head.
+
+        On one node without Ray that is the loopback address, so that none of their ports, which ask nobody for
+        anything, is open to the network. Ray replaces a loopback address that it is given by another of the node's.
+        """
+        if self.backend != "ray" and self.allocation.num_nodes == 1:
+            return LOOPBACK
+        if self.head == LOOPBACK:
+            return next(iter(reachable_addresses()), LOOPBACK)
+        return self.head
 
     @property
     def gcs(self) -> str:
