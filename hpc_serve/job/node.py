@@ -67,11 +67,11 @@ class Node:
         On one node without Ray that is the loopback address, so that none of their ports, which ask nobody for
         anything, is open to the network. Ray replaces a loopback address that it is given by another of the node's.
         """
-        if self.backend != "ray" and self.allocation.num_nodes == 1:
-            return LOOPBACK
-        if self.head == LOOPBACK:
-            return next(iter(reachable_addresses()), LOOPBACK)
-        return self.head
+        if self.allocation.num_nodes > 1:
+            return self.head
+        if self.backend == "ray":
+            return self.head if self.head != LOOPBACK else next(iter(reachable_addresses()), LOOPBACK)
+        return LOOPBACK
 
     @property
     def gcs(self) -> str:
