@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import wait_for
 from tests.e2e.jobs import User, stub_script
 
 pytestmark = [pytest.mark.slurm]
@@ -21,14 +20,6 @@ STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 WORDS, WORD_S = 60, 0.25
 STREAMS = 4
 ENDS_WITHIN_S = 90.0
-
-
-@pytest.fixture
-def alice(cluster, alice_env):
-    user = User(cluster, alice_env)
-    yield user
-    user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
 
 
 def serve(alice: User, service: str, *, edit=str) -> str:

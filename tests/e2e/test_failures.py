@@ -20,14 +20,6 @@ from tests.e2e.jobs import User, stub_script
 pytestmark = [pytest.mark.slurm]
 
 
-@pytest.fixture
-def alice(cluster, alice_env):
-    user = User(cluster, alice_env)
-    yield user
-    user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
-
-
 def submit(alice: User, service: str, *stub_args: str, num_nodes: int = 2, env=None, edit=str) -> str:
     layout = {"num_nodes": num_nodes, "tensor_parallel_size": 2, "pipeline_parallel_size": num_nodes}
     script = alice.write(f"{service}.sh", edit(stub_script(service, *stub_args, **layout)))

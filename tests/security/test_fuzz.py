@@ -14,7 +14,6 @@ import os
 import random
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +32,7 @@ from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.submit.site import load_site
 from hpc_serve.vllm.allowed import check_file_arguments
 from hpc_serve.vllm.arguments import read_args_file
+from tests.support.asgi_server import served
 from tests.support.stubs import make_record, make_submitted
 
 SEED = int(os.environ.get("HPC_SERVE_FUZZ_SEED") or secrets.randbelow(2**32))
@@ -294,7 +294,6 @@ def test_the_control_port_takes_launchers_after_whatever_came_before():
 
 @contextmanager
 def served_engine():
-    uvicorn = pytest.importorskip("uvicorn")
     protocols = pytest.importorskip("uvicorn.protocols.http.httptools_impl")
 
     async def engine(scope, receive, send):
@@ -305,16 +304,8 @@ def served_engine():
             await send({"type": "http.response.body", "body": body})
 
     protocol = connection_limits.limited(protocols.HttpToolsProtocol)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Gate(engine), http=protocol, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(timeout=20)
-        listener.close()
+    with served(Gate(engine), http=protocol, lifespan="off") as port:
+        yield port
 
 
 def told(port: int, content: bytes) -> bytes:

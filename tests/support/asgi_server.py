@@ -16,7 +16,7 @@ def served(app: Any, **config: Any) -> Iterator[int]:
     """Serve `app` in a thread; yields the port. `config` is uvicorn's."""
     uvicorn = pytest.importorskip("uvicorn")
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on", **config))
+    server = uvicorn.Server(uvicorn.Config(app, **{"log_level": "critical", "lifespan": "on", **config}))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
