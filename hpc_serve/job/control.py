@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import hmac
 import json
+import random
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +27,10 @@ _HEARTBEATS_PER_SILENCE = 20
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 256 * 1024
 _MAX_HELLO_TEXT = 256
-# Connections that have not proved the token yet, beside one for each node: the oldest makes room for the newest.
+# Connections that have not proved the token yet, beside one for each node.
 _SPARE_HANDSHAKES = 64
+_RETRY_INTERVAL_S = 0.2
+_MAX_WRONG_ANSWERS = 3
 
 Message = dict[str, Any]
 
@@ -120,7 +124,9 @@ class ControlServer:
     """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
 
     Anybody can connect to it. A connection has _HANDSHAKE_TIMEOUT_S to prove the token, and there are never more than
-    `num_nodes` and a few of them at a time, so that they take neither memory nor the launcher's open files.
+    `num_nodes` and a few of them at a time, so that they take neither memory nor the launcher's open files. One that is
+    too many costs a connection of the source address that has most of them. Chance chooses which one, so that a node
+    beside a stranger of the same address comes in after some tries.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class ControlServer:
         self._token, self._name, self._on_link = token.encode(), name, on_link
         self._silence_s = silence_s
         self._max_handshakes = num_nodes + _SPARE_HANDSHAKES
-        self._handshakes: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._handshakes: dict[asyncio.StreamWriter, str] = {}  # with the source address of each
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -143,11 +149,11 @@ class ControlServer:
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._handshakes[writer] = None
+        self._handshakes[writer] = str((writer.get_extra_info("peername") or ("",))[0])
         if len(self._handshakes) > self._max_handshakes:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.transport.abort()
+            dropped = self._choose_dropped()
+            del self._handshakes[dropped]
+            dropped.transport.abort()
         try:
             link = await asyncio.wait_for(self._handshake(reader, writer), _HANDSHAKE_TIMEOUT_S)
         except (OSError, ValueError, EOFError, asyncio.TimeoutError):
@@ -156,6 +162,11 @@ class ControlServer:
         finally:
             self._handshakes.pop(writer, None)
         self._on_link(link)
+
+    def _choose_dropped(self) -> asyncio.StreamWriter:
+        numbers = Counter(self._handshakes.values())
+        most = max(numbers.values())
+        return random.choice([writer for writer, source in self._handshakes.items() if numbers[source] == most])
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
         ours = secrets.token_hex(16)
@@ -181,32 +192,37 @@ async def connect(
 ) -> Link:
     """Connect to the head's launcher, and poll until it listens.
 
+    A handshake that was cut off is tried again: strangers who hold many connections can crowd out a node's.
     `own_address` is called after the head was reached, because the answer depends on the route to it. Raises
-    LinkLostError after `deadline_s` seconds, PortsInUseError if another program answers on the head's port.
+    LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another program
+    answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves nothing.
     """
     deadline = time.monotonic() + deadline_s
+    wrong_answers = 0
     while True:
+        writer = None
         try:
             reader, writer = await asyncio.wait_for(
                 asyncio.open_connection(*head, limit=_MAX_MESSAGE_BYTES), timeout=_HANDSHAKE_TIMEOUT_S
             )
-            break
-        except (OSError, asyncio.TimeoutError) as error:
-            if time.monotonic() > deadline:
+            handshake = _handshake_with_head(reader, writer, token.encode(), rank, name, head, own_address())
+            return await asyncio.wait_for(handshake, _HANDSHAKE_TIMEOUT_S)
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
+            if writer is not None:
+                writer.transport.abort()
+            wrong_answers += isinstance(error, ValueError)
+            is_late = time.monotonic() > deadline
+            if wrong_answers == _MAX_WRONG_ANSWERS or (is_late and writer is not None):
+                raise PortsInUseError(
+                    f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
+                ) from error
+            if is_late:
                 raise LinkLostError(
                     f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
                     f"after {deadline_s:.0f} s ({error}); if the nodes have several networks, "
                     "name the one to use in HPC_SERVE_INTERFACE"
                 ) from error
-            await asyncio.sleep(0.2)
-    try:
-        link = await asyncio.wait_for(
-            _handshake_with_head(reader, writer, token.encode(), rank, name, head, own_address()), _HANDSHAKE_TIMEOUT_S
-        )
-    except (OSError, ValueError, EOFError, asyncio.TimeoutError) as error:
-        writer.close()
-        raise PortsInUseError(f"A program other than the head's launcher answers at {head[0]}:{head[1]}.") from error
-    return link
+        await asyncio.sleep(_RETRY_INTERVAL_S)
 
 
 async def _handshake_with_head(

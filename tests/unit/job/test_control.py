@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -15,7 +16,7 @@ from hpc_serve.job.control import ControlServer, Link, LinkLostError, _proof, co
 from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
 
 
-def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0):
+def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0, deadline_s=5):
     """Run `scenario(head's link, node's link)` over a real connection."""
 
     async def run():
@@ -31,7 +32,7 @@ def over_a_connection(scenario, *, server_token="secret", client_token="secret",
                 rank=1,
                 name="n2",
                 own_address=lambda: "10.0.0.2",
-                deadline_s=5,
+                deadline_s=deadline_s,
             )
             return await scenario(await asyncio.wait_for(links.get(), 5), node)
         finally:
@@ -123,7 +124,7 @@ def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
 
 def test_without_the_token_nobody_connects():
     with pytest.raises(PortsInUseError, match="A program other than"):
-        over_a_connection(lambda head, node: None, client_token="wrong")
+        over_a_connection(lambda head, node: None, client_token="wrong", deadline_s=0.5)
 
 
 def test_the_token_itself_never_travels():
@@ -251,6 +252,93 @@ def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still
         await link.close()
 
     with_a_server(scenario, num_nodes=2)
+
+
+def test_strangers_of_another_address_cost_no_node_its_connection():
+    """The node has connected first and is slow; a stranger elsewhere then connects without end."""
+
+    async def scenario(port, links, errors, server):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        nonce = json.loads(await reader.readline())["nonce"]
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        writer.write(json.dumps({**HELLO, "proof": _proof(b"secret", "node", nonce)}).encode() + b"\n")
+        assert json.loads(await asyncio.wait_for(reader.readline(), 5))["proof"]
+        assert (await asyncio.wait_for(links.get(), 5)).name == "n2"
+        assert not errors
+        for _, stranger in [*strangers, (reader, writer)]:
+            stranger.close()
+
+    with_a_server(scenario, num_nodes=2)
+
+
+def test_a_stranger_of_the_same_address_who_connects_without_end_keeps_no_node_out():
+    async def scenario(port, links, errors, server):
+        ended = threading.Event()
+
+        def connect_without_end():
+            held: list[socket.socket] = []
+            while not ended.wait(0.001):
+                stranger = socket.socket()
+                stranger.setblocking(False)
+                stranger.connect_ex(("127.0.0.1", port))
+                held.append(stranger)
+                if len(held) > 200:
+                    held.pop(0).close()
+            for stranger in held:
+                stranger.close()
+
+        flood = asyncio.create_task(asyncio.to_thread(connect_without_end))
+        try:
+            while len(server._handshakes) < server._max_handshakes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            link = await connect(
+                ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=60
+            )
+        finally:
+            ended.set()
+            await flood
+        assert (await asyncio.wait_for(links.get(), 5)).name == "n2"
+        await link.close()
+
+    with_a_server(scenario, num_nodes=2)
+
+
+@pytest.mark.parametrize("cut_after", ["accept", "greeting", "hello"])
+def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
+    """As the head cuts off connections while strangers hold too many."""
+    monkeypatch.setattr(control, "_RETRY_INTERVAL_S", 0.0)
+    usual, tries = ControlServer._accept, []
+
+    async def accept(server, reader, writer):
+        tries.append(writer)
+        if len(tries) > 5:
+            await usual(server, reader, writer)
+            return
+        if cut_after != "accept":
+            writer.write(json.dumps({"hpc_serve": 1, "nonce": "n"}).encode() + b"\n")
+        if cut_after == "hello":
+            await reader.readline()
+        await writer.drain()
+        writer.close() if len(tries) % 2 else writer.transport.abort()
+
+    monkeypatch.setattr(ControlServer, "_accept", accept)
+
+    async def scenario(head, node):
+        return head.name
+
+    assert over_a_connection(scenario, deadline_s=60) == "n2"
+    assert len(tries) == 6
+
+
+def test_what_cuts_off_every_handshake_until_the_deadline_is_another_program():
+    async def run():
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PortsInUseError):
+            await connect(("127.0.0.1", port), "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=0.3)
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch):
