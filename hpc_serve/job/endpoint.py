@@ -1,4 +1,5 @@
-"""How the engine of a run shows that it is this engine: by a certificate of the run or, with --no-tls, by the API key.
+"""Where the engine of a run listens, and how it shows that it is this engine: by a certificate of the run or, with
+--no-tls, by the API key.
 
 The certificate is made before the engine starts, so that the record names it from the beginning.
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from hpc_serve.job.health import EngineAddress
 from hpc_serve.job.node import Node
+from hpc_serve.rendezvous.files import write_private
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
@@ -19,11 +21,15 @@ from hpc_serve.trust.connection import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear."""
+    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear.
+
+    `port_file` tells the engine its port, and nobody else.
+    """
 
     record: EndpointRecord
     address: EngineAddress
     certificate: RunCertificate | None
+    port_file: Path
 
     @property
     def url(self) -> str:
@@ -52,4 +58,6 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
         record = replace(record, certificate=certificate.certificate)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
-    return Endpoint(record=record, address=address, certificate=certificate)
+    port_file = node.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
+    write_private(port_file, f"port: {record.port}\n")
+    return Endpoint(record=record, address=address, certificate=certificate, port_file=port_file)

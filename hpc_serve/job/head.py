@@ -219,7 +219,7 @@ class Head:
         added = head_args(
             command,
             host=host,
-            port=self._endpoint.address.port,
+            port_file=str(self._endpoint.port_file),
             device=node.options.device,
             backend=node.backend,
             tls_files=self._endpoint.tls_files,

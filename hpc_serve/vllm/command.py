@@ -122,7 +122,7 @@ def head_args(
     command: ServeCommand,
     *,
     host: str,
-    port: int,
+    port_file: str,
     device: Device,
     backend: str,
     tls_files: tuple[str, str] | None,
@@ -130,6 +130,8 @@ def head_args(
 ) -> list[str]:
     """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
 
+    `port_file` is a YAML file that holds the port. On the command line every user of the node could read the port, and
+    take it in the seconds until the engine listens on it.
     `tls_files` are the files of the run's key and certificate; without them the engine speaks in the clear.
     After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
@@ -140,7 +142,7 @@ def head_args(
     if shutdown_timeout_s > 0:
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
     if command.port is None:
-        added += ["--port", str(port)]
+        added += ["--config", port_file]
     if device != "TPU" and command.world_size > 1 and command.executor is None:
         added += ["--distributed-executor-backend", backend]
     return added

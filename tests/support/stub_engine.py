@@ -1,6 +1,6 @@
 """A stand-in for `vllm serve` where the engine is not what is tested. It serves no model, and says so in its answers.
 
-    python tests/support/stub_engine.py serve MODEL [--port P] [--served-model-name A B] [--stub-… see --help]
+    python tests/support/stub_engine.py serve MODEL [--port P | --config FILE] [--stub-… see --help]
 
 Standard library only. It speaks enough of the OpenAI API for clients and launchers: /health, /v1/models,
 /v1/completions and /v1/chat/completions, streams and tool calls included. It prints lines as vLLM 0.32 does while it
@@ -83,7 +83,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("model")
     parser.add_argument("--host", default="0.0.0.0")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--config", metavar="FILE", help="a YAML file, of which the line `port: P` is read")
     parser.add_argument("--served-model-name", nargs="+")
     parser.add_argument("--ssl-keyfile")
     parser.add_argument("--ssl-certfile")
@@ -107,7 +108,16 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-ignore-sigterm", action="store_true")
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
+    if options.port is None:
+        options.port = port_in(Path(options.config)) if options.config else 8000
     return options
+
+
+def port_in(config: Path) -> int:
+    match = re.search(r"^port: (\d+)$", config.read_text(), re.MULTILINE)
+    if match is None:
+        raise SystemExit(f"{config} names no port")
+    return int(match[1])
 
 
 def say(text: str) -> None:

@@ -85,6 +85,32 @@ def run(tmp_path):
     run.process.wait()
 
 
+def command_lines(run: Run) -> list[list[str]]:
+    """What every user of the node can read of the run's processes."""
+    ours, found = f"HPC_SERVE_HOME={run.store.home}".encode(), []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and ours in (entry / "environ").read_bytes().split(b"\0"):
+                found.append((entry / "cmdline").read_bytes().decode().split("\0"))
+    return found
+
+
+def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_it_listens(run):
+    seen: list[list[str]] = []
+
+    def is_ready() -> bool:
+        seen.extend(command_lines(run))
+        return run.record is not None and run.record.state == "ready"
+
+    wait_for(is_ready, 60, what="ready")
+    assert run.record is not None
+    engine = next(words for words in seen if "--config" in words)
+    assert not [words for words in seen for word in words if str(run.record.port) in word]
+    port_file = Path(engine[engine.index("--config") + 1])
+    assert port_file.read_text() == f"port: {run.record.port}\n"
+    assert (port_file.stat().st_mode & 0o777, port_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
 def ctrl_c(run: Run) -> None:
     """The terminal signals the script and its launcher, not the engine, which has a session of its own."""
     os.killpg(run.process.pid, signal.SIGINT)

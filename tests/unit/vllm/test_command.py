@@ -94,7 +94,10 @@ def test_a_layout_with_data_parallelism_is_refused_and_not_missized():
 
 def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
-    argv = [*command.argv, *head_args(command, host="h", port=1, device="GPU", backend="mp", tls_files=None)]
+    argv = [
+        *command.argv,
+        *head_args(command, host="h", port_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=None),
+    ]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
 
@@ -151,7 +154,7 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
-    given: dict[str, Any] = {"host": "0.0.0.0", "port": 1, "device": "GPU"}
+    given: dict[str, Any] = {"host": "0.0.0.0", "port_file": "/node/engine.yaml", "device": "GPU"}
     assert head_args(command, **given, backend="ray", tls_files=None) == words(
         "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
     )
@@ -160,13 +163,15 @@ def test_the_head_is_told_only_what_the_line_leaves_open():
         " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
     )
     one_gpu = read_command(words("vllm serve m"))
-    assert "--distributed-executor-backend" not in head_args(one_gpu, **given, backend="mp", tls_files=None)
+    assert head_args(one_gpu, **given, backend="mp", tls_files=None) == words(
+        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate --config /node/engine.yaml"
+    ), "and the port is in no command line"
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
     command = read_command(words("vllm serve m -tp 8"))
-    args = head_args(command, host="h", port=1, device=device, backend="ray", tls_files=None)
+    args = head_args(command, host="h", port_file="/node/engine.yaml", device=device, backend="ray", tls_files=None)
     assert ("--distributed-executor-backend" in args) == is_told
 
 
