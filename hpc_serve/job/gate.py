@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.rendezvous.host import host_id
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Gate:
         self._key = _read_key(os.environ.get("HPC_SERVE_API_KEY_FILE"))
         self._drain_file = _DrainFile(os.environ.get("HPC_SERVE_DRAIN_FILE"))
         self._record = os.environ.get("HPC_SERVE_RECORD")
+        self._host = host_id()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,7 +98,7 @@ class Gate:
         if not client or not server or _header(scope, b"x-forwarded-for") or _header(scope, b"forwarded"):
             return None
         with contextlib.suppress(ValueError):  # an end that is no IP address
-            return prove_connection(self._key, challenge, self._record, client=client, server=server)
+            return prove_connection(self._key, challenge, self._record, host=self._host, client=client, server=server)
         return None
 
 

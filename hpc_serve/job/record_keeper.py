@@ -18,6 +18,7 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortsInUseError, choose_ports, reachable_addresses
 from hpc_serve.job.node import Node
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
@@ -60,6 +61,7 @@ def first_record(node: Node) -> EndpointRecord:
         stage="starting",
         hosts=_hosts(allocation, node.head),
         port=command.port or choose_ports(1)[0],
+        host_id=host_id(),
         nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,

@@ -18,20 +18,31 @@ PROOF_HEADER = b"x-hpc-serve-proof"
 
 
 def prove_connection(
-    key: bytes, challenge: bytes, record: str, *, client: Sequence[Any], server: Sequence[Any]
+    key: bytes, challenge: bytes, record: str, *, host: str | None, client: Sequence[Any], server: Sequence[Any]
 ) -> bytes:
     """The answer to `challenge` on one connection: only a holder of the key who is an end of it can compute it.
 
-    `client` and `server` are the addresses and ports of the two ends. A program that passes the challenge on to the
-    engine has other ends on its connection, so the answer that it gets is a wrong one. It does not reveal the key.
+    `host` is the engine's `host_id`. `client` and `server` are the addresses and ports of the two ends. A program that
+    passes the challenge on to the engine has other ends on its connection, so the answer that it gets is a wrong one.
+    It does not reveal the key.
     """
-    told = "\n".join(("hpc-serve-connection", challenge.decode("latin-1"), record, _end(client), _end(server)))
+    ends = (_end(client), _end(server))
+    told = "\n".join(("hpc-serve-connection", challenge.decode("latin-1"), record, host or "", *ends))
     return hmac.new(key, told.encode(), "sha256").hexdigest().encode()
 
 
+def is_within_one_host(client: Sequence[Any], server: Sequence[Any]) -> bool:
+    """Whether a connection stays on one host, by its addresses: other hosts may have the same ones."""
+    return _address(client) == _address(server) or _address(server).is_loopback
+
+
 def _end(address: Sequence[Any]) -> str:
-    """An end of a connection in one spelling: a socket for both families says ::ffff:10.0.0.1 for 10.0.0.1."""
+    return f"{_address(address)} {int(address[1])}"
+
+
+def _address(address: Sequence[Any]) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An end's address in one spelling: a socket for both families says ::ffff:10.0.0.1 for 10.0.0.1."""
     host = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
-        host = host.ipv4_mapped
-    return f"{host} {int(address[1])}"
+        return host.ipv4_mapped
+    return host

@@ -45,7 +45,7 @@ class EndpointRecord:
     `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at` and `updated_at` are
     seconds since the epoch by the writer's clock. `measured` and `predicted` hold figures by name, in bytes, seconds
     and tokens. `last_log_lines` are the last lines of the part that failed. `certificate` (PEM) is what the engine
-    shows to whoever connects; without one it speaks in the clear.
+    shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
     """
 
     service: str
@@ -79,6 +79,7 @@ class EndpointRecord:
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
     certificate: str | None = None
+    host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

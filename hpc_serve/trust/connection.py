@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
-from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, PROOF_HEADER, is_within_one_host, prove_connection
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.pinned import pinned_context
 
@@ -38,16 +39,17 @@ class WrongProofError(NotOurEngineError):
 class Identity:
     """How the engine of a record shows that it is this engine: by its `certificate` (PEM), or without one by the key.
 
-    `record` is the record's name.
+    `record` is the record's name. `host` is the `host_id` of the engine's host; with a certificate it is not asked for.
     """
 
     record: str
     certificate: str | None
     api_key: str = field(repr=False)
+    host: str | None = None
 
     @classmethod
     def of(cls, record: EndpointRecord, api_key: str) -> Identity:
-        return cls(record=record.name, certificate=record.certificate, api_key=api_key)
+        return cls(record=record.name, certificate=record.certificate, api_key=api_key, host=record.host_id)
 
 
 class VerifiedConnection(http.client.HTTPConnection):
@@ -104,13 +106,22 @@ def tls_refusal(error: ssl.SSLError) -> str:
 
 
 def make_challenge(identity: Identity, *, client: Sequence[Any], server: Sequence[Any]) -> Challenge:
-    """The challenge for a connection in the clear; `client` and `server` are its two ends, as our socket names them."""
+    """The challenge for a connection in the clear; `client` and `server` are its two ends, as our socket names them.
+
+    Raises NotOurEngineError if both ends are on this host and the engine is on another. A stranger on each host could
+    then pass the challenge on between two connections of the same addresses and ports.
+    """
+    if is_within_one_host(client, server) and (identity.host is None or identity.host != host_id()):
+        raise NotOurEngineError(
+            f"the engine is on another host, or in another network namespace, than {server[0]} here"
+        )
     nonce = secrets.token_hex(16)
     request = (
         f"GET /health HTTP/1.1\r\nHost: engine\r\nAccept: */*\r\n{CHALLENGE_HEADER.decode()}: {nonce}\r\n\r\n".encode()
     )
     key = identity.api_key.encode()
-    return Challenge(request, prove_connection(key, nonce.encode(), identity.record, client=client, server=server))
+    proof = prove_connection(key, nonce.encode(), identity.record, host=identity.host, client=client, server=server)
+    return Challenge(request, proof)
 
 
 class Challenge:

@@ -314,9 +314,10 @@ class Handler(BaseHTTPRequestHandler):
             self.complete(request, dies=self.server.completions == options.stub_die_at_request)
 
     def proof(self, key: bytes, record: str, challenge: str) -> str:
-        """The proof of an engine without TLS: of its key, its record and the ends of this connection."""
+        """The proof of an engine without TLS: of its key, its record, its host and the ends of this connection."""
         (client, client_port), (host, port) = self.connection.getpeername()[:2], self.connection.getsockname()[:2]
-        told = f"hpc-serve-connection\n{challenge}\n{record}\n{client} {client_port}\n{host} {port}"
+        boot, network = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/net").st_ino
+        told = f"hpc-serve-connection\n{challenge}\n{record}\n{boot} {network}\n{client} {client_port}\n{host} {port}"
         return hmac.new(key, told.encode(), "sha256").hexdigest()
 
     def enters(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
@@ -35,6 +36,7 @@ def make_record(**fields: Any) -> EndpointRecord:
         "port": 1,
         "started_at": now,
         "updated_at": now,
+        "host_id": host_id(),
     }
     return EndpointRecord(**{**usual, **fields})
 

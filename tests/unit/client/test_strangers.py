@@ -20,6 +20,7 @@ from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.probe import probe
 from hpc_serve.client.sdk import http
 from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.connection import Identity
 from tests.support.relay import Relay
 from tests.support.stubs import StubService
@@ -277,7 +278,7 @@ def test_a_listener_that_says_nothing_is_a_failed_connection(service):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for certificate in (engine.certificate, None):
             origins = Origins()
-            identity = Identity(record="100-r0-0.json", certificate=certificate, api_key="k")
+            identity = Identity(record="100-r0-0.json", certificate=certificate, api_key="k", host=host_id())
             port = silent.getsockname()[1]
             address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)
             url = f"http://{origins.origin_of(address)}/health"

@@ -16,6 +16,7 @@ from hpc_serve.client.probe import probe
 from hpc_serve.job import gate
 from hpc_serve.job.gate import Gate
 from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
 
@@ -180,7 +181,7 @@ def test_without_tls_health_proves_that_the_engine_knows_the_key(key_file, recor
     assert proof_of(app, (CHALLENGE_HEADER, b"")) is None
     assert proof_of(app, (CHALLENGE_HEADER, b"x" * 10_000)) is None
     first = proof_of(app, (CHALLENGE_HEADER, b"one"))
-    assert first == prove_connection(KEY.encode(), b"one", record, **ENDS)
+    assert first == prove_connection(KEY.encode(), b"one", record, host=host_id(), **ENDS)
     assert first != proof_of(app, (CHALLENGE_HEADER, b"two"))
     key_file.write_text("another-key-0123456789")
     assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) != first
@@ -194,6 +195,9 @@ def test_a_proof_is_of_one_record_and_one_connection(key_file, record, monkeypat
     for other in (("10.0.0.1", 40_001), ("10.0.0.3", 40_000)):
         assert proof_of(Gate(_engine), asked, client=other) not in (None, first)
         assert proof_of(Gate(_engine), asked, server=other) not in (None, first)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(gate, "host_id", lambda: "another host")
+        assert proof_of(Gate(_engine), asked) not in (None, first)
     monkeypatch.setenv("HPC_SERVE_RECORD", "2-r0-0.json")
     assert proof_of(Gate(_engine), asked) not in (None, first)
 
@@ -368,7 +372,8 @@ def test_the_clients_probe_understands_the_gate(key_file, drain_file, record, ht
     pytest.importorskip(http)
 
     def probe_with(key):
-        return probe("127.0.0.1", port, Identity(record=record, certificate=None, api_key=key)).status
+        identity = Identity(record=record, certificate=None, api_key=key, host=host_id())
+        return probe("127.0.0.1", port, identity).status
 
     with served(starlette_app(), http=http) as port:
         assert probe_with(KEY) == "ready"

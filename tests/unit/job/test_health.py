@@ -13,6 +13,7 @@ import pytest
 
 from hpc_serve.job.gate import Gate
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support import asgi_server
@@ -149,7 +150,7 @@ def test_an_engine_in_the_clear_is_asked_on_connections_that_it_proved_itself_on
     monkeypatch.setenv("HPC_SERVE_RECORD", "1-r0-0.json")
 
     with served(Gate(asgi_server.answering(b'{"data": [{"id": "m"}]}'))) as port:
-        identity = Identity(record="1-r0-0.json", certificate=None, api_key="k3y-of-the-service")
+        identity = Identity(record="1-r0-0.json", certificate=None, api_key="k3y-of-the-service", host=host_id())
         check_ready(EngineAddress(host="127.0.0.1", port=port, identity=identity), "m", completion_timeout_s=5)
         other = replace(identity, record="2-r0-0.json")
         assert not is_healthy(EngineAddress(host="127.0.0.1", port=port, identity=other))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import http.client
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hpc_serve.job.gate
 from hpc_serve.job.gate import Gate
 from hpc_serve.rendezvous.gate_headers import prove_connection
+from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
 from hpc_serve.trust.connection import (
     Challenge,
@@ -42,7 +47,7 @@ _engine = answering(b"answer")
 
 
 def plain(key: str = KEY, record: str = RECORD) -> Identity:
-    return Identity(record=record, certificate=None, api_key=key)
+    return Identity(record=record, certificate=None, api_key=key, host=host_id())
 
 
 def ask(port: int, identity: Identity, *, host: str = "127.0.0.1", requests: int = 1) -> bytes:
@@ -110,6 +115,54 @@ def test_a_relay_to_our_engine_is_not_our_engine(port: int) -> None:
     assert b"/v1/models" not in relay.heard
 
 
+def test_a_relay_of_two_hosts_that_have_the_same_address_is_not_our_engine(
+    gate: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger on our host and one on the engine's: the engine's connection has the very ends that ours has."""
+    monkeypatch.setattr(hpc_serve.job.gate, "host_id", lambda: "the engine's host")
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(scope.get("path", scope["type"]))
+        await _engine(scope, receive, send)
+
+    with served(Gate(app)) as port:
+        for host in ("127.0.0.1", "localhost"):
+            for told in ("the engine's host", None):
+                with pytest.raises(NotOurEngineError):
+                    ask(port, replace(plain(), host=told), host=host)
+    assert "/v1/models" not in heard
+    assert "/health" not in heard, "not even the challenge was sent"
+
+
+@pytest.mark.parametrize("server", ["10.0.0.1", "::ffff:10.0.0.1", "127.0.0.1", "127.5.5.5", "::1"])
+def test_an_engine_of_another_host_is_not_asked_at_an_address_of_ours(server: str) -> None:
+    ends: dict[str, Any] = {"client": ("10.0.0.1", 40_000), "server": (server, 10_249)}
+    assert make_challenge(plain(), **ends)
+    for host in ("another host", None):
+        with pytest.raises(NotOurEngineError, match="another host"):
+            make_challenge(replace(plain(), host=host), **ends)
+        assert make_challenge(replace(plain(), host=host), **ENDS), "another host is asked at its own address"
+
+
+def test_a_proof_of_another_host_is_refused() -> None:
+    challenge = make_challenge(replace(plain(), host="another host"), **ENDS)
+    with pytest.raises(WrongProofError):
+        challenge.read(answer_to(challenge))
+
+
+def test_another_network_namespace_counts_as_another_host() -> None:
+    """The containers of one host share its boot id, and each has a 127.0.0.1 of its own."""
+    told = "from hpc_serve.rendezvous.host import host_id; print(host_id())"
+    other = subprocess.run(["unshare", "-rn", sys.executable, "-c", told], capture_output=True, text=True)
+    if other.returncode:
+        pytest.skip("no namespaces here")
+    ours = host_id()
+    assert ours is not None
+    assert other.stdout.strip() != ours
+    assert other.stdout.split()[0] == ours.split()[0]
+
+
 @pytest.mark.parametrize(
     "header", ["X-Forwarded-For: {}:{}", "Forwarded: for={}:{}", "x-forwarded-for: 1.2.3.4, {}:{}"]
 )
@@ -165,7 +218,7 @@ ENDS: dict[str, Any] = {"client": ("10.0.0.1", 40_000), "server": ("10.0.0.2", 1
 def answer_to(challenge: Challenge, **changes: str) -> bytes:
     """What our engine would answer, with `changes` to its headers."""
     nonce = challenge.request.partition(b"x-hpc-serve-challenge: ")[2].split()[0]
-    proof = prove_connection(KEY.encode(), nonce, RECORD, **ENDS).decode()
+    proof = prove_connection(KEY.encode(), nonce, RECORD, host=host_id(), **ENDS).decode()
     headers = {"x-hpc-serve-proof": proof, "content-length": "0", **changes}
     return "\r\n".join(["HTTP/1.1 200 OK", *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
 
@@ -207,7 +260,7 @@ def test_every_challenge_is_another_one() -> None:
 
 def test_the_proof_is_of_the_ends_in_one_spelling() -> None:
     def proof(client: tuple[Any, ...], server: tuple[Any, ...]) -> bytes:
-        return prove_connection(b"k", b"n", RECORD, client=client, server=server)
+        return prove_connection(b"k", b"n", RECORD, host="h", client=client, server=server)
 
     assert proof(("10.0.0.1", 1), ("10.0.0.2", 2)) == proof(("::ffff:10.0.0.1", 1, 0, 0), ("::ffff:10.0.0.2", 2, 0, 0))
     assert proof(("fe80::1%eth0", 1), ("::1", 2)) == proof(("fe80:0::1", 1), ("0:0::1", 2))
