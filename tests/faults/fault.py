@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,8 @@ class Fault:
     """A fault by name. `is_short`: it is part of the short form. `hold_s` is how long it lasts, or is watched.
 
     `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
-    `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica.
+    `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica, and
+    `first_activate` shell lines of its environment. `filesystem`: what the home is on, where it is not a plain folder.
     """
 
     name: str
@@ -22,6 +23,8 @@ class Fault:
     needs_slurm: bool = False
     hold_s: float = 20.0
     first: tuple[str, ...] = ()
+    first_activate: str = ""
+    filesystem: Literal["", "own", "lagging"] = ""
 
     @property
     def words(self) -> str:

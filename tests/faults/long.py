@@ -32,4 +32,4 @@ def run_long(*, only: Sequence[str] = (), on_outcome: Callable[[Outcome], None])
 
 def _service(cluster: SlurmCluster, fault: Fault, model: Path) -> SlurmService:
     bound_s = BOUND_S + (fault.hold_s if fault.hides_records else 0)
-    return SlurmService(cluster, model, name=fault.name, hold_s=fault.hold_s, bound_s=bound_s, first=fault.first)
+    return SlurmService(cluster, model, fault, bound_s=bound_s)

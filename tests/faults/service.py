@@ -47,11 +47,9 @@ class Service:
         self.work = folder / "work"
         self.python = sys.executable
         self._load: subprocess.Popen[str] | None = None
-        for path in (folder / "env" / "bin", self.work, self.mount):
+        for path in (self.work, self.mount):
             path.mkdir(parents=True, exist_ok=True)
-        search = f"{folder}/env/bin:{sys.prefix}/bin"
-        _write(folder / "env" / "bin" / "activate", f"export PATH={search}:$PATH\n")
-        _write(folder / "env" / "bin" / "vllm", f'#!/bin/sh\nexec {self.python} {STUB} "$@"\n', mode=0o755)
+        self.environment = self.make_environment("env")
 
     # -- what differs between this machine and a cluster
 
@@ -90,6 +88,10 @@ class Service:
         """Where the replica at this place is to run."""
         return ("--cluster", "local", "--gpu", "cpu", "--gpu-memory", "2GiB")
 
+    def submit_environ(self, place: int) -> Mapping[str, str]:
+        """Further variables for the submission of the replica at this place."""
+        return {}
+
     def pids(self) -> Iterator[int]:
         """The processes that may be of the service."""
         return processes.pids()
@@ -100,9 +102,17 @@ class Service:
     def environ(self) -> dict[str, str]:
         return {
             "HPC_SERVE_HOME": str(self.home),
-            "HPC_SERVE_ENV": str(self.folder / "env"),
+            "HPC_SERVE_ENV": str(self.environment),
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         }
+
+    def make_environment(self, name: str, activate: str = "") -> Path:
+        """A Python environment for jobs whose `vllm` is the stub; `activate` are further lines of its script."""
+        folder = self.folder / name / "bin"
+        folder.mkdir(parents=True)
+        _write(folder / "activate", f"export PATH={folder}:{sys.prefix}/bin:$PATH\n{activate}")
+        _write(folder / "vllm", f'#!/bin/sh\nexec {self.python} {STUB} "$@"\n', mode=0o755)
+        return folder.parent
 
     def hpc_serve(self, *words: str, env: Mapping[str, str] | None = None) -> str:
         done = self.run(["hpc-serve", *words], env=env)
@@ -122,7 +132,9 @@ class Service:
         args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
-        said = self.hpc_serve("submit", *options, env={"STUB_ENGINE_ARGS": " ".join(args)})
+        said = self.hpc_serve(
+            "submit", *options, env={"STUB_ENGINE_ARGS": " ".join(args), **self.submit_environ(place)}
+        )
         found = re.search(r"submitted as job (\S+)", said)
         assert found, said
         return found[1]

@@ -6,7 +6,9 @@ import signal
 
 from tests.cluster import processes, wait_for
 from tests.faults.fault import fault
+from tests.faults.filesystems import OwnFilesystem
 from tests.faults.service import hold
+from tests.faults.service_faults import engine_killed, stop
 from tests.faults.slurm_service import GONE_S, SlurmService
 
 RAY = ("--nodes", "2", "--pipeline-parallel-size", "2", "--backend", "ray", "--nodelist", "n1,n3")
@@ -66,6 +68,21 @@ def link_down(service: SlurmService) -> None:
     finally:
         service.cluster.reconnect(node)
     hold(5.0)
+
+
+@fault(needs_slurm=True)
+def link_flaps(service: SlurmService) -> None:
+    """The network of one node is away for 0.6 s of each second: most packets are late or lost."""
+    node = service.node(0)
+    try:
+        for _ in range(int(service.hold_s)):
+            service.cluster.disconnect(node)
+            hold(0.6, step_s=0.05)
+            service.cluster.reconnect(node)
+            hold(0.4, step_s=0.05)
+    finally:
+        service.cluster.reconnect(node)
+    hold(3.0)
 
 
 # -- what Slurm does to a job
@@ -152,3 +169,56 @@ def home_unreadable(service: SlurmService) -> None:
     finally:
         service.home.chmod(mode)
     hold(3.0)
+
+
+@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
+def home_read_only(service: SlurmService) -> None:
+    """The home can be read and not written, for longer than a record's lease."""
+    assert isinstance(service.filesystem, OwnFilesystem)
+    service.filesystem.set_read_only(True)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.filesystem.set_read_only(False)
+    hold(3.0)
+
+
+@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
+def home_full(service: SlurmService) -> None:
+    """The home's disk is full, for longer than a record's lease."""
+    assert isinstance(service.filesystem, OwnFilesystem)
+    filler = service.filesystem.fill()
+    try:
+        hold(service.hold_s)
+    finally:
+        filler.unlink()
+    hold(3.0)
+
+
+@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
+def engine_killed_home_lags(service: SlurmService) -> None:
+    """kill -9 of one engine, where clients see changes of the home some 20 s late."""
+    engine_killed(service)
+
+
+@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
+def stop_home_lags(service: SlurmService) -> None:
+    """`hpc-serve stop` of one replica, where clients see changes of the home some 20 s late."""
+    stop(service)
+
+
+# -- clocks
+
+FAKETIME = "export LD_PRELOAD=/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1 FAKETIME_DONT_FAKE_MONOTONIC=1"
+
+
+@fault(needs_slurm=True, hold_s=15.0, first_activate=f"{FAKETIME} FAKETIME=+5m\n")
+def clock_ahead(service: SlurmService) -> None:
+    """The clock of one node is 5 minutes ahead from the start."""
+    hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=15.0, first_activate=f"{FAKETIME} FAKETIME=-5m\n")
+def clock_behind(service: SlurmService) -> None:
+    """The clock of one node is 5 minutes behind from the start."""
+    hold(service.hold_s)

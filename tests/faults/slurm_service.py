@@ -6,6 +6,7 @@ not in the user's home, so that they can be written while the home is away.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from tests.cluster import SlurmCluster, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.cluster.environment import user_environment
+from tests.faults.fault import Fault
+from tests.faults.filesystems import LaggingFilesystem, OwnFilesystem
 from tests.faults.service import Service
 
 USER = "alice"
@@ -21,16 +24,21 @@ GONE_S = 90.0  # KillWait is 30 s
 
 
 class SlurmService(Service):
-    """Replica k runs on node k + 1; `first` are further options of the first one."""
+    """Replica k runs on node k + 1. What a fault needs of the home and of the first replica is there from the start."""
 
-    def __init__(
-        self, cluster: SlurmCluster, model: Path, *, name: str, hold_s: float, bound_s: float, first: Sequence[str]
-    ) -> None:
-        self.cluster, self.first = cluster, first
-        folder = cluster.shared / "faults" / name
-        super().__init__(folder, model, name=name, hold_s=hold_s, bound_s=bound_s)
+    def __init__(self, cluster: SlurmCluster, model: Path, fault: Fault, *, bound_s: float) -> None:
+        self.cluster, self.fault = cluster, fault
+        folder = cluster.shared / "faults" / fault.name
+        super().__init__(folder, model, name=fault.name, hold_s=fault.hold_s, bound_s=bound_s)
         folder.chmod(0o777)
         self.work.chmod(0o777)
+        self.first_environment = self.make_environment("first-env", fault.first_activate)
+        self.filesystem: OwnFilesystem | LaggingFilesystem | None = None
+        if fault.filesystem:
+            kind = OwnFilesystem if fault.filesystem == "own" else LaggingFilesystem
+            self.filesystem = kind(cluster, self.mount)
+            self.home.mkdir(mode=0o700)
+            os.chown(self.home, *[cluster.user_id(USER)] * 2)
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         environ = {**self.environ, **(env or {})}
@@ -46,7 +54,7 @@ class SlurmService(Service):
 
     @property
     def mount(self) -> Path:
-        return self.cluster.home(USER)
+        return self.folder / "mount" if self.fault.filesystem else self.cluster.home(USER)
 
     @property
     def home(self) -> Path:
@@ -54,11 +62,15 @@ class SlurmService(Service):
 
     @property
     def environ(self) -> dict[str, str]:
-        return {**user_environment(), "HPC_SERVE_ENV": str(self.folder / "env")}
+        ours = {"HPC_SERVE_ENV": str(self.environment), "HPC_SERVE_HOME": str(self.home)}
+        return {**user_environment(), **ours}
+
+    def submit_environ(self, place: int) -> Mapping[str, str]:
+        return {"HPC_SERVE_ENV": str(self.first_environment)} if place == 0 else {}
 
     def submit_options(self, place: int) -> tuple[str, ...]:
         small = ("--gpu", "h100-80gb", "--no-exclusive", "--cpus-per-task", "4", "--mem", "4G", "--time", "30")
-        first = self.first if place == 0 else ()
+        first = self.fault.first if place == 0 else ()
         where = () if "--nodelist" in first else ("--nodelist", self.node(place))
         return (*small, *where, *first)
 
@@ -88,3 +100,5 @@ class SlurmService(Service):
             GONE_S,
             what=f"the end of all that {USER} runs",
         )
+        if self.filesystem is not None:
+            self.filesystem.remove()

@@ -1,0 +1,73 @@
+"""Filesystems that all hosts of the test cluster share: one of its own that can fill up, and one that lags.
+
+They are mounted below a folder that every host has, in the mount namespace of each host. `remove` takes them away.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.cluster import SlurmCluster, hosts, wait_for
+from tests.cluster.hosts import run_as_root
+
+SIZE_MIB = 64
+CACHE_S = 20
+
+
+class OwnFilesystem:
+    """A small ext4 of its own at `folder`, the same on all hosts and on the machine."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.folder = folder
+        image = folder.with_name(folder.name + ".ext4")
+        with image.open("wb") as file:
+            file.truncate(SIZE_MIB << 20)
+        run_as_root(["mkfs.ext4", "-q", "-m", "0", str(image)])
+        # One device for all: each mount of it shares the filesystem's state.
+        self._device = run_as_root(["losetup", "--find", "--show", str(image)]).strip()
+        self._inits = [hosts.init_pid(cluster.config, host) for host in cluster.config.hosts]
+        for prefix in self._everywhere():
+            run_as_root([*prefix, "mount", self._device, str(folder)])
+
+    def _everywhere(self) -> list[list[str]]:
+        inside = [["nsenter", "--mount", f"--target={init}"] for init in self._inits]
+        return [[], *inside]
+
+    def set_read_only(self, value: bool) -> None:
+        run_as_root(["mount", "-o", f"remount,{'ro' if value else 'rw'}", str(self.folder)])
+
+    def fill(self) -> Path:
+        """Take all the space that is left; returns the file that holds it."""
+        filler = self.folder / "filler"
+        subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True, check=False)
+        return filler
+
+    def remove(self) -> None:
+        for prefix in self._everywhere():
+            run_as_root([*prefix, "umount", "--lazy", str(self.folder)])
+        run_as_root(["losetup", "--detach", self._device])
+
+
+class LaggingFilesystem:
+    """A FUSE mount over `folder` on every host: attributes, names and missing names are cached for CACHE_S seconds."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.folder = folder
+        cached = ",".join(f"{kind}_timeout={CACHE_S}" for kind in ("attr", "entry", "negative"))
+        self._daemons = []
+        for host in cluster.config.hosts:
+            enter = ["nsenter", "--mount", f"--target={hosts.init_pid(cluster.config, host)}"]
+            argv = [*enter, "bindfs", "-f", "-o", f"allow_other,{cached}", str(folder), str(folder)]
+            self._daemons.append((enter, subprocess.Popen(argv, stdin=subprocess.DEVNULL)))
+            wait_for(lambda enter=enter: self._is_mounted(enter), 10, what=f"the lagging mount on {host}")
+
+    def _is_mounted(self, enter: list[str]) -> bool:
+        done = subprocess.run([*enter, "mountpoint", "--quiet", str(self.folder)], check=False)
+        return done.returncode == 0
+
+    def remove(self) -> None:
+        for enter, daemon in self._daemons:
+            subprocess.run([*enter, "umount", "--lazy", str(self.folder)], check=False)
+            daemon.terminate()
+            daemon.wait(timeout=20)
