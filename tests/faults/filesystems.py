@@ -60,11 +60,11 @@ class LaggingFilesystem:
             enter = ["nsenter", "--mount", f"--target={hosts.init_pid(cluster.config, host)}"]
             argv = [*enter, "bindfs", "-f", "-o", f"allow_other,{cached}", str(folder), str(folder)]
             self._daemons.append((enter, subprocess.Popen(argv, stdin=subprocess.DEVNULL)))
-            wait_for(lambda enter=enter: self._is_mounted(enter), 10, what=f"the lagging mount on {host}")
+        wait_for(self._are_mounted, 20, what=f"the mounts of {folder}")
 
-    def _is_mounted(self, enter: list[str]) -> bool:
-        done = subprocess.run([*enter, "mountpoint", "--quiet", str(self.folder)], check=False)
-        return done.returncode == 0
+    def _are_mounted(self) -> bool:
+        look = ["mountpoint", "--quiet", str(self.folder)]
+        return all(subprocess.run([*enter, *look], check=False).returncode == 0 for enter, _ in self._daemons)
 
     def remove(self) -> None:
         for enter, daemon in self._daemons:
