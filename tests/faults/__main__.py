@@ -17,7 +17,7 @@ from tests.faults.catalogue import FAULTS
 from tests.faults.expected import surpasses
 from tests.faults.long import run_long
 from tests.faults.short import run_short
-from tests.faults.table import remarks, table
+from tests.faults.table import HEAD, line, remarks, table
 
 
 def main(words: list[str]) -> int:
@@ -33,7 +33,8 @@ def main(words: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="hpc-serve-faults-") as folder:
             outcomes = run_short(Path(folder), only=options.only)
     else:
-        outcomes = run_long(only=options.only, on_outcome=lambda outcome: print(table([outcome]), flush=True))
+        print(HEAD, flush=True)
+        outcomes = run_long(only=options.only, on_outcome=lambda outcome: print(line(outcome), flush=True))
     print(f"\n{table(outcomes)}")
     print(remarks(outcomes))
     if options.json:

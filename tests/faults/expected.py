@@ -44,7 +44,6 @@ KNOWN: dict[str, Known] = {
     "node-stopped": Known(lost=None, why=_NO_CANARY),
     "link-down": Known(lost=None, why=_NO_CANARY),
     "home-unreadable": Known(lost=None, needless=None, why=_UNKNOWN_IS_OVER),
-    "stop": Known(needless=16, why=f"nothing drains before the end: {_BROKEN_STREAM}"),
     "engine-stopped": Known(lost=None, why=_NO_CANARY),
     "engine-hung": Known(lost=None, why=_NO_CANARY),
     "home-away": Known(lost=None, needless=None, why=_UNKNOWN_IS_OVER),
@@ -58,7 +57,7 @@ NOTHING = Known(why="")
 def surpasses(outcome: Outcome) -> str:
     """What of an outcome is more than what is known, in words; "" if nothing is."""
     known = KNOWN.get(outcome.fault, NOTHING)
-    over = []
+    over = ["nothing was measured"] if outcome.broken else []
     if known.lost is not None and outcome.lost > known.lost:
         over.append(f"{outcome.lost} lost, at most {known.lost} expected")
     if known.needless is not None and outcome.needless > known.needless:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 from hpc_serve.demo_model import make_demo_model
 from tests.cluster import ClusterConfig, SlurmCluster
 from tests.cluster.environment import visible_folders
 from tests.faults.catalogue import FAULTS
-from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome
 from tests.faults.run import run_fault
 from tests.faults.slurm_service import SlurmService
@@ -25,11 +24,7 @@ def run_long(*, only: Sequence[str] = (), on_outcome: Callable[[Outcome], None])
         model = cluster.shared / "model"
         make_demo_model(model)
         for fault in [FAULTS[name] for name in only] or FAULTS.values():
-            outcomes.append(run_fault(fault, _service(cluster, fault, model)))
+            bound_s = BOUND_S + (fault.hold_s if fault.hides_records else 0)
+            outcomes.append(run_fault(fault, partial(SlurmService, cluster, model, fault, bound_s=bound_s)))
             on_outcome(outcomes[-1])
     return outcomes
-
-
-def _service(cluster: SlurmCluster, fault: Fault, model: Path) -> SlurmService:
-    bound_s = BOUND_S + (fault.hold_s if fault.hides_records else 0)
-    return SlurmService(cluster, model, fault, bound_s=bound_s)

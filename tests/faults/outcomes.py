@@ -29,7 +29,7 @@ class Outcome:
 
     `notice_s`: until the start of the last request that was affected. `recover_s`: until its end. `gap_s`: the longest
     time that a connected client waited for the next piece of an answer that came out right, or more than usual for a
-    whole answer.
+    whole answer. `broken`: why the run itself could not be made, so that nothing was measured.
     """
 
     fault: str
@@ -45,6 +45,7 @@ class Outcome:
     recover_s: float | None = None
     gap_s: float | None = None
     reasons: Mapping[str, int] = field(default_factory=dict)
+    broken: str = ""
 
 
 def count(

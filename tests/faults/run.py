@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import traceback
+from collections.abc import Callable
 
-from hpc_serve.demo_model import make_demo_model
 from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome, count
 from tests.faults.service import Service
 
-MakeService = Callable[[Fault, Path, Path], Service]
 
-
-def run_fault(fault: Fault, service: Service, *, in_flight: int = 16) -> Outcome:
-    """Let a fault happen to a service that is under load. Ends the service."""
+def run_fault(fault: Fault, make: Callable[[], Service]) -> Outcome:
+    """Let a fault happen to a service that is under load; what became of the requests, or why it could not be done."""
     try:
-        service.start()
-        service.start_load(in_flight)
-        fault_at = time.monotonic()
-        fault.happens(service)
-        service.finish_load()
-        return count(
-            fault.name, service.lines(), service.work_lines(), fault_at=fault_at, hides_records=fault.hides_records
-        )
-    finally:
-        service.end()
+        with contextlib.closing(make()) as service:
+            return _measure(fault, service)
+    except Exception:
+        return Outcome(fault=fault.name, sent=0, broken=traceback.format_exc())
 
 
-def run_faults(
-    faults: Sequence[Fault],
-    make_service: MakeService,
-    folder: Path,
-    *,
-    at_once: int,
-    in_flight: int = 16,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
-) -> list[Outcome]:
-    """Every fault with a service of its own in `folder`, several at once; in the order of `faults`."""
-    model = folder / "model"
-    make_demo_model(model)
-
-    def run(fault: Fault) -> Outcome:
-        outcome = run_fault(fault, make_service(fault, folder / fault.name, model), in_flight=in_flight)
-        on_outcome(outcome)
-        return outcome
-
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(run, faults))
+def _measure(fault: Fault, service: Service) -> Outcome:
+    service.start()
+    service.start_load()
+    fault_at = time.monotonic()
+    fault.happens(service)
+    service.finish_load()
+    return count(
+        fault.name, service.lines(), service.work_lines(), fault_at=fault_at, hides_records=fault.hides_records
+    )

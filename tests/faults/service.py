@@ -24,6 +24,7 @@ from tests.cluster.config import CHECKOUT
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 TOKENS = 40
 TOKEN_S = 0.05
+IN_FLIGHT = 16
 START_S = 90.0
 
 
@@ -150,7 +151,7 @@ class Service:
             raise RuntimeError(f"a replica ended: {self.hpc_serve('status', failed[0])}")
         return all(states.get(job) == "ready" for job in self.jobs)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the load and every replica."""
         if self._load is not None:
             with self._load:
@@ -206,7 +207,7 @@ class Service:
         bound = ("--bound", str(self.bound_s), "--tokens", str(TOKENS))
         return [self.python, "-m", "tests.faults.load", self.name, "--out", str(self.out), *bound, *options]
 
-    def start_load(self, in_flight: int = 16) -> None:
+    def start_load(self, in_flight: int = IN_FLIGHT) -> None:
         """Start the load and wait until it has had answers."""
         self._load = self.popen(self.load_argv("--in-flight", str(in_flight)))
         wait_for(lambda: self._is_loaded(2 * in_flight), START_S, what="the load's first answers")

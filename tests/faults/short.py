@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hpc_serve.demo_model import make_demo_model
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome
-from tests.faults.run import run_faults
+from tests.faults.run import run_fault
 from tests.faults.service import Service
 
 SHORT_HOLD_S = 12.0  # a client looks for replicas every 10 s
@@ -19,14 +21,18 @@ BOUND_S = 16.0
 AT_ONCE = 6
 
 
-def make_service(fault: Fault, folder: Path, model: Path) -> Service:
-    hold_s = min(fault.hold_s, SHORT_HOLD_S)
-    return Service(
-        folder, model, name=fault.name, hold_s=hold_s, bound_s=BOUND_S + (hold_s if fault.hides_records else 0)
-    )
-
-
 def run_short(folder: Path, *, only: Sequence[str] = ()) -> list[Outcome]:
-    """Every fault of the short form, or those named of all that need no Slurm."""
+    """Every fault of the short form, or those named of all that need no Slurm; in the order of the catalogue."""
+    model = folder / "model"
+    make_demo_model(model)
     faults = [FAULTS[name] for name in only] or [fault for fault in FAULTS.values() if fault.is_short]
-    return run_faults(faults, make_service, folder, at_once=AT_ONCE)
+
+    def run(fault: Fault) -> Outcome:
+        hold_s = min(fault.hold_s, SHORT_HOLD_S)
+        bound_s = BOUND_S + (hold_s if fault.hides_records else 0)
+        return run_fault(
+            fault, lambda: Service(folder / fault.name, model, name=fault.name, hold_s=hold_s, bound_s=bound_s)
+        )
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(run, faults))

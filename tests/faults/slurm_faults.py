@@ -11,7 +11,10 @@ from tests.faults.service import hold
 from tests.faults.service_faults import engine_killed, stop
 from tests.faults.slurm_service import GONE_S, SlurmService
 
-RAY = ("--nodes", "2", "--pipeline-parallel-size", "2", "--backend", "ray", "--nodelist", "n1,n3")
+RAY = (
+    *("--nodes", "2", "--gpus-per-node", "1", "--tensor-parallel-size", "1", "--pipeline-parallel-size", "2"),
+    *("--backend", "ray", "--nodelist", "n1,n3"),
+)
 
 
 # -- a job's parts on several nodes

@@ -92,8 +92,8 @@ class SlurmService(Service):
             raise RuntimeError(f"{' '.join(argv)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    def end(self) -> None:
-        super().end()
+    def close(self) -> None:
+        super().close()
         self.cluster.run(["scancel", "--user", USER], user=USER)
         wait_for(
             lambda: not any(process.host in self.cluster.nodes for process in self.cluster.processes(USER)),

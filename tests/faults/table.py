@@ -9,25 +9,31 @@ from tests.faults.outcomes import Outcome
 
 COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "needless", "lost")
 TIMES = (("noticed", "notice_s"), ("recovered", "recover_s"), ("gap", "gap_s"))
+_TITLES = (*COLUMNS, *(f"{title} s" for title, _ in TIMES))
+_NAME_WIDTH = 23
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One line for each fault: counts, seconds after the fault (`gap`: a client's longest wait), and the goals."""
-    head = ["fault", *COLUMNS, *(f"{title} s" for title, _ in TIMES), ""]
-    rows = [head, *map(_row, outcomes)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(head) - 1)]
+    return "\n".join([HEAD, *map(line, outcomes)])
 
-    def line(name: str, *cells: str) -> str:
-        *numbers, verdict = cells
-        aligned = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
-        return "  ".join([name.ljust(widths[0]), *aligned, verdict]).rstrip()
 
-    return "\n".join(line(*row) for row in rows)
+def line(outcome: Outcome) -> str:
+    """The line of one fault, below HEAD."""
+    return _aligned(*_row(outcome))
+
+
+def _aligned(name: str, *cells: str) -> str:
+    *numbers, verdict = cells
+    aligned = [cell.rjust(len(title)) for cell, title in zip(numbers, _TITLES, strict=True)]
+    return "  ".join([name.ljust(_NAME_WIDTH), *aligned, verdict]).rstrip()
 
 
 def _row(outcome: Outcome) -> list[str]:
     counts = [str(getattr(outcome, column)) for column in COLUMNS]
     times = [_seconds(getattr(outcome, name)) for _, name in TIMES]
+    if outcome.broken:
+        return [outcome.fault, *counts, *times, "NOT MEASURED"]
     misses = missed(outcome)
     verdict = "WORSE than known" if surpasses(outcome) else f"known, goals missed: {misses}" if misses else "goals met"
     return [outcome.fault, *counts, *times, verdict]
@@ -37,10 +43,16 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
+HEAD = _aligned("fault", *_TITLES, "")
+
+
 def remarks(outcomes: Sequence[Outcome]) -> str:
     """Below the table: for each fault with losses the reasons, whether they are known, and what is met by now."""
     lines = []
     for outcome in outcomes:
+        if outcome.broken:
+            lines.append(f"{outcome.fault}: nothing was measured:\n{outcome.broken}")
+            continue
         known = KNOWN.get(outcome.fault)
         if over := surpasses(outcome):
             lines.append(f"{outcome.fault}: WORSE than known: {over}")
