@@ -76,7 +76,11 @@ def count(
     return Outcome(
         fault=fault,
         sent=len(requests),
-        **{kind: counts[kind] for kind in ("answered", "resumed", "repeated", "reported", "lost")},
+        answered=counts["answered"],
+        resumed=counts["resumed"],
+        repeated=counts["repeated"],
+        reported=counts["reported"],
+        lost=counts["lost"],
         needless=sum(
             kinds[request["name"]] == "reported" and not _may_be_reported(request, hides_records=hides_records)
             for request in requests
