@@ -27,7 +27,8 @@ test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(COVERAGE) $(ARGS)
 
 .PHONY: faults
-faults: packages fault-packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
+faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
+	@envs/packages.sh bindfs libfaketime
 	@$(PYTHON_AS_ROOT) -m tests.faults $(ARGS)
 
 .PHONY: unit
@@ -84,10 +85,6 @@ licences: venv ## the licence of every package that is locked
 clean: ## remove .venv and what was built
 	rm -rf $(VENV) .venv-* build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-.PHONY: fault-packages
-fault-packages:
-	@envs/packages.sh bindfs libfaketime
 
 .PHONY: packages
 packages:
