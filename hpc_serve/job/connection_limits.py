@@ -24,6 +24,7 @@ CONNECTION_WITHOUT_KEY_S = 30.0
 MAX_PIPELINED = 8
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 _FEED_BYTES = 16 * 1024
+_ANSWER_S = 0.2  # how long an answer may take to leave before the connection is cut
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"  # RFC 6585
 )
@@ -117,6 +118,8 @@ def limited(base: Any) -> Any:
                     if not self._is_answering():
                         self.transport.write(_TOO_LARGE)
                     self.transport.close()
+                    # Over TLS that goes on reading for 30 s, until the other end agrees.
+                    self.loop.call_later(_ANSWER_S, self.transport.abort)
 
         def on_message_begin(self) -> None:
             if len(self.pipeline) >= MAX_PIPELINED:
