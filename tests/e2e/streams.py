@@ -53,7 +53,7 @@ def first_refusal(client: Any) -> str:
         except openai.APIStatusError as error:
             return f"{error.status_code} {error.response.headers.get('x-hpc-serve', '')}"
         except Exception as error:
-            return type(error).__name__
+            return f"{type(error).__name__}: {error}"
         time.sleep(0.2)
     return "none"
 
