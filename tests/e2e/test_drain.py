@@ -86,7 +86,7 @@ def test_stop_now_ends_a_drain(alice):
     job_id = serve(alice, "drain-now")
     program = begin_streams(alice, "drain-now")
     notice(alice, "drain-now", job_id)
-    alice.wait_for_record("drain-now", job_id, lambda record: record["state"] == "draining", 30)
+    alice.wait_for_record("drain-now", job_id, lambda record: record["stage"] == f"finishing {STREAMS} requests", 30)
     done = alice.hpc_serve("stop", "--now", "drain-now", timeout=ENDS_WITHIN_S)
     assert done.returncode == 0, done.stdout + done.stderr
     record = alice.record("drain-now", job_id)
