@@ -99,13 +99,13 @@ def test_a_node_whose_ray_cannot_start_is_named(alice):
         '#!/bin/bash\n[[ $SLURM_NODEID == 0 ]] || { echo "no such library"; exit 9; }\nexec "$REAL_RAY" "$@"\n',
     )
     broken.chmod(0o755)
-    job_id = submit(
-        alice,
-        "noray",
-        edit=lambda text: text.replace(
-            "\ncancelled=\n", f"\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={broken.parent}:$PATH\ncancelled=\n"
-        ),
-    )
+
+    def with_broken_ray(script: str) -> str:
+        before, attempts, after = script.partition("\nfor attempt in")
+        assert attempts
+        return f"{before}\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={broken.parent}:$PATH{attempts}{after}"
+
+    job_id = submit(alice, "noray", edit=with_broken_ray)
     record = failed(alice, "noray", job_id)
     assert record["failed_part"].startswith("ray worker on ")
     assert record["exit_code"] == 9
