@@ -258,14 +258,13 @@ def test_a_port_that_was_taken_is_answered_with_others(alice):
         f'python -c "import os, socket, time; s = socket.socket(); {listen}" & '
         "until (: <>/dev/tcp/127.0.0.1/${HPC_SERVE_HEAD_PORTS%%,*}) 2>/dev/null; do :; done"
     )
-    job_id = submit(
-        alice,
-        "clash",
-        num_nodes=1,
-        edit=lambda text: text.replace(
-            "    status=0\n", f"    status=0\n    if [[ $attempt -eq 1 ]]; then {thief}; fi\n"
-        ),
-    )
+
+    def with_thief(script: str) -> str:
+        before, launch, after = script.partition("    srun ")
+        assert launch
+        return f"{before}    if [[ $attempt -eq 1 ]]; then {thief}; fi\n{launch}{after}"
+
+    job_id = submit(alice, "clash", num_nodes=1, edit=with_thief)
     alice.wait_until_ready("clash", job_id, 120)
     assert "attempt 1 met a port or folder in use" in (alice.home / f"hpc-serve-clash-{job_id}.log").read_text()
     alice.cancel(job_id)
