@@ -42,6 +42,9 @@ class Bounds:
 
 
 SignedInt = Annotated[int, Bounds(-_LARGEST, _LARGEST)]
+Timestamp = Annotated[float, "seconds since the epoch"]
+"""A time that can be shown: before the year 10000."""
+_LAST_TIMESTAMP = 253_402_300_799
 
 
 def to_json_text(value: DataclassInstance) -> str:
@@ -111,6 +114,13 @@ def _field_type(hint: Any) -> _FieldType:
     if hint is float:
         return _FieldType(
             wanted="a number", plural="numbers", fits=_is_number, read=lambda value, source, path: float(value)
+        )
+    if hint == Timestamp:
+        return _FieldType(
+            wanted="a time in seconds since 1970",
+            plural="times",
+            fits=lambda value: _is_number(value) and 0 <= value <= _LAST_TIMESTAMP,
+            read=lambda value, source, path: float(value),
         )
     if origin is Annotated and arguments[0] is int:
         return _integer(arguments[1])

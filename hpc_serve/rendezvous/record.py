@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, from_json_text, to_json_text
+from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
 from hpc_serve.rendezvous.names import record_file_name, validate_job_id
 
 VERSION = 1
@@ -55,8 +55,8 @@ class EndpointRecord:
     user: str
     hosts: tuple[str, ...]
     port: Annotated[int, Bounds(0, 65535)]
-    started_at: float
-    updated_at: float
+    started_at: Timestamp
+    updated_at: Timestamp
     stand_in: str | None = None
     served_model_names: tuple[str, ...] = ()
     restart: int = 0
@@ -113,7 +113,7 @@ class JobEnd:
 
     state: FinalState
     reason: str
-    at: float
+    at: Timestamp
     exit_code: SignedInt | None = None
 
 
@@ -129,7 +129,7 @@ class SubmittedJob:
     model: str
     cluster: str
     job_id: str
-    submitted_at: float
+    submitted_at: Timestamp
     script: str | None = None
     log_path: str | None = None
     user: str = ""
