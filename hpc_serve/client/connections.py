@@ -7,7 +7,7 @@ Which replica a request goes to is decided in `transport`.
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import ssl
 import time
 from collections.abc import Iterator
@@ -31,14 +31,15 @@ class Origins:
     """The engines that URLs of a transport stand for."""
 
     def __init__(self) -> None:
+        self._origins: dict[ReplicaAddress, str] = {}
         self._replicas: dict[str, ReplicaAddress] = {}
 
     def origin_of(self, replica: ReplicaAddress) -> str:
-        """The host name that stands for this engine at this address."""
-        identity = replica.identity
-        told = (replica.name, replica.host, replica.port, identity.record, identity.certificate, identity.api_key)
-        origin = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
-        self._replicas[origin] = replica
+        """The host name that stands for this engine at this address; equal addresses have the same."""
+        if (origin := self._origins.get(replica)) is None:
+            origin = f"replica-{secrets.token_hex(8)}"  # two threads may both name it: both names stand for it
+            self._replicas[origin] = replica
+            self._origins[replica] = origin
         return origin
 
     def replica_of(self, origin: str) -> ReplicaAddress:

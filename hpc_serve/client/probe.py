@@ -16,7 +16,7 @@ from typing import get_args
 
 from hpc_serve.client.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
-from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
+from hpc_serve.rendezvous.gate_headers import is_draining
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, WrongProofError
 
@@ -44,7 +44,7 @@ def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_
 
 def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> ProbeResult:
     health = _get(connection, "/health")
-    if health.getheader(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode():
+    if is_draining(health.headers):
         return ProbeResult(status="draining", host=host)
     if health.status != 200:
         return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")

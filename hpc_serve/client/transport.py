@@ -17,7 +17,7 @@ from hpc_serve.client.connections import Origins, make_async_transport, make_tra
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import http
-from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
+from hpc_serve.rendezvous.gate_headers import is_draining
 
 CONNECT_S = 5.0
 
@@ -157,7 +157,7 @@ class _Routing:
         if not _is_replayable(self._request):
             return False
         if response.status_code == 503:
-            return response.headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
+            return is_draining(response.headers)
         return response.status_code == 500 and self._watch.is_being_stopped(attempt.replica)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from hpc_serve.job.connection_limits import HAS_KEY
 from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
 from hpc_serve.rendezvous.host import host_id
 
@@ -79,7 +80,7 @@ class Gate:
             return False
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
         has_key = scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key)
-        if has_key and (tell_connection := scope.get("hpc_serve.has_key")):  # see connection_limits
+        if has_key and (tell_connection := scope.get(HAS_KEY)):
             tell_connection()
         return has_key
 

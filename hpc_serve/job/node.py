@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, reachable_addresses
+from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, node_address
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
@@ -60,7 +61,7 @@ class Node:
     token: str
     environ: Mapping[str, str]
 
-    @property
+    @cached_property
     def internal_head(self) -> str:
         """Where Ray and the engine's processes reach the head.
 
@@ -70,7 +71,7 @@ class Node:
         if self.allocation.num_nodes > 1:
             return self.head
         if self.backend == "ray":
-            return self.head if self.head != LOOPBACK else next(iter(reachable_addresses()), LOOPBACK)
+            return self.head if self.head != LOOPBACK else node_address(interface=None, towards=None)
         return LOOPBACK
 
     @property

@@ -8,13 +8,24 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 DRAINING_HEADER = (b"x-hpc-serve", b"draining")
 """In answers of an engine that accepts no new requests."""
 CHALLENGE_HEADER = b"x-hpc-serve-challenge"
 """In a client's first request on a connection without TLS; PROOF_HEADER is in the answer."""
 PROOF_HEADER = b"x-hpc-serve-proof"
+
+
+class Headers(Protocol):
+    """The headers of an answer, whichever HTTP library has read it."""
+
+    def get(self, key: str, /) -> str | None: ...
+
+
+def is_draining(headers: Headers) -> bool:
+    """Whether an answer says that its engine accepts no new requests."""
+    return headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
 
 
 def prove_connection(

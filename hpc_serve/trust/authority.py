@@ -74,10 +74,9 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     """
     signer, signed_by = _read_authority(ensure_authority(home))
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = making.new_key()
     ends_at = min(making.now() + making.RUN_LIFETIME, signed_by.not_valid_after_utc)
     builder = making.builder(f"hpc-serve {run}"[:64], key, ends_at=ends_at).issuer_name(signed_by.subject)
     known = dict.fromkeys(ipaddress.ip_address(address) for address in (*addresses, *_ALWAYS))
@@ -108,21 +107,15 @@ def _new_authority() -> str:
     import secrets
 
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
-    name = f"hpc-serve authority {secrets.token_hex(4)}"
-    builder = making.builder(name, key, ends_at=making.now() + _AUTHORITY_LIFETIME)
     networks = [x509.IPAddress(ipaddress.ip_network(network)) for network in _ANYWHERE]
     allowed: list[x509.GeneralName] = [x509.DNSName(_LOCAL_NAME), *networks]
-    builder = (
-        builder.issuer_name(making.common_name(name))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(making.key_usage(key_cert_sign=True), critical=True)
-        .add_extension(x509.NameConstraints(permitted_subtrees=allowed, excluded_subtrees=None), critical=True)
+    return making.new_authority(
+        # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
+        f"hpc-serve authority {secrets.token_hex(4)}",
+        lifetime=_AUTHORITY_LIFETIME,
+        constraints=x509.NameConstraints(permitted_subtrees=allowed, excluded_subtrees=None),
     )
-    return making.private_pem(key) + making.sign(builder, key)
 
 
 def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate]:

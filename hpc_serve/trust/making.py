@@ -12,7 +12,7 @@ from hpc_serve.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.x509 import CertificateBuilder, KeyUsage, Name
+    from cryptography.x509 import CertificateBuilder, KeyUsage, Name, NameConstraints
 
 # Longer than a job runs; some TLS libraries refuse certificates of more than 825 days.
 RUN_LIFETIME = timedelta(days=730)
@@ -64,6 +64,28 @@ def key_usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def new_key() -> EllipticCurvePrivateKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def new_authority(name: str, *, lifetime: timedelta, constraints: NameConstraints | None = None) -> str:
+    """A key and a certificate that signs for it, in one PEM text; `constraints` limit whom it may sign for."""
+    from cryptography import x509
+
+    key = new_key()
+    made = (
+        builder(name, key, ends_at=now() + lifetime)
+        .issuer_name(common_name(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(key_usage(key_cert_sign=True), critical=True)
+    )
+    if constraints is not None:
+        made = made.add_extension(constraints, critical=True)
+    return private_pem(key) + sign(made, key)
 
 
 def sign(builder: CertificateBuilder, signer: EllipticCurvePrivateKey) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _AUTHORITY = "ray_authority.pem"
 _NAME = "hpc-serve run"
+_AUTHORITY_NAME = f"{_NAME} authority"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -42,15 +43,14 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
     """
     making.require_cryptography()
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     signer, authority = _authority(run_dir)
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = making.new_key()
     known = dict.fromkeys(ipaddress.ip_address(address) for address in (*addresses, _LOOPBACK))
     builder = (
         making.builder(_NAME, key, ends_at=making.now() + making.RUN_LIFETIME)
-        .issuer_name(making.common_name(f"{_NAME} authority"))
+        .issuer_name(making.common_name(_AUTHORITY_NAME))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
@@ -66,12 +66,17 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
 
 
 def _authority(run_dir: Path) -> tuple[EllipticCurvePrivateKey, str]:
-    """The key and the certificate (PEM) of the run's authority."""
+    """The key and the certificate (PEM) of the run's authority, made if it is missing.
+
+    It may sign for anybody, since only this run trusts it. gRPC refuses one that is limited to addresses ("unsupported
+    name constraint type").
+    """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     path = run_dir / _AUTHORITY
-    create_private(path, _new_authority())
+    if not path.exists():
+        create_private(path, making.new_authority(_AUTHORITY_NAME, lifetime=making.RUN_LIFETIME))
     text = read_private(path, secret=True)
     try:
         key = load_pem_private_key(text.encode(), password=None)
@@ -80,21 +85,3 @@ def _authority(run_dir: Path) -> tuple[EllipticCurvePrivateKey, str]:
         raise RecordError(f"{path} does not hold the authority of this run: start the job again.") from error
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key, certificate
-
-
-def _new_authority() -> str:
-    """A key and a certificate that signs for it, in one text; it may sign for anybody, since only this run trusts it.
-
-    gRPC refuses an authority that is limited to addresses ("unsupported name constraint type").
-    """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    builder = (
-        making.builder(f"{_NAME} authority", key, ends_at=making.now() + making.RUN_LIFETIME)
-        .issuer_name(making.common_name(f"{_NAME} authority"))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(making.key_usage(key_cert_sign=True), critical=True)
-    )
-    return making.private_pem(key) + making.sign(builder, key)
