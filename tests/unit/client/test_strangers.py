@@ -63,8 +63,12 @@ class Stranger:
         self._server = RecordingServer(_context(kind, service), port=port)
         self.port = self._server.port
 
+    @property
+    def connections(self):
+        return self._server.connections
+
     def check_heard_nothing(self, service):
-        assert self._server.connections, "nobody came by: nothing was shown"
+        assert self.connections, "nobody came by: nothing was shown"
         heard = self._server.received
         for secret in (service.store.read_api_key("405b"), PROMPT, "Authorization", "authorization"):
             assert secret.encode() not in heard
@@ -133,7 +137,7 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, kind, t
     wait_until(lambda: len(answered) > 20)
     engine.kill()
     stranger = Stranger(kind, service, port=engine.port)
-    wait_until(lambda: stranger._server.connections > 20)
+    wait_until(lambda: stranger.connections > 20)
     enough.set()
     for thread in threads:
         thread.join()
@@ -164,8 +168,10 @@ def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service, tls)
     client = connect("405b", max_retries=0)
     gone.kill()
     stranger = Stranger("in the clear", service, port=gone.port)
-    for _ in range(6):
+    for _ in range(200):  # chance decides between two idle replicas
         assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
+        if stranger.connections:
+            break
     stranger.check_heard_nothing(service)
 
 
