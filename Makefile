@@ -6,6 +6,8 @@ export VENV
 # Tests and the cluster need root: they make network namespaces.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT)
 PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/python
+# Two processes: the tests that use the cluster in one, all others in the other (tests/conftest.py).
+TWO_PROCESSES = --numprocesses=2 --dist=loadgroup
 COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
 SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh sbatch/*.sh)
 
@@ -24,7 +26,7 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 
 .PHONY: test
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
-	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(COVERAGE) $(ARGS)
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
 
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm

@@ -1,4 +1,4 @@
-"""What tests share: the multi-host Slurm of tests/cluster, its users' environment, and the tiny models.
+"""What tests share: the multi-host Slurm of tests/cluster, its users' environment, the tiny models, and shown tables.
 
 The cluster is brought up by the first test that asks for it, under a name of this session, and must be quiet at the end
 before it goes. HPC_SERVE_KEEP_CLUSTER=1 keeps one called `test` for the next session and for a look around.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ from tests.cluster.environment import user_environment, visible_folders
 KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
 SESSION_PREFIX = "test-"
 COVERED = "COVERED_CHECKOUT"
+TABLE = "table"
+UNIT = Path(__file__).with_name("unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +35,33 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(os.environ[COVERED]) / ".coverage"
         folder.mkdir(exist_ok=True)
         folder.chmod(0o1777)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of two processes (`make test`) one has the tests that use the cluster, in their order, and the other the rest.
+
+    Further modules with engines stay whole, so that their fixtures are set up once.
+    """
+    for item in items:
+        if item.get_closest_marker("slurm") or "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+        elif UNIT not in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture
+def show_table(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Show a table at the end of the run, whichever process the test is in."""
+    return lambda table: record_property(TABLE, table)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in list(terminalreporter.stats.values()):
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == TABLE and report.when == "call":
+                    terminalreporter.section(report.nodeid)
+                    terminalreporter.write_line(text)
 
 
 def _end_what_killed_sessions_left() -> None:

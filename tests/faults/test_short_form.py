@@ -7,9 +7,8 @@ from tests.faults.short import run_short
 from tests.faults.table import remarks, table
 
 
-def test_no_fault_costs_more_than_is_known(tmp_path, capsys):
+def test_no_fault_costs_more_than_is_known(tmp_path, show_table):
     outcomes = run_short(tmp_path)
-    with capsys.disabled():
-        print(f"\n{table(outcomes)}\n{remarks(outcomes)}")
+    show_table(f"{table(outcomes)}\n{remarks(outcomes)}")
     assert all(outcome.answered for outcome in outcomes)
     assert not {outcome.fault: over for outcome in outcomes if (over := surpasses(outcome))}

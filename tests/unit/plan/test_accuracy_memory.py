@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.accuracy.memory_cases import Score, load_cases, load_later_cases, median_error, score, table
@@ -12,9 +14,8 @@ def scores() -> list[Score]:
     return [score(case, about) for case, about in load_cases()]
 
 
-def test_accuracy(scores: list[Score], capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print("\n" + table(scores))
+def test_accuracy(scores: list[Score], show_table: Callable[[str], None]) -> None:
+    show_table(table(scores))
     scored = [one for one in scores if not one.left_out]
     v1 = [one for one in scored if not one.is_v0]
     assert len(scored) >= 30

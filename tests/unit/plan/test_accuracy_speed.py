@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import pytest
 
@@ -30,10 +31,9 @@ def folds(cases: list[Case]) -> Folds:
 
 
 def test_accuracy_on_sources_the_factors_were_not_fitted_on(
-    cases: list[Case], folds: Folds, capsys: pytest.CaptureFixture[str]
+    cases: list[Case], folds: Folds, show_table: Callable[[str], None]
 ) -> None:
-    with capsys.disabled():
-        print("\n" + table(cases, folds))
+    show_table(table(cases, folds))
     assert len(folds) >= 20
     assert statistics.median(median_errors(folds).values()) <= 25
 
@@ -66,11 +66,8 @@ def test_what_it_may_say_by_kind(folds: Folds, later: list[Case]) -> None:
     assert 0.18 <= min(below) <= max(below) <= 0.44
 
 
-def test_accuracy_on_sources_that_no_factor_was_fitted_on(
-    later: list[Case], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with capsys.disabled():
-        print("\n" + later_table(later))
+def test_accuracy_on_sources_that_no_factor_was_fitted_on(later: list[Case], show_table: Callable[[str], None]) -> None:
+    show_table(later_table(later))
     medians = later_medians(later)
     assert len(medians) >= 30
     assert statistics.median(medians.values()) <= 25
