@@ -15,8 +15,8 @@ from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, Su
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
-# answer and does not, or the job runs and does not renew its record. draining: it takes no new requests. unknown:
-# nobody who could tell has answered.
+# answer and does not, as its own launcher or a probe found, or the job runs and does not renew its record. draining: it
+# takes no new requests. unknown: nobody who could tell has answered.
 ReplicaState = Literal["pending", "starting", "ready", "unresponsive", "draining", "stopped", "failed", "unknown"]
 
 # How an engine answered a probe. "other key": it is an engine of ours that was started with another API key.
@@ -26,7 +26,7 @@ ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours",
 _TAKEN_FROM_RECORD = (
     *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
     *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
-    *("failed_part", "exit_code", "last_log_lines", "measured"),
+    *("state_since", "failed_part", "exit_code", "last_log_lines", "measured"),
 )
 _TAKEN_FROM_SUBMITTED = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
@@ -58,7 +58,8 @@ class ReplicaStatus:
     `reason` is a sentence for people. `record` and `probe` are what the state was derived from; `record` is None when
     the job has published none in its present run. `record_age_s` is how long the record has not been renewed.
     `end_reported_by_job` says that the job itself told how it ended. `scheduler_state` and `time_left` are Slurm's
-    words. Times are seconds since the epoch. `measured` and `predicted` hold figures in bytes, seconds and tokens.
+    words. Times are seconds since the epoch; at `state_since` the state that the record names began. `measured` and
+    `predicted` hold figures in bytes, seconds and tokens.
     """
 
     service: str
@@ -80,6 +81,7 @@ class ReplicaStatus:
     submitted_at: float | None = None
     started_at: float | None = None
     updated_at: float | None = None
+    state_since: float | None = None
     failed_part: str | None = None
     exit_code: int | None = None
     last_log_lines: tuple[str, ...] = ()
@@ -97,6 +99,15 @@ class ReplicaStatus:
     @property
     def is_over(self) -> bool:
         return self.state in ("stopped", "failed")
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it may become ready without anybody doing anything.
+
+        A launcher that has found its engine unresponsive goes on asking it, and starts it again.
+        """
+        is_found_unresponsive = self.record is not None and self.record.state == "unresponsive"
+        return self.state in ("pending", "starting") or (self.state == "unresponsive" and is_found_unresponsive)
 
     @property
     def began_or_ended_at(self) -> float:
@@ -163,7 +174,7 @@ class ServiceStatus:
     @property
     def is_coming(self) -> bool:
         """Whether a replica may become ready without anybody doing anything."""
-        return any(replica.state in ("pending", "starting") for replica in self.replicas)
+        return any(replica.is_coming for replica in self.replicas)
 
     @property
     def newest_failure(self) -> ReplicaStatus | None:
@@ -200,7 +211,8 @@ def assess_replica(
         return replace(status, state="unknown", stage="", progress=None, reason=reason)
     if probe is not None:
         return replace(status, state="unresponsive", reason=_why_unresponsive(record, probe))
-    return replace(status, state="draining" if record.state == "draining" else "starting")
+    is_as_written = record.state == "draining" or record.state == "unresponsive"
+    return replace(status, state=record.state if is_as_written else "starting")
 
 
 def assess_submitted(job: SubmittedJob) -> ReplicaStatus:

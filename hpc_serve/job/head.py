@@ -100,8 +100,8 @@ class Head:
         return outcome.exit_code
 
     async def _drain(self, stop: Outcome) -> Outcome:
-        """Finish the requests under way, if the engine has begun to serve; returns how the run ended."""
-        if self._engine is None or self._keeper.record.state == "starting":
+        """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
+        if self._engine is None or self._keeper.record.state != "ready":
             return stop
         return await Drain(
             engine=self._engine,

@@ -85,6 +85,7 @@ def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]
         num_nodes=allocation.num_nodes,
         started_at=now,
         updated_at=now,
+        state_since=now,
         log_dir=environ.get("HPC_SERVE_LOG_DIR"),
     )
 
@@ -111,10 +112,11 @@ class RecordKeeper:
         changed = replace(self.record, **changes)
         if changed == self.record:
             return
-        state_before, self.record = self.record.state, changed
-        if changed.state != state_before:
+        if changed.state != self.record.state:
+            self.record = replace(changed, state_since=time.time())
             self._write()
         else:
+            self.record = changed
             self._changed.set()
 
     def set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:

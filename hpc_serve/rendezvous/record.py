@@ -15,7 +15,8 @@ from hpc_serve.rendezvous.names import record_file_name, validate_job_id
 
 VERSION = 1
 
-RecordState = Literal["starting", "ready", "draining", "stopped", "failed"]
+# unresponsive: the engine runs, and its launcher has found that it answers nothing.
+RecordState = Literal["starting", "ready", "unresponsive", "draining", "stopped", "failed"]
 RECORD_STATES: tuple[RecordState, ...] = get_args(RecordState)
 FinalState = Literal["failed", "stopped"]
 FINAL_STATES: frozenset[FinalState] = frozenset(get_args(FinalState))
@@ -42,9 +43,10 @@ class EndpointRecord:
     """One replica: one engine that serves `service`. Only the launcher on its head node writes the record.
 
     `hosts` are addresses of the head in order of preference, `port` is the engine's. The record is renewed every
-    `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at` and `updated_at` are
-    seconds since the epoch by the writer's clock. `measured` and `predicted` hold figures by name, in bytes, seconds
-    and tokens. `last_log_lines` are the last lines of the part that failed. `certificate` (PEM) is what the engine
+    `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at`, `updated_at` and
+    `state_since`, when the present state began, are seconds since the epoch by the writer's clock. `measured` and
+    `predicted` hold figures by name, in bytes, seconds and tokens. `reason` says why a replica is unresponsive, drains
+    or has ended. `last_log_lines` are the last lines of the part that failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
     """
 
@@ -80,6 +82,7 @@ class EndpointRecord:
     predicted: Mapping[str, float] = field(default_factory=dict)
     certificate: str | None = None
     host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
+    state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

@@ -567,6 +567,19 @@ def test_an_engine_is_probed_again_when_its_record_is_not_renewed_or_after_a_whi
         assert len(asked) == expected, (seconds, renewed)
 
 
+def test_what_its_launcher_found_unresponsive_is_not_offered_until_it_answers_again(service):
+    """Its API may answer every probe while its engine hangs."""
+    hung = service.publish(service.start())
+    other = service.publish(service.start())
+    watch = ServiceWatch(service.store, "405b")
+    assert len(watch.refresh().ready) == 2
+    hung = service.renew(hung, state="unresponsive", reason="it hangs")
+    watch.refresh()
+    assert {watch.pick().name for _ in range(4)} == {other.name}
+    service.renew(hung, state="ready")
+    assert len(watch.refresh().ready) == 2
+
+
 def test_the_model_is_a_name_that_all_replicas_serve(service):
     service.start(served_model_names=("/scratch/weights", "405b"))
     service.start(served_model_names=(MODEL, "405b"))

@@ -30,6 +30,7 @@ CANCELLED = JobEnd(state="stopped", reason="it was cancelled before it began", a
 
 
 STARTING = {"state": "starting", "stage": "waiting for Ray nodes", "progress": Progress(done=1, total=2)}
+UNRESPONSIVE = {"state": "unresponsive", "stage": "unresponsive", "reason": "its engine leaves /health unanswered"}
 FAILED = {"state": "failed", "failed_part": "engine", "reason": "engine exited with 1: CUDA out of memory"}
 
 
@@ -58,6 +59,13 @@ FAILED = {"state": "failed", "failed_part": "engine", "reason": "engine exited w
         (seen(state="failed", exit_code=3, failed_part="ray"), "failed", "failed: ray: exit code 3 (job 123)"),
         (seen(state="stopped"), "stopped", "stopped (job 123)"),
         (seen(state="draining", stage="stopping"), "draining", "draining: stopping (job 123)"),
+        (seen(**UNRESPONSIVE), "unresponsive", "unresponsive: its engine leaves /health unanswered (job 123)"),
+        (seen(READY, **UNRESPONSIVE), "unresponsive", "unresponsive: its engine leaves /health unanswered (job 123)"),
+        (
+            seen(**UNRESPONSIVE, lease_age_s=31.0),
+            "unknown",
+            "unknown: its record has not been renewed for 31 s; it was unresponsive (job 123)",
+        ),
         (seen(ProbeResult(status="draining", host="a")), "draining", "draining (job 123)"),
         (
             seen(ProbeResult(status="no answer", host="a", detail="timed out"), hosts=("a", "b"), port=7),
@@ -187,6 +195,15 @@ def test_true_waits_as_long_as_something_is_coming(clock):
     policy = WaitPolicy(True, clock=clock)
     clock.now_s += 1e6
     assert policy.next_step_s(view(submitted()), nothing_else) == 1.0
+
+
+def test_what_its_launcher_found_unresponsive_is_waited_for(clock):
+    """Its engine may answer again, or is started again; one that a probe alone found so is nobody's to mend."""
+    policy = WaitPolicy(True, clock=clock)
+    clock.now_s += 1e6
+    assert policy.next_step_s(view(seen(**UNRESPONSIVE)), nothing_else) == 1.0
+    with pytest.raises(ServiceNotFoundError, match="unresponsive: ready by its record, but no answer"):
+        policy.next_step_s(view(seen(ProbeResult(status="no answer"))), nothing_else)
 
 
 def test_what_fails_on_the_way_ends_the_wait_at_once(clock):

@@ -55,3 +55,17 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="hpc_serve"):
         asyncio.run(run())
     assert caplog.text.count("No space left on device") == 2
+
+
+def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
+    async def run():
+        keeper = RecordKeeper(ServiceStore(tmp_path), make_record(state_since=5.0))
+        keeper.update(stage="ready", reason="none")
+        assert keeper.record.state_since == 5.0
+        keeper.update(state="unresponsive")
+        assert keeper.record.state_since > 5.0
+
+    asyncio.run(run())
+    (record,) = ServiceStore(tmp_path).read("405b").records
+    assert record.state == "unresponsive"
+    assert record.updated_at >= record.state_since > 5.0

@@ -43,6 +43,7 @@ FULL = EndpointRecord(
     predicted={"kv_cache_tokens": 1000},
     certificate="-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
     host_id="1b4e28ba-2fa1-11d2-883f-0016d3cca427 4026531840",
+    state_since=2.0,
 )
 
 # The contract of ARCHITECTURE.md, in its order.
@@ -50,7 +51,8 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
     cluster, job_id, restart, replica, user, state, stage,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
-gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id"""
+gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id,
+state_since"""
 
 
 def changed(**values):
@@ -72,13 +74,17 @@ def test_a_newer_versions_fields_are_ignored():
     assert EndpointRecord.from_json(text) == replace(FULL, version=2)
 
 
-def test_a_record_of_an_earlier_version_names_no_host():
+ADDED_LATER = {"host_id": None, "state_since": None}
+
+
+@pytest.mark.parametrize("name", ADDED_LATER)
+def test_a_record_of_an_earlier_version_lacks_a_field(name):
     values = json.loads(FULL.to_json())
-    del values["host_id"]
-    assert EndpointRecord.from_json(json.dumps(values)) == replace(FULL, host_id=None)
+    del values[name]
+    assert EndpointRecord.from_json(json.dumps(values)) == replace(FULL, **{name: ADDED_LATER[name]})
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(EndpointRecord) if field.name != "host_id"])
+@pytest.mark.parametrize("name", [field.name for field in fields(EndpointRecord) if field.name not in ADDED_LATER])
 def test_a_missing_field_is_named(name):
     values = json.loads(FULL.to_json())
     del values[name]

@@ -556,6 +556,25 @@ class TestWait:
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
 
+    def test_an_engine_that_answers_again_is_waited_for(self, store, slurm, monkeypatch):
+        submitted_job(store)
+        slurm.queue(("7", "RUNNING", "None"))
+        hung = record(store, state="unresponsive", stage="unresponsive", reason="its engine leaves /health unanswered")
+        store.ensure_api_key("8b")
+        answer_of_engine = ProbeResult(status="ready", host="127.0.0.1")
+        monkeypatch.setattr(
+            "hpc_serve.submit.status_reader.probe_records",
+            lambda records, key: {one.name: answer_of_engine for one in records},
+        )
+        told = []
+
+        def answer(status: ReplicaStatus) -> None:
+            told.append(status.state)
+            store.write(dataclasses.replace(hung, state="ready", reason=None))
+
+        assert wait.wait(store, "8b", timeout_s=20, on_change=answer).state == "ready"
+        assert told == ["unresponsive", "ready"]
+
     def test_the_record_of_an_end_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
         monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 20.0)
         submitted_job(store)
@@ -680,6 +699,16 @@ class TestStop:
         record(store)
         slurm.queue(("7", "RUNNING", "None"))
         slurm.job("7", "CANCELLED", after_cancel=True)
+        stop(store, "8b")
+        assert slurm.cancelled == ["7"]
+        assert not list(store.service_dir("8b").glob("*.drain"))
+
+    def test_one_that_its_launcher_found_unresponsive_is_cancelled_at_once(self, store, slurm):
+        submitted_job(store)
+        record(store, state="unresponsive", stage="unresponsive", reason="its engine leaves /health unanswered")
+        slurm.queue(("7", "RUNNING", "None"))
+        slurm.job("7", "CANCELLED", after_cancel=True)
+        assert the_one(store).sentence == "unresponsive: its engine leaves /health unanswered"
         stop(store, "8b")
         assert slurm.cancelled == ["7"]
         assert not list(store.service_dir("8b").glob("*.drain"))
