@@ -1,7 +1,7 @@
 """Finds the ready replicas of one service, again and again: reads its records, probes its engines, fills the pool.
 
-This decides when to read and whom to probe. The pool chooses the replica for a request, and the caller decides how
-long to wait. The scheduler is never asked.
+This decides when to read, whom to probe, and when a replica is lost that has requests under way. The pool chooses the
+replica for a request, and the caller decides how long to wait. The scheduler is never asked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
+from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -21,6 +22,14 @@ from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
 REVERIFY_S = 60.0
+PROBE_S = 2.0  # a probe of a replica that is to be used waits so long for each answer
+
+# An engine that is busy may miss one probe. A replica that had answered before is given up at the second in a row.
+MOST_MISSED = 2
+_IS_MISSED = ("no answer", "not ours")
+
+# States of a record in which a replica has no engine that could finish a request.
+_WITHOUT_ENGINE: Set[str] = frozenset({"starting", "unresponsive", "stopped", "failed"})
 
 Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
 
@@ -38,7 +47,7 @@ class ServiceWatch:
         store: ServiceStore,
         service: str,
         *,
-        probe: Probe = probe_records,
+        probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -46,13 +55,15 @@ class ServiceWatch:
         self.store = store
         self.service = service
         self.pool = ReplicaPool()
+        self.requests = RequestWatch(self._look_after)
         self.status = ServiceStatus(service=service, home=str(store.home))
         self.api_key = ""
-        self._probe = probe
+        self._probe = probe or _probe
         self._clock = clock
         self._wall_clock = wall_clock
         self._lease = LeaseWatch()
         self._verified: dict[str, tuple[ProbeResult, float]] = {}
+        self._missed: dict[str, int] = {}
         self._refresh_lock = threading.Lock()
         self._refreshed_at_s = float("-inf")
         self._background_lock = threading.Lock()
@@ -76,10 +87,7 @@ class ServiceWatch:
         with self._refresh_lock:
             if self._refreshed_at_s > asked_at_s:  # another thread refreshed while this one waited for the lock
                 return self.status
-            self._refreshed_at_s = self._clock()
-            self.status = self._read_status()
-            self.pool.fill(_address(replica, self.api_key) for replica in self.status.ready)
-            return self.status
+            return self._refresh()
 
     def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
         """Take the least loaded replica not in `tried`; refreshes in the background when that is due."""
@@ -100,6 +108,30 @@ class ServiceWatch:
             return False
         return any(record.name == replica.name and record.state in ("draining", "stopped") for record in records)
 
+    def _look_after(self, names: Set[str]) -> Verdict:
+        """Refresh with a probe of each replica in `names`, which have requests under way. Raises StoreError."""
+        with self._refresh_lock:
+            status = self._refresh(names)
+            missed = {name: count for name, count in self._missed.items() if name in names}
+        replicas = {replica.record.name: replica for replica in status.replicas if replica.record is not None}
+        lost = {}
+        for name in names:
+            if (replica := replicas.get(name)) is None:
+                if replicas:
+                    lost[name] = "its record was removed"
+            elif replica.record is not None and replica.record.state in _WITHOUT_ENGINE:
+                lost[name] = f"its record says that it is {replica.sentence}"
+            elif missed.get(name, 0) >= MOST_MISSED:
+                lost[name] = replica.reason
+        return Verdict(lost=lost, is_in_doubt=1 in missed.values())
+
+    def _refresh(self, asked_for: Set[str] = frozenset()) -> ServiceStatus:
+        self._refreshed_at_s = self._clock()
+        self.status = self._read_status(asked_for)
+        ready = [_address(replica, self.api_key) for replica in self.status.ready]
+        self.pool.fill(ready, doubtful={name for name, count in self._missed.items() if count})
+        return self.status
+
     def _refresh_in_background(self) -> None:
         try:
             self.refresh()
@@ -108,11 +140,12 @@ class ServiceWatch:
         finally:
             self._background_lock.release()
 
-    def _read_status(self) -> ServiceStatus:
+    def _read_status(self, asked_for: Set[str]) -> ServiceStatus:
         found = self.store.read(self.service)
         now_s, wall_s = self._clock(), self._wall_clock()
         ages = {record.name: self._lease.age_s(record, now_s) for record in found.records}
-        probes = self._probe_ready([record for record in found.records if record.state == "ready"], ages, now_s)
+        ready = [record for record in found.records if record.state == "ready"]
+        probes = self._probe_ready(ready, ages, now_s, asked_for)
         replicas = [
             assess_replica(
                 record,
@@ -131,9 +164,11 @@ class ServiceWatch:
         )
 
     def _probe_ready(
-        self, records: Sequence[EndpointRecord], ages: dict[str, float], now_s: float
+        self, records: Sequence[EndpointRecord], ages: dict[str, float], now_s: float, asked_for: Set[str]
     ) -> dict[str, ProbeResult]:
-        """Probe the replicas that were not verified lately, and those that do not renew their record."""
+        """Probe the replicas in `asked_for`, those not verified lately, and those that do not renew their record."""
+        names = {record.name for record in records}
+        self._missed = {name: count for name, count in self._missed.items() if name in names}
         if not records:
             return {}
         self.api_key = self.store.read_api_key(self.service)
@@ -141,15 +176,33 @@ class ServiceWatch:
             record.name: result
             for record in records
             for result, at_s in [self._verified.get(record.name, (None, 0.0))]
-            if result is not None and now_s - at_s < REVERIFY_S and ages[record.name] <= record.lease_s
+            if result is not None
+            and now_s - at_s < REVERIFY_S
+            and ages[record.name] <= record.lease_s
+            and record.name not in asked_for
         }
         fresh = self._probe([record for record in records if record.name not in known], self.api_key)
-        for name, result in fresh.items():
-            if result.status == "ready":
-                self._verified[name] = (result, now_s)
-            else:
-                self._verified.pop(name, None)
-        return {**known, **fresh}
+        judged = {name: self._judge(name, result, now_s) for name, result in fresh.items()}
+        return {**known, **judged}
+
+    def _judge(self, name: str, result: ProbeResult, now_s: float) -> ProbeResult:
+        """What to believe after a probe: its result, or the last good one if it is the first probe that was missed."""
+        if result.status == "ready":
+            self._missed.pop(name, None)
+            self._verified[name] = (result, now_s)
+            return result
+        if result.status in _IS_MISSED:
+            self._missed[name] = 0 if self.requests.was_heard(name) else self._missed.get(name, 0) + 1
+        if name in self._verified and result.status in _IS_MISSED and self._missed.get(name, 0) < MOST_MISSED:
+            good, _ = self._verified[name]
+            self._verified[name] = (good, float("-inf"))
+            return good
+        self._verified.pop(name, None)
+        return result
+
+
+def _probe(records: Sequence[EndpointRecord], api_key: str) -> dict[str, ProbeResult]:
+    return probe_records(records, api_key, timeout_s=PROBE_S)
 
 
 def _address(replica: ReplicaStatus, api_key: str) -> ReplicaAddress:

@@ -27,17 +27,20 @@ class ReplicaPool:
     """Counts requests under way by replica. Safe to share between threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
+        self._lock = threading.RLock()
         self._replicas: dict[str, ReplicaAddress] = {}
+        self._doubtful: Set[str] = frozenset()
         self._under_way: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def fill(self, replicas: Iterable[ReplicaAddress]) -> None:
-        """Offer these replicas and no others. Counts of replicas that stay go on."""
+    def fill(self, replicas: Iterable[ReplicaAddress], *, doubtful: Set[str] = frozenset()) -> None:
+        """Offer these replicas and no others, the doubtful ones last. Counts of replicas that stay go on."""
         with self._lock:
             self._replicas = {replica.name: replica for replica in replicas}
+            self._doubtful = doubtful
 
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
@@ -52,7 +55,11 @@ class ReplicaPool:
         with self._lock:
             replica = min(
                 (replica for name, replica in self._replicas.items() if name not in tried),
-                key=lambda replica: (self._under_way.get(replica.name, 0), random.random()),
+                key=lambda replica: (
+                    replica.name in self._doubtful,
+                    self._under_way.get(replica.name, 0),
+                    random.random(),
+                ),
                 default=None,
             )
             if replica is not None:

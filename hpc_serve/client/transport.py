@@ -4,10 +4,13 @@ This decides which requests are safe to repeat. No work was begun after a refuse
 "draining", and after an error of an engine that is being stopped: the next replica gets the request at once. After any
 other failure the engine may have worked on it, so the failure goes to the SDK, whose `max_retries` decides. A replica
 that failed is not offered again before it was probed.
+
+Each attempt is watched while it is under way (`request_watch`): at a replica that is lost it fails at once.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
@@ -26,6 +29,10 @@ class NoReplicaError(http.ConnectError):
     """No ready replica is left for this request."""
 
 
+class ReplicaLostError(http.ReadError):
+    """The replica was lost while it had the request; the message says why that is believed."""
+
+
 class ServiceTransport(http.BaseTransport):
     """Sends requests to replicas of one service, whatever host their URL names."""
 
@@ -35,7 +42,7 @@ class ServiceTransport(http.BaseTransport):
         self._inner = make_transport(self._origins)
 
     def handle_request(self, request: http.Request) -> http.Response:
-        routing = _Routing(self._watch, request)
+        routing = _Routing(self._watch, request, self._origins)
         while True:
             attempt = routing.next_attempt()
             if attempt is None:
@@ -44,10 +51,13 @@ class ServiceTransport(http.BaseTransport):
             try:
                 response = self._inner.handle_request(_on_connection_to(attempt.replica, request, self._origins))
             except BaseException as error:
-                attempt.end_with(error)
+                lost = attempt.end_with(error)
                 if _never_arrived(error):
                     continue
+                if lost is not None:
+                    raise lost from error
                 raise
+            attempt.heard_at_s = time.monotonic()
             body = _CountedBody(cast(http.SyncByteStream, response.stream), attempt)
             if response.status_code >= 500:
                 self._watch.mark_suspect(attempt.replica)
@@ -70,7 +80,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
         self._inner = make_async_transport(self._origins)
 
     async def handle_async_request(self, request: http.Request) -> http.Response:
-        routing = _Routing(self._watch, request)
+        routing = _Routing(self._watch, request, self._origins)
         while True:
             attempt = routing.next_attempt()
             if attempt is None:
@@ -81,10 +91,13 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
                     _on_connection_to(attempt.replica, request, self._origins)
                 )
             except BaseException as error:
-                attempt.end_with(error)
+                lost = attempt.end_with(error)
                 if _never_arrived(error):
                     continue
+                if lost is not None:
+                    raise lost from error
                 raise
+            attempt.heard_at_s = time.monotonic()
             body = _AsyncCountedBody(cast(http.AsyncByteStream, response.stream), attempt)
             try:
                 if response.status_code >= 500:
@@ -103,33 +116,53 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
 
 
 class _Attempt:
-    """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once."""
+    """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once.
 
-    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress) -> None:
+    `abandon` is called from another thread while it is under way.
+    """
+
+    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins) -> None:
         self._watch = watch
+        self._origins = origins
         self._is_under_way = True
+        self.why_lost: str | None = None
+        self.heard_at_s = float("-inf")
         self.replica = replica
+        watch.requests.begin(self)
+
+    def abandon(self) -> None:
+        """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
+        self._origins.cut(self.replica)
 
     def end(self, *, is_suspect: bool = False) -> None:
         """The request is over; the replica may be at fault."""
         if not self._is_under_way:
             return
         self._is_under_way = False
+        self._watch.requests.end(self)
         self._watch.pool.give_back(self.replica)
         if is_suspect:
             self._watch.mark_suspect(self.replica)
 
-    def end_with(self, error: BaseException) -> None:
-        """The request failed. A failed connection makes the replica suspect; a full connection pool is our own."""
-        self.end(is_suspect=isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout))
+    def end_with(self, error: BaseException) -> ReplicaLostError | None:
+        """The request failed. A failed connection makes the replica suspect; a full connection pool is our own.
+
+        Returns the error to raise if it failed because it was abandoned.
+        """
+        is_failed_connection = isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout)
+        self.end(is_suspect=is_failed_connection)
+        if self.why_lost is None or not is_failed_connection:
+            return None
+        return ReplicaLostError(f"{self.replica.name} is lost: {self.why_lost}")
 
 
 class _Routing:
     """One request and the replicas it was sent to."""
 
-    def __init__(self, watch: ServiceWatch, request: http.Request) -> None:
+    def __init__(self, watch: ServiceWatch, request: http.Request, origins: Origins) -> None:
         self._watch = watch
         self._request = request
+        self._origins = origins
         self._tried: set[str] = set()
 
     def next_attempt(self) -> _Attempt | None:
@@ -139,7 +172,7 @@ class _Routing:
             return None
         self._tried.add(replica.name)
         _send_to(self._request, replica)
-        return _Attempt(self._watch, replica)
+        return _Attempt(self._watch, replica, self._origins)
 
     def next_attempt_or_error(self) -> _Attempt:
         """The same. Raises NoReplicaError if none is known."""
@@ -203,9 +236,12 @@ class _CountedBody(http.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            yield from self._body
+            for chunk in self._body:
+                self._attempt.heard_at_s = time.monotonic()
+                yield chunk
         except http.TransportError as error:
-            self._attempt.end_with(error)
+            if (lost := self._attempt.end_with(error)) is not None:
+                raise lost from error
             raise
 
     def close(self) -> None:
@@ -224,9 +260,11 @@ class _AsyncCountedBody(http.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
             async for chunk in self._body:
+                self._attempt.heard_at_s = time.monotonic()
                 yield chunk
         except http.TransportError as error:
-            self._attempt.end_with(error)
+            if (lost := self._attempt.end_with(error)) is not None:
+                raise lost from error
             raise
 
     async def aclose(self) -> None:

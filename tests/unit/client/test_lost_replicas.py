@@ -1,0 +1,256 @@
+"""Requests under way at a replica that is lost: stub engines that are stopped, or whose records say that they ended."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from hpc_serve.client import connect, connect_async, discovery, request_watch
+from hpc_serve.client import wait as waiting
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.status import ProbeResult
+from hpc_serve.client.transport import ReplicaLostError, ServiceTransport
+from tests.support.stubs import StubService, make_record
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+NEVER = ("--stub-first-s", "600")
+ENDLESS = ("--stub-words", "100000", "--stub-word-s", "0.05")
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    monkeypatch.setattr(request_watch, "LOOK_S", 0.1)
+    monkeypatch.setattr(request_watch, "DOUBT_S", 0.1)
+    monkeypatch.setattr(discovery, "PROBE_S", 0.5)
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("STUB_ENGINE_ARGS", f"--stub-work-log {tmp_path / 'work'}")
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def ask(client, **options):
+    return client.chat.completions.create(model="405b", messages=HELLO, **options)
+
+
+def until_under_way(service, count=1):
+    """Until the engines have begun to work on so many requests."""
+    folder = service.store.home.with_name("work")
+    wait_until(lambda: sum(log.read_text().count('"begun"') for log in folder.iterdir()) == count)
+
+
+def wait_until(condition, *, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def why_lost(error):
+    """The reason that the transport gives, below what the SDK makes of it."""
+    seen = error
+    while seen is not None and not isinstance(seen, ReplicaLostError):
+        seen = seen.__cause__
+    assert seen is not None, repr(error)
+    return str(seen)
+
+
+def freeze(engine):
+    os.kill(engine.process.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_requests_at_a_frozen_engine_end_with_the_reason(service, tls):
+    engine = service.start(*NEVER, tls=tls)
+    client = connect("405b", max_retries=0)
+    with ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(ask, client) for _ in range(8)]
+        until_under_way(service, 8)
+        freeze(engine)
+        errors = [answer.exception(60) for answer in answers]
+    for error in errors:
+        assert isinstance(error, openai.APIConnectionError)
+        assert "100-r0-0.json is lost: ready by its record, but no answer from 127.0.0.1" in why_lost(error)
+    assert client._watch.pool._under_way == {}
+    assert len(client._watch.pool) == 0
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, tls):
+    engine = service.start(*ENDLESS, tls=tls)
+    stream = iter(ask(connect("405b", max_retries=0), stream=True))
+    next(stream)
+    freeze(engine)
+    with pytest.raises((openai.APIConnectionError, ReplicaLostError)) as broken:
+        list(stream)
+    assert "no answer from" in why_lost(broken.value)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, tls):
+    engine = service.start(*NEVER, tls=tls)
+    streaming = service.start(*ENDLESS, tls=tls, state="starting")
+
+    async def talk():
+        waiter = await connect_async("405b", max_retries=0)
+        answers = [asyncio.ensure_future(ask(waiter)) for _ in range(8)]
+        await asyncio.to_thread(until_under_way, service, 8)
+        service.publish(engine, state="draining", counter=2)
+        service.publish(streaming, counter=2)
+        streamer = await connect_async("405b", max_retries=0)
+        stream = (await ask(streamer, stream=True)).__aiter__()
+        await stream.__anext__()
+        service.publish(engine, counter=3)
+        freeze(engine)
+        freeze(streaming)
+        with pytest.raises((openai.APIConnectionError, ReplicaLostError)) as broken:
+            async for _ in stream:
+                pass
+        return [*await asyncio.gather(*answers, return_exceptions=True), broken.value]
+
+    for error in asyncio.run(talk()):
+        assert "no answer from" in why_lost(error)
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped", "starting"])
+def test_requests_end_when_the_record_says_that_the_engine_ended(service, state):
+    engine = service.start(*NEVER)
+    client = connect("405b", max_retries=0)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, client)
+        until_under_way(service)
+        service.publish(engine, state=state, stage="", reason="the node is down", counter=2)
+        assert f"its record says that it is {state}" in why_lost(answer.exception(60))
+    assert len(client._watch.pool) == 0
+
+
+def test_requests_end_when_the_record_is_removed_from_among_others(service):
+    engine, other = service.start(*NEVER), service.start(*NEVER, state="starting")
+    client = connect("405b", max_retries=0)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, client)
+        until_under_way(service)
+        (service.store.service_dir("405b") / "100-r0-0.json").unlink()
+        assert "its record was removed" in why_lost(answer.exception(60))
+    assert engine.process.poll() is None
+    assert other.process.poll() is None
+
+
+def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service):
+    frozen = service.start(*NEVER)
+    client = connect("405b", max_retries=1)
+    well = service.start()
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, client) for _ in range(4)]
+        until_under_way(service, 4)
+        freeze(frozen)
+        found = {answer.result(60).choices[0].message.content.split()[0] for answer in answers}
+    assert found == {f"stub-{well.port}"}
+
+
+def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch):
+    slow = service.start("--stub-first-s", "1.5")
+    looks = counted_looks(monkeypatch)
+    client = connect("405b", max_retries=0)
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, client) for _ in range(4)]
+        until_under_way(service, 4)
+        service.publish(slow, state="draining", counter=2)
+        assert all(answer.result(60).choices for answer in answers)
+    assert len(looks) > 2, "the requests were watched"
+
+
+def counted_looks(monkeypatch):
+    looks = []
+    looking = ServiceWatch._look_after
+
+    def look(watch, names):
+        looks.append(names)
+        return looking(watch, names)
+
+    monkeypatch.setattr(ServiceWatch, "_look_after", look)
+    return looks
+
+
+def test_one_probe_that_is_missed_costs_an_engine_nothing(service):
+    """It is asked last until it has answered again; at the second in a row it is given up."""
+    first, second = service.publish(service.start()), service.publish(service.start())
+    answers: dict[str, Any] = {first.name: "ready", second.name: "ready"}
+    watch = ServiceWatch(
+        service.store,
+        "405b",
+        probe=lambda records, key: {r.name: ProbeResult(status=answers[r.name], host="127.0.0.1") for r in records},
+    )
+    names = {first.name, second.name}
+    watch.refresh()
+    answers[first.name] = "no answer"
+    assert not watch._look_after(names).lost
+    taken = [watch.pool.take() for _ in range(8)]
+    assert {replica.name for replica in taken} == {second.name}
+    assert watch.pool.take({second.name}).name == first.name
+    answers[first.name] = "ready"
+    assert not watch._look_after(names).lost
+    answers[first.name] = "not ours"
+    assert not watch._look_after(names).lost
+    assert list(watch._look_after(names).lost) == [first.name]
+    assert watch.pool.take({second.name}) is None
+
+
+def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch):
+    """An engine that ends gently closes its port and goes on with its streams."""
+    engine = service.start("--stub-words", "40", "--stub-word-s", "0.05")
+    looks = counted_looks(monkeypatch)
+    client = connect("405b", max_retries=0)
+    stream = iter(ask(client, stream=True))
+    next(stream)
+    monkeypatch.setattr(
+        client._watch,
+        "_probe",
+        lambda records, key: {r.name: ProbeResult(status="no answer", detail="refused") for r in records},
+    )
+    assert len([chunk for chunk in stream if chunk.choices]) == 39
+    assert len(looks) > 5
+    assert engine.process.poll() is None
+
+
+def test_nothing_watches_while_there_are_no_requests(service):
+    service.start()
+    client = connect("405b")
+    ask(client)
+    wait_until(lambda: client._watch.requests._thread is None)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "hpc-serve-request-watch" not in names
+    ask(client)
+    assert client._watch.requests._thread is not None
+
+
+def test_a_host_without_power_is_noticed_by_the_kernel(service):
+    record = service.publish(service.start())
+    watch = ServiceWatch(service.store, "405b")
+    watch.refresh()
+    transport = ServiceTransport(watch)
+    replica = watch.pool.take()
+    origin = transport._origins.origin_of(replica)
+    connection: Any = transport._inner._pool._network_backend.connect_tcp(origin, 80, timeout=10)
+    found = connection.get_extra_info("socket")
+    assert record.port == found.getpeername()[1]
+    assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+    assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+    connection.close()
+    connection.cut()  # one that was closed is left alone
+
+
+def test_records_of_replicas_without_requests_do_not_end_a_look(service):
+    service.store.write(make_record(job_id="7", state="stopped"))
+    engine = service.start("--stub-first-s", "1")
+    assert ask(connect("405b", max_retries=0)).choices[0].message.content.startswith(f"stub-{engine.port}")
