@@ -34,7 +34,9 @@ def main(words: list[str]) -> int:
             outcomes = run_short(Path(folder), only=options.only)
     else:
         print(HEAD, flush=True)
-        outcomes = run_long(only=options.only, on_outcome=lambda outcome: print(line(outcome), flush=True))
+        outcomes = run_long(
+            only=options.only, on_outcome=lambda outcome: print(line(outcome), outcome.broken, flush=True)
+        )
     print(f"\n{table(outcomes)}")
     print(remarks(outcomes))
     if options.json:
