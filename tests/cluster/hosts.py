@@ -7,6 +7,7 @@ exists outside the cluster's own namespaces.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -100,6 +101,9 @@ def _connect(config: ClusterConfig, host: str, pid: int) -> None:
         run_as_root([*ip_here, "link", "add", INTERFACE, "type", "bridge"])
     else:
         ip_login = _ip_on_login(config)
+        # Connections that nobody could close keep the namespace of a host that was unplugged and then ended.
+        with contextlib.suppress(ClusterError):
+            run_as_root([*ip_login, "link", "delete", host])
         run_as_root([*ip_login, "link", "add", host, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid)])
         run_as_root([*ip_login, "link", "set", host, "master", INTERFACE, "up"])
     run_as_root([*ip_here, "address", "add", address, "dev", INTERFACE])
