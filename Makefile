@@ -30,7 +30,7 @@ test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-
 
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
-	@envs/packages.sh bindfs libfaketime
+	@envs/packages.sh bindfs e2fsprogs gcc libc6-dev
 	@$(PYTHON_AS_ROOT) -m tests.faults $(ARGS)
 
 .PHONY: unit

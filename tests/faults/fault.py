@@ -13,7 +13,8 @@ class Fault:
 
     `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
     `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica, and
-    `first_activate` shell lines of its environment. `filesystem`: what the home is on, where it is not a plain folder.
+    its clock is `clock_s` ahead. `filesystem`: what the home is on, where it is not a plain folder. `token_s`: the time
+    that the engines take for a token.
     """
 
     name: str
@@ -23,8 +24,9 @@ class Fault:
     needs_slurm: bool = False
     hold_s: float = 20.0
     first: tuple[str, ...] = ()
-    first_activate: str = ""
+    clock_s: int = 0
     filesystem: Literal["", "own", "lagging"] = ""
+    token_s: float = 0.05
 
     @property
     def words(self) -> str:

@@ -26,12 +26,12 @@ class OwnFilesystem:
         run_as_root(["mkfs.ext4", "-q", "-m", "0", str(image)])
         # One device for all: each mount of it shares the filesystem's state.
         self._device = run_as_root(["losetup", "--find", "--show", str(image)]).strip()
-        self._inits = [hosts.init_pid(cluster.config, host) for host in cluster.config.hosts]
+        self._inits = _inits(cluster)
         for prefix in self._everywhere():
             run_as_root([*prefix, "mount", self._device, str(folder)])
 
     def _everywhere(self) -> list[list[str]]:
-        inside = [["nsenter", "--mount", f"--target={init}"] for init in self._inits]
+        inside = [_entering(init) for init in self._inits]
         return [[], *inside]
 
     def set_read_only(self, value: bool) -> None:
@@ -56,8 +56,8 @@ class LaggingFilesystem:
         self.folder = folder
         cached = ",".join(f"{kind}_timeout={CACHE_S}" for kind in ("attr", "entry", "negative"))
         self._daemons = []
-        for host in cluster.config.hosts:
-            enter = ["nsenter", "--mount", f"--target={hosts.init_pid(cluster.config, host)}"]
+        for init in _inits(cluster):
+            enter = _entering(init)
             argv = [*enter, "bindfs", "-f", "-o", f"allow_other,{cached}", str(folder), str(folder)]
             self._daemons.append((enter, subprocess.Popen(argv, stdin=subprocess.DEVNULL)))
         wait_for(self._are_mounted, 20, what=f"the mounts of {folder}")
@@ -69,5 +69,14 @@ class LaggingFilesystem:
     def remove(self) -> None:
         for enter, daemon in self._daemons:
             subprocess.run([*enter, "umount", "--lazy", str(self.folder)], check=False)
-            daemon.terminate()
             daemon.wait(timeout=20)
+
+
+def _inits(cluster: SlurmCluster) -> list[int]:
+    found = [hosts.init_pid(cluster.config, host) for host in cluster.config.hosts]
+    return [init for init in found if init is not None]
+
+
+def _entering(init: int) -> list[str]:
+    """Into a host's mounts, with its process numbers: mount and umount look at /proc/self."""
+    return ["nsenter", "--mount", "--pid", f"--target={init}"]

@@ -20,10 +20,10 @@ from typing import Any
 
 from tests.cluster import processes, wait_for
 from tests.cluster.config import CHECKOUT
+from tests.faults.fault import Fault
 
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 TOKENS = 40
-TOKEN_S = 0.05
 IN_FLIGHT = 16
 START_S = 90.0
 
@@ -40,15 +40,20 @@ def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step
 
 
 class Service:
-    """A service of stub replicas in a folder of its own, and the load on it. `hold_s` is how long a fault lasts."""
+    """A service of stub replicas in a folder of its own, and the load on it.
 
-    def __init__(self, folder: Path, model: Path, *, name: str, hold_s: float, bound_s: float) -> None:
-        self.folder, self.model, self.name, self.hold_s, self.bound_s = folder, model, name, hold_s, bound_s
+    `hold_s` is how long a fault lasts. A request that takes `bound_s` longer than its tokens do is taken for hung.
+    """
+
+    def __init__(self, folder: Path, model: Path, fault: Fault, *, hold_s: float, bound_s: float) -> None:
+        self.folder, self.model, self.fault, self.name = folder, model, fault, fault.name
+        self.hold_s = hold_s
+        self.bound_s = bound_s + (hold_s if fault.hides_records else 0) + TOKENS * fault.token_s
         self.jobs: list[str] = []
         self.work = folder / "work"
         self.python = sys.executable
         self._load: subprocess.Popen[str] | None = None
-        for path in (self.work, self.mount):
+        for path in (self.work, self.out.parent, self.mount):
             path.mkdir(parents=True, exist_ok=True)
         self.environment = self.make_environment("env")
 
@@ -129,7 +134,7 @@ class Service:
 
     def submit(self, place: int) -> str:
         """Submit the replica at this place; returns its job's id."""
-        args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(TOKEN_S)]
+        args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(self.fault.token_s)]
         args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
@@ -201,7 +206,8 @@ class Service:
 
     @property
     def out(self) -> Path:
-        return self.folder / "load.jsonl"
+        """The load's lines."""
+        return self.folder / "load" / "lines.jsonl"
 
     def load_argv(self, *options: str) -> list[str]:
         bound = ("--bound", str(self.bound_s), "--tokens", str(TOKENS))
@@ -210,7 +216,7 @@ class Service:
     def start_load(self, in_flight: int = IN_FLIGHT) -> None:
         """Start the load and wait until it has had answers."""
         self._load = self.popen(self.load_argv("--in-flight", str(in_flight)))
-        wait_for(lambda: self._is_loaded(2 * in_flight), START_S, what="the load's first answers")
+        wait_for(lambda: self._is_loaded(in_flight), START_S, what="the load's first answers")
 
     def load_pids(self) -> list[int]:
         """The load's own processes."""

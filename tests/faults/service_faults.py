@@ -75,6 +75,13 @@ def stop(service: Service) -> None:
     hold(service.hold_s)
 
 
+@fault(hold_s=3.0)
+def stop_now(service: Service) -> None:
+    """`hpc-serve stop --now` of one replica."""
+    service.hpc_serve("stop", "--now", service.jobs[0])
+    hold(service.hold_s)
+
+
 # -- shared files
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hpc_serve.demo_model import make_demo_model
@@ -17,7 +18,7 @@ from tests.faults.run import run_fault
 from tests.faults.service import Service
 
 SHORT_HOLD_S = 12.0  # a client looks for replicas every 10 s
-BOUND_S = 16.0
+BOUND_S = 14.0
 AT_ONCE = 6
 
 
@@ -29,10 +30,8 @@ def run_short(folder: Path, *, only: Sequence[str] = ()) -> list[Outcome]:
 
     def run(fault: Fault) -> Outcome:
         hold_s = min(fault.hold_s, SHORT_HOLD_S)
-        bound_s = BOUND_S + (hold_s if fault.hides_records else 0)
-        return run_fault(
-            fault, lambda: Service(folder / fault.name, model, name=fault.name, hold_s=hold_s, bound_s=bound_s)
-        )
+        make = partial(Service, folder / fault.name, model, fault, hold_s=hold_s, bound_s=BOUND_S)
+        return run_fault(fault, make)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(run, faults))

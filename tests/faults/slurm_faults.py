@@ -212,16 +212,29 @@ def stop_home_lags(service: SlurmService) -> None:
 
 # -- clocks
 
-FAKETIME = "export LD_PRELOAD=/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1 FAKETIME_DONT_FAKE_MONOTONIC=1"
 
-
-@fault(needs_slurm=True, hold_s=15.0, first_activate=f"{FAKETIME} FAKETIME=+5m\n")
+@fault(needs_slurm=True, hold_s=15.0, clock_s=300)
 def clock_ahead(service: SlurmService) -> None:
     """The clock of one node is 5 minutes ahead from the start."""
     hold(service.hold_s)
 
 
-@fault(needs_slurm=True, hold_s=15.0, first_activate=f"{FAKETIME} FAKETIME=-5m\n")
+@fault(needs_slurm=True, hold_s=15.0, clock_s=-300)
 def clock_behind(service: SlurmService) -> None:
     """The clock of one node is 5 minutes behind from the start."""
     hold(service.hold_s)
+
+
+# -- streams that are longer than what Slurm leaves a job (KillWait, 30 s)
+
+
+@fault(needs_slurm=True, hold_s=40.0, token_s=1.2)
+def scancel_long_streams(service: SlurmService) -> None:
+    """`scancel` of one replica, while answers take 48 s."""
+    scancel(service)
+
+
+@fault(needs_slurm=True, hold_s=40.0, token_s=1.2)
+def stop_long_streams(service: SlurmService) -> None:
+    """`hpc-serve stop` of one replica, while answers take 48 s."""
+    stop(service)

@@ -14,10 +14,12 @@ from pathlib import Path
 from tests.cluster import SlurmCluster, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.cluster.environment import user_environment
+from tests.cluster.hosts import run_as_root
 from tests.faults.fault import Fault
 from tests.faults.filesystems import LaggingFilesystem, OwnFilesystem
 from tests.faults.service import Service
 
+SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock.c")
 USER = "alice"
 STRANGER = "mallory"
 GONE_S = 90.0  # KillWait is 30 s
@@ -27,12 +29,12 @@ class SlurmService(Service):
     """Replica k runs on node k + 1. What a fault needs of the home and of the first replica is there from the start."""
 
     def __init__(self, cluster: SlurmCluster, model: Path, fault: Fault, *, bound_s: float) -> None:
-        self.cluster, self.fault = cluster, fault
+        self.cluster = cluster
         folder = cluster.shared / "faults" / fault.name
-        super().__init__(folder, model, name=fault.name, hold_s=fault.hold_s, bound_s=bound_s)
-        folder.chmod(0o777)
-        self.work.chmod(0o777)
-        self.first_environment = self.make_environment("first-env", fault.first_activate)
+        super().__init__(folder, model, fault, hold_s=fault.hold_s, bound_s=bound_s)
+        for path in (self.work, self.out.parent):
+            path.chmod(0o777)
+        self.first_environment = self.make_environment("first-env", self._shift_clock() if fault.clock_s else "")
         self.filesystem: OwnFilesystem | LaggingFilesystem | None = None
         if fault.filesystem:
             kind = OwnFilesystem if fault.filesystem == "own" else LaggingFilesystem
@@ -64,6 +66,11 @@ class SlurmService(Service):
     def environ(self) -> dict[str, str]:
         ours = {"HPC_SERVE_ENV": str(self.environment), "HPC_SERVE_HOME": str(self.home)}
         return {**user_environment(), **ours}
+
+    def _shift_clock(self) -> str:
+        library = self.folder / "shifted_clock.so"
+        run_as_root(["gcc", "-shared", "-fPIC", "-o", str(library), str(SHIFTED_CLOCK), "-ldl"])
+        return f"export LD_PRELOAD={library} SHIFTED_CLOCK_S={self.fault.clock_s}\n"
 
     def submit_environ(self, place: int) -> Mapping[str, str]:
         return {"HPC_SERVE_ENV": str(self.first_environment)} if place == 0 else {}
