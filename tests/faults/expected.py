@@ -33,12 +33,12 @@ _UNKNOWN_IS_OVER = "records that cannot be read are taken for no replicas"
 
 KNOWN: dict[str, Known] = {
     "engine-killed": Known(needless=16, why=_BROKEN_STREAM),
+    "engine-killed-home-lags": Known(needless=16, why=_BROKEN_STREAM),
     "launcher-killed": Known(needless=16, why=_BROKEN_STREAM),
     "node-off": Known(lost=None, why=_NO_CANARY),
     "node-stopped": Known(lost=None, why=_NO_CANARY),
     "link-down": Known(lost=None, why=_NO_CANARY),
     "link-flaps": Known(lost=None, why=_NO_CANARY),
-    "stop-now": Known(needless=16, why=f"it was asked for: {_BROKEN_STREAM}"),
     "scancel-long-streams": Known(needless=16, why=f"Slurm kills what is left after 30 s: {_BROKEN_STREAM}"),
     "home-unreadable": Known(lost=None, needless=None, why=_UNKNOWN_IS_OVER),
     "engine-stopped": Known(lost=None, why=_NO_CANARY),

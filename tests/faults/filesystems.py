@@ -34,8 +34,9 @@ class OwnFilesystem:
         inside = [_entering(init) for init in self._inits]
         return [[], *inside]
 
-    def set_read_only(self, value: bool) -> None:
-        run_as_root(["mount", "-o", f"remount,{'ro' if value else 'rw'}", str(self.folder)])
+    def set_frozen(self, value: bool) -> None:
+        """Whoever writes to a frozen filesystem hangs until it is free again; reading goes on."""
+        run_as_root(["fsfreeze", "--freeze" if value else "--unfreeze", str(self.folder)])
 
     def fill(self) -> Path:
         """Take all the space that is left; returns the file that holds it."""

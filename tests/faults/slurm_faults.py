@@ -174,15 +174,26 @@ def home_unreadable(service: SlurmService) -> None:
     hold(3.0)
 
 
-@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
+@fault(needs_slurm=True, hold_s=45.0)
 def home_read_only(service: SlurmService) -> None:
-    """The home can be read and not written, for longer than a record's lease."""
-    assert isinstance(service.filesystem, OwnFilesystem)
-    service.filesystem.set_read_only(True)
+    """The records can be read and not written, for longer than their lease."""
+    service.service_folder.chmod(0o500)
     try:
         hold(service.hold_s)
     finally:
-        service.filesystem.set_read_only(False)
+        service.service_folder.chmod(0o700)
+    hold(3.0)
+
+
+@fault(needs_slurm=True, filesystem="own", hold_s=45.0)
+def home_frozen(service: SlurmService) -> None:
+    """Whoever writes to the home hangs, for longer than a record's lease."""
+    assert isinstance(service.filesystem, OwnFilesystem)
+    service.filesystem.set_frozen(True)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.filesystem.set_frozen(False)
     hold(3.0)
 
 
