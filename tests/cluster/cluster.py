@@ -366,6 +366,41 @@ class SlurmCluster:
         """Plugs the cable in again."""
         hosts.set_link(self.config, node, up=True)
 
+    def slow_down(self, node: str, kilobits: int | None) -> None:
+        """Makes a node's cable carry only so many kbit/s; None makes it fast again."""
+        hosts.set_rate(self.config, node, kilobits)
+
+    def part(self, host: str, other: str) -> None:
+        """Lets nothing through between two hosts; both go on seeing all others."""
+        hosts.set_parted(self.config, host, other, parted=True)
+
+    def join(self, host: str, other: str) -> None:
+        """Lets two hosts that were parted see one another again."""
+        hosts.set_parted(self.config, host, other, parted=False)
+
+    def pids_on(self, host: str) -> list[int]:
+        """Everything that runs on a host, daemons included, but for the process that the host hangs on."""
+        init = hosts.init_pid(self.config, host)
+        if init is None:
+            return []
+        namespace = processes.namespace_of(init)
+        return [pid for pid in processes.pids() if pid != init and processes.namespace_of(pid) == namespace]
+
+    def what_is_unwell(self) -> str:
+        """What of the cluster is not as `up` makes it, after a while in which it may mend itself; "" if all is well."""
+        with suppress(TimeoutError):
+            wait_for(lambda: not self._unwell(), GRACE_S, step_s=0.5)
+        return self._unwell()
+
+    def _unwell(self) -> str:
+        if away := [host for host in self.config.hosts if hosts.init_pid(self.config, host) is None]:
+            return f"hosts are down: {', '.join(away)}"
+        if left := [str(process) for process in self.processes()]:
+            return f"processes are left: {'; '.join(left)[:500]}"
+        said = self.run(["sinfo", "--noheader", "--Node", "--format=%N %t"], user="root")
+        states = sorted(set((said.stdout or said.stderr).splitlines()))
+        return "" if states == sorted(f"{node} idle" for node in self.nodes) else f"Slurm says: {', '.join(states)}"
+
     def power_off(self, node: str) -> None:
         """Cuts a node's power: everything on it is gone at once."""
         self._wait_until_gone(hosts.kill_host(self.config, node))

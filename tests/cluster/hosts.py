@@ -20,6 +20,7 @@ from tests.cluster.config import INTERFACE, LOGIN, ClusterConfig, hosts_text
 
 HERE = Path(__file__).resolve().parent
 PREFIX_LENGTH = 24
+NOBODY = "02:00:00:00:00:00"
 # Bare: what runs inside a host has loaded all it needs before the host's own view of files replaces the machine's.
 PYTHON = (sys.executable, "-I", "-S")
 
@@ -113,6 +114,36 @@ def _connect(config: ClusterConfig, host: str, pid: int) -> None:
 def set_link(config: ClusterConfig, node: str, *, up: bool) -> None:
     """Plugs a node's network cable in or out, at the switch's end."""
     run_as_root([*_ip_on_login(config), "link", "set", node, "up" if up else "down"])
+
+
+def set_rate(config: ClusterConfig, node: str, kilobits: int | None) -> None:
+    """Makes a node's cable carry so many kbit/s in each direction; None makes it fast again."""
+    for enter, device in ((_on(config, LOGIN), node), (_on(config, node), INTERFACE)):
+        qdisc = [*enter, "tc", "qdisc"]
+        if kilobits is None:
+            run_as_root([*qdisc, "delete", "dev", device, "root"])
+        else:
+            shape = ["tbf", "rate", f"{kilobits}kbit", "burst", "8kb", "latency", "2s"]
+            run_as_root([*qdisc, "replace", "dev", device, "root", *shape])
+
+
+def set_parted(config: ClusterConfig, host: str, other: str, *, parted: bool) -> None:
+    """Parts two hosts, which reach all others: what one sends to the other goes to a machine that is not there."""
+    for here, there in ((host, other), (other, host)):
+        neighbour = [*_on(config, here), "ip", "neighbour"]
+        to = ["to", config.address(there), "dev", INTERFACE]
+        if parted:
+            run_as_root([*neighbour, "replace", *to, "lladdr", NOBODY, "nud", "permanent"])
+        else:
+            run_as_root([*neighbour, "delete", *to])
+
+
+def _on(config: ClusterConfig, host: str) -> list[str]:
+    """The beginning of a command that runs in a host's network."""
+    pid = init_pid(config, host)
+    if pid is None:
+        raise ClusterError(f"host {host} of cluster {config.name} is not up")
+    return ["nsenter", f"--net=/proc/{pid}/ns/net"]
 
 
 def _ip_on_login(config: ClusterConfig) -> list[str]:

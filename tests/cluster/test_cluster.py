@@ -128,6 +128,44 @@ def test_a_node_without_power_is_noticed_and_comes_back(other: SlurmCluster) -> 
     assert other.node_state("n1") == "idle"
 
 
+def test_a_node_that_was_unplugged_and_then_ended_comes_back(other: SlurmCluster) -> None:
+    other.up()
+    listener = other.popen(["python3", "-m", "http.server", "8000"], user="mallory", node="n1")
+    reach = ["bash", "-c", f"exec 3<>/dev/tcp/{other.address('n1')}/8000 && sleep 600"]
+    try:
+        wait_for(lambda: other.run([*reach[:2], reach[2].replace(" && sleep 600", "")]).returncode == 0, 30)
+        open_connection = other.popen(reach)
+        other.disconnect("n1")
+        other.power_off("n1")
+        assert other.what_is_unwell() == "hosts are down: n1"
+        other.power_on("n1")
+        with open_connection:
+            open_connection.kill()
+    finally:
+        with listener:
+            listener.kill()
+    assert other.what_is_unwell() == ""
+
+
+def test_hosts_are_parted_and_a_cable_is_slow_until_they_are_not(cluster: SlurmCluster) -> None:
+    def reaches(host: str, node: str) -> bool:
+        ping = ["bash", "-c", f"exec 3<>/dev/tcp/{cluster.address(host)}/6818"]  # slurmd's port
+        return cluster.run(["timeout", "2", *ping], node=node).returncode == 0
+
+    assert reaches("n1", "n2")
+    cluster.part("n1", "n2")
+    assert not reaches("n1", "n2")
+    assert not reaches("n2", "n1")
+    assert reaches("n1", "n3")
+    cluster.join("n1", "n2")
+    assert reaches("n1", "n2")
+    cluster.slow_down("n1", 128)
+    shape = ["tc", "qdisc", "show", "dev", "eth0"]
+    assert "rate 128Kbit" in cluster.run(shape, user="root", node="n1").stdout
+    cluster.slow_down("n1", None)
+    assert "tbf" not in cluster.run(shape, user="root", node="n1").stdout
+
+
 def test_commands_say_that_the_controller_is_away(other: SlurmCluster) -> None:
     other.up()
     other.stop_controller()

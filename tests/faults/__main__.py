@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.faults.catalogue import FAULTS
+from tests.faults.catalogue import FAULTS, MISSING
 from tests.faults.expected import surpasses
 from tests.faults.long import run_long
+from tests.faults.outcomes import Outcome
 from tests.faults.short import run_short
 from tests.faults.table import HEAD, line, remarks, table
 
 
 def main(words: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the clusters go with us
     options = _parser().parse_args(words)
     unknown = [name for name in options.only if name not in FAULTS]
     if unknown:
@@ -34,14 +37,17 @@ def main(words: list[str]) -> int:
             outcomes = run_short(Path(folder), only=options.only)
     else:
         print(HEAD, flush=True)
-        outcomes = run_long(
-            only=options.only, on_outcome=lambda outcome: print(line(outcome), outcome.broken, flush=True)
-        )
+        outcomes = run_long(only=options.only, at_once=options.at_once, on_outcome=_print)
     print(f"\n{table(outcomes)}")
     print(remarks(outcomes))
+    print("\n".join(f"not measured: {name}: {why}" for name, why in MISSING.items()))
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     return 1 if any(map(surpasses, outcomes)) else 0
+
+
+def _print(outcome: Outcome) -> None:
+    print(line(outcome), outcome.broken, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         "--short", action="store_true", help="the faults that need no Slurm, all at once on this machine"
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this fault; may be repeated")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=2,
+        metavar="N",
+        help="clusters side by side, without --short (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the outcomes there")
     return parser
 

@@ -8,3 +8,9 @@ assert service_faults
 assert slurm_faults  # both enter their faults
 
 FAULTS = fault.FAULTS
+
+# What is to be shown here too, once it is built.
+MISSING = {
+    "time limit with --keep-up, two handovers at once": "there is no handover yet",
+    "gateway killed": "there is no gateway yet",
+}

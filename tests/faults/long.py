@@ -1,15 +1,23 @@
-"""The long form: every fault, one after the other, on a real Slurm cluster of three nodes that goes at the end."""
+"""The long form: every fault on a real Slurm cluster of three nodes, with a check of the cluster after each.
+
+Several clusters work side by side, each at one fault at a time. A cluster that a fault leaves unwell is made anew
+before the next fault, and the outcome says so.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from hpc_serve.demo_model import make_demo_model
 from tests.cluster import ClusterConfig, SlurmCluster
 from tests.cluster.environment import visible_folders
 from tests.faults.catalogue import FAULTS
+from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome
 from tests.faults.run import run_fault
 from tests.faults.slurm_service import SlurmService
@@ -17,13 +25,58 @@ from tests.faults.slurm_service import SlurmService
 BOUND_S = 25.0
 
 
-def run_long(*, only: Sequence[str] = (), on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
-    """Every fault, or those named. Raises ClusterError where the cluster cannot be."""
-    outcomes = []
-    with SlurmCluster(ClusterConfig(name=f"faults-{os.getpid()}", visible=visible_folders())) as cluster:
-        model = cluster.shared / "model"
+def run_long(*, only: Sequence[str] = (), at_once: int, on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
+    """Every fault, or those named, in the order of the catalogue. Raises ClusterError where the cluster cannot be."""
+    faults = [FAULTS[name] for name in only] or list(FAULTS.values())
+    waiting = _Waiting(faults)
+    outcomes: dict[str, Outcome] = {}
+
+    def work(number: int) -> None:
+        with SlurmCluster(ClusterConfig(name=f"f{number}-{os.getpid()}", visible=visible_folders())) as cluster:
+            for fault in waiting:
+                outcomes[fault.name] = _run_on(cluster, fault)
+                on_outcome(outcomes[fault.name])
+
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(work, number) for number in range(min(at_once, len(faults)))]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            waiting.forget()
+            raise
+    return [outcomes[fault.name] for fault in faults]
+
+
+class _Waiting:
+    """The faults that no cluster has taken yet."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = list(faults)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Fault]:
+        while (fault := self._next()) is not None:
+            yield fault
+
+    def _next(self) -> Fault | None:
+        with self._lock:
+            return self._faults.pop(0) if self._faults else None
+
+    def forget(self) -> None:
+        with self._lock:
+            self._faults.clear()
+
+
+def _run_on(cluster: SlurmCluster, fault: Fault) -> Outcome:
+    """One fault on a cluster that is well, and is left so."""
+    model = cluster.shared / "model"
+    if not model.exists():
         make_demo_model(model)
-        for fault in [FAULTS[name] for name in only] or FAULTS.values():
-            outcomes.append(run_fault(fault, partial(SlurmService, cluster, model, fault, bound_s=BOUND_S)))
-            on_outcome(outcomes[-1])
-    return outcomes
+    outcome = run_fault(fault, partial(SlurmService, cluster, model, fault, bound_s=BOUND_S))
+    if unwell := cluster.what_is_unwell() or ("the run broke off" if outcome.broken else ""):
+        cluster.down()
+        cluster.up()
+        said = f"{unwell}: the cluster was made anew"
+        outcome = replace(outcome, unwell=f"{outcome.unwell}; {said}" if outcome.unwell else said)
+    return outcome

@@ -3,7 +3,8 @@
 The load says whether an answer was right and when; the engines' work logs say how often a request was worked on. A
 request is *answered* by one engine, *repeated* from its beginning, *resumed* by an engine that was given the beginning
 of the answer, *reported* by a typed error of openai or hpc_serve, or *lost*: wrong, hung, or ended by another error.
-A report is *needless* if the request could have been resumed or repeated.
+A report is *needless* if the request could have been resumed or repeated, or was with the only engine when that was
+told to end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Outcome:
 
     `notice_s`: until the start of the last request that was affected. `recover_s`: until its end. `gap_s`: the longest
     time that a connected client waited for the next piece of an answer that came out right, or more than usual for a
-    whole answer. `broken`: why the run itself could not be made, so that nothing was measured.
+    whole answer. `ready` of `ready_due` replicas were ready after the fault. `unwell`: what was not as it should be
+    after the run, and was repaired. `broken`: why the run itself could not be made, so that nothing was measured.
     """
 
     fault: str
@@ -45,15 +47,25 @@ class Outcome:
     recover_s: float | None = None
     gap_s: float | None = None
     reasons: Mapping[str, int] = field(default_factory=dict)
+    ready: int = 0
+    ready_due: int = 0
+    unwell: str = ""
     broken: str = ""
 
 
 def count(
-    fault: str, lines: Iterable[Line], work: Iterable[Line], *, fault_at: float, hides_records: bool = False
+    fault: str,
+    lines: Iterable[Line],
+    work: Iterable[Line],
+    *,
+    fault_at: float,
+    hides_records: bool = False,
+    ends_service: bool = False,
 ) -> Outcome:
     """What became of the requests of a run whose fault happened at `fault_at` (monotonic seconds).
 
     `hides_records`: a program that starts during the fault can find no service; its error is not needless.
+    `ends_service`: the only replica ends; the error of a request that no engine has begun is not needless.
     """
     requests = list(lines)
     begun: dict[str, list[str]] = defaultdict(list)
@@ -82,7 +94,9 @@ def count(
         reported=counts["reported"],
         lost=counts["lost"],
         needless=sum(
-            kinds[request["name"]] == "reported" and not _may_be_reported(request, hides_records=hides_records)
+            kinds[request["name"]] == "reported"
+            and not _may_be_reported(request, hides_records=hides_records)
+            and not (ends_service and not begun[request["name"]])
             for request in requests
         ),
         worked_twice=sum(max(0, len(contexts) - 1) for contexts in begun.values()),

@@ -1,4 +1,4 @@
-"""One run: a service of two replicas, the load on it, one fault, and what became of the requests."""
+"""One run: a service and the load on it, one fault, what became of the requests, and whether the replicas are well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.faults.fault import Fault
 from tests.faults.outcomes import Outcome, count
@@ -14,19 +15,29 @@ from tests.faults.service import Service
 
 def run_fault(fault: Fault, make: Callable[[], Service]) -> Outcome:
     """Let a fault happen to a service that is under load; what became of the requests, or why it could not be done."""
+    outcome = Outcome(fault=fault.name, sent=0)
     try:
         with contextlib.closing(make()) as service:
-            return _measure(fault, service)
-    except Exception:
-        return Outcome(fault=fault.name, sent=0, broken=traceback.format_exc())
+            outcome = _measure(fault, service)
+    except Exception as error:
+        if not outcome.sent:
+            return replace(outcome, broken=traceback.format_exc())
+        return replace(outcome, unwell=f"the service could not be ended: {error}")
+    return outcome
 
 
 def _measure(fault: Fault, service: Service) -> Outcome:
-    service.start()
+    service.start(fault.replicas)
     service.start_load()
     fault_at = time.monotonic()
     fault.happens(service)
     service.finish_load()
-    return count(
-        fault.name, service.lines(), service.work_lines(), fault_at=fault_at, hides_records=fault.hides_records
+    outcome = count(
+        fault.name,
+        service.lines(),
+        service.work_lines(),
+        fault_at=fault_at,
+        hides_records=fault.hides_records,
+        ends_service=fault.replicas == 1,
     )
+    return replace(outcome, ready=service.count_ready(fault.ready_after), ready_due=fault.ready_after)

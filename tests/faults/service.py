@@ -21,11 +21,13 @@ from typing import Any
 from tests.cluster import processes, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.faults.fault import Fault
+from tests.support.stub_engine import WORKER
 
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 TOKENS = 40
 IN_FLIGHT = 16
 START_S = 90.0
+READY_AGAIN_S = 30.0
 
 
 def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step_s: float = 0.2) -> None:
@@ -135,7 +137,8 @@ class Service:
     def submit(self, place: int) -> str:
         """Submit the replica at this place; returns its job's id."""
         args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(self.fault.token_s)]
-        args += ["--stub-work-log", str(self.work), "--stub-hang-file", str(self.hang_file(place))]
+        args += ["--stub-work-log", str(self.work), *(["--stub-worker"] if self.fault.has_worker else [])]
+        args += ["--stub-hang-file", str(self.hang_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
         said = self.hpc_serve(
@@ -155,6 +158,16 @@ class Service:
         if failed := [job for job in self.jobs if states.get(job) in ("failed", "stopped")]:
             raise RuntimeError(f"a replica ended: {self.hpc_serve('status', failed[0])}")
         return all(states.get(job) == "ready" for job in self.jobs)
+
+    def count_ready(self, due: int) -> int:
+        """How many replicas are ready; waits a while until so many are."""
+
+        def count() -> int:
+            return list(self.states().values()).count("ready")
+
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: count() >= due, READY_AGAIN_S, what=f"{due} replicas", step_s=1.0)
+        return count()
 
     def close(self) -> None:
         """End the load and every replica."""
@@ -187,7 +200,10 @@ class Service:
         return [pid for pid in self.pids() if processes.is_alive(pid) and mark in _environ_of(pid)]
 
     def engine(self, place: int) -> list[int]:
-        return self._parts(place, lambda argv: str(STUB) in argv)
+        return self._parts(place, lambda argv: str(STUB) in argv and "serve" in argv)
+
+    def worker(self, place: int) -> list[int]:
+        return self._parts(place, lambda argv: argv[-1:] == (WORKER,))
 
     def launcher(self, place: int) -> list[int]:
         return self._parts(place, lambda argv: argv[1:3] == ("-m", "hpc_serve.job"))
@@ -210,7 +226,9 @@ class Service:
         return self.folder / "load" / "lines.jsonl"
 
     def load_argv(self, *options: str) -> list[str]:
-        bound = ("--bound", str(self.bound_s), "--tokens", str(TOKENS))
+        bound = ["--bound", str(self.bound_s), "--tokens", str(TOKENS)]
+        if self.fault.replicas == 1:  # there is nothing to wait for once it has ended
+            bound += ["--wait", "0"]
         return [self.python, "-m", "tests.faults.load", self.name, "--out", str(self.out), *bound, *options]
 
     def start_load(self, in_flight: int = IN_FLIGHT) -> None:

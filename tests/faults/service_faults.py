@@ -24,35 +24,42 @@ def nothing(service: Service) -> None:
 # -- processes
 
 
-@fault(is_short=True, hold_s=3.0)
+@fault(is_short=True, hold_s=3.0, ready_after=1)
 def engine_killed(service: Service) -> None:
     """kill -9 of one engine."""
     service.signal(service.engine(0), signal.SIGKILL)
     hold(service.hold_s)
 
 
-@fault(hold_s=3.0)
+@fault(is_short=True, hold_s=3.0, has_worker=True, ready_after=1)
+def worker_killed(service: Service) -> None:
+    """kill -9 of one engine's worker: the engine tells each client of an error, and ends."""
+    service.signal(service.worker(0), signal.SIGKILL)
+    hold(service.hold_s)
+
+
+@fault(hold_s=3.0, ready_after=1)
 def launcher_killed(service: Service) -> None:
     """kill -9 of one launcher."""
     service.signal(service.launcher(0), signal.SIGKILL)
     hold(service.hold_s)
 
 
-@fault(is_short=True)
+@fault(is_short=True, ready_after=1)
 def engine_stopped(service: Service) -> None:
     """SIGSTOP of one engine, which stays so."""
     service.signal(service.engine(0), signal.SIGSTOP)
     hold(service.hold_s)
 
 
-@fault(is_short=True)
+@fault(is_short=True, ready_after=1)
 def engine_hung(service: Service) -> None:
     """One engine makes no token, and its /health answers 200."""
     service.hang_file(0).touch()
     hold(service.hold_s)
 
 
-@fault(hold_s=10.0)
+@fault(hold_s=30.0)
 def client_frozen(service: Service) -> None:
     """SIGSTOP of the client's program for a while."""
     pids = service.load_pids()
@@ -68,14 +75,14 @@ def client_frozen(service: Service) -> None:
 # -- planned ends
 
 
-@fault(is_short=True, hold_s=3.0)
+@fault(is_short=True, hold_s=3.0, ready_after=1)
 def stop(service: Service) -> None:
     """`hpc-serve stop` of one replica."""
     service.hpc_serve("stop", service.jobs[0])
     hold(service.hold_s)
 
 
-@fault(hold_s=3.0)
+@fault(hold_s=3.0, ready_after=1)
 def stop_now(service: Service) -> None:
     """`hpc-serve stop --now` of one replica."""
     service.hpc_serve("stop", "--now", service.jobs[0])

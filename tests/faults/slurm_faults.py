@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tests.cluster import processes, wait_for
 from tests.faults.fault import fault
@@ -27,22 +29,29 @@ def _kill_ray(service: SlurmService, node: str, program: str) -> None:
     hold(service.hold_s)
 
 
-@fault(needs_slurm=True, hold_s=5.0, first=RAY)
+@fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
 def raylet_killed(service: SlurmService) -> None:
     """kill -9 of the raylet of a replica's second node."""
     _kill_ray(service, "n3", "raylet/raylet")
 
 
-@fault(needs_slurm=True, hold_s=5.0, first=RAY)
+@fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
 def gcs_killed(service: SlurmService) -> None:
     """kill -9 of the GCS of a replica of two nodes."""
     _kill_ray(service, "n1", "gcs/gcs_server")
 
 
+@fault(needs_slurm=True, first=RAY, ready_after=1)
+def replica_parted(service: SlurmService) -> None:
+    """The two nodes of one replica no longer see one another; Slurm and clients see both."""
+    with parted(service, "n1", "n3"):
+        hold(service.hold_s)
+
+
 # -- nodes and their network
 
 
-@fault(needs_slurm=True)
+@fault(needs_slurm=True, ready_after=1)
 def node_off(service: SlurmService) -> None:
     """The power of one node is cut: no connection is closed, nothing answers."""
     node = service.node(0)
@@ -55,10 +64,15 @@ def node_off(service: SlurmService) -> None:
 
 
 @fault(needs_slurm=True)
-def node_stopped(service: SlurmService) -> None:
-    """SIGSTOP of everything that the user runs on one node."""
-    service.signal(service.pids_on(service.node(0)), signal.SIGSTOP)
-    hold(service.hold_s)
+def node_frozen(service: SlurmService) -> None:
+    """SIGSTOP of everything on one node, slurmd too, for a while."""
+    pids = service.cluster.pids_on(service.node(0))
+    service.signal(pids, signal.SIGSTOP)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.signal(pids, signal.SIGCONT)
+    hold(3.0)
 
 
 @fault(needs_slurm=True)
@@ -88,24 +102,53 @@ def link_flaps(service: SlurmService) -> None:
     hold(3.0)
 
 
+@fault(needs_slurm=True)
+def link_slow(service: SlurmService) -> None:
+    """The network of one node carries 128 kbit/s, less than its share of the requests needs."""
+    node = service.node(0)
+    service.cluster.slow_down(node, 128)
+    try:
+        hold(service.hold_s)
+    finally:
+        service.cluster.slow_down(node, None)
+    hold(3.0)
+
+
+@fault(needs_slurm=True, load_node="n3")
+def network_parted(service: SlurmService) -> None:
+    """The client's node no longer sees one replica's node; Slurm, and hosts without clients, see both."""
+    with parted(service, "n3", service.node(0)):
+        hold(service.hold_s)
+    hold(5.0)
+
+
+@contextmanager
+def parted(service: SlurmService, host: str, other: str) -> Iterator[None]:
+    service.cluster.part(host, other)
+    try:
+        yield
+    finally:
+        service.cluster.join(host, other)
+
+
 # -- what Slurm does to a job
 
 
-@fault(needs_slurm=True, hold_s=5.0)
+@fault(needs_slurm=True, hold_s=5.0, ready_after=1)
 def scancel(service: SlurmService) -> None:
     """`scancel` of one replica."""
     service.slurm("scancel", service.jobs[0])
     hold(service.hold_s)
 
 
-@fault(needs_slurm=True, hold_s=10.0)
+@fault(needs_slurm=True, hold_s=10.0, ready_after=1)
 def requeue(service: SlurmService) -> None:
     """`scontrol requeue` of one replica."""
     service.slurm("scontrol", "requeue", service.jobs[0], user="root")
     hold(service.hold_s)
 
 
-@fault(needs_slurm=True, hold_s=5.0)
+@fault(needs_slurm=True, hold_s=5.0, ready_after=1)
 def time_limit(service: SlurmService) -> None:
     """One replica's job reaches its time limit."""
     service.slurm("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
@@ -118,9 +161,19 @@ def time_limit(service: SlurmService) -> None:
     hold(service.hold_s)
 
 
-@fault(needs_slurm=True, hold_s=10.0, first=("--partition", "lowprio"))
+@fault(needs_slurm=True, hold_s=10.0, first=("--partition", "lowprio", "--sbatch", "--requeue"), ready_after=1)
 def preempted(service: SlurmService) -> None:
-    """A job of a higher partition takes one replica's node."""
+    """A job of a higher partition takes one replica's node; the replica's job is queued again."""
+    _preempt(service)
+
+
+@fault(needs_slurm=True, hold_s=10.0, first=("--partition", "lowprio", "--sbatch", "--no-requeue"), ready_after=1)
+def preempted_no_requeue(service: SlurmService) -> None:
+    """A job of a higher partition takes one replica's node; the replica's job is ended for good."""
+    _preempt(service)
+
+
+def _preempt(service: SlurmService) -> None:
     node = service.node(0)
     job = service.slurm(
         "sbatch", "--parsable", "--partition=gpu", f"--nodelist={node}", "--exclusive", "--output=/dev/null",
@@ -135,7 +188,42 @@ def preempted(service: SlurmService) -> None:
     hold(service.hold_s)
 
 
+@fault(needs_slurm=True, hold_s=5.0, has_worker=True, ready_after=1)
+def scancel_of_ranks(service: SlurmService) -> None:
+    """`scancel` of one replica of several ranks: the workers end at Slurm's first signal."""
+    scancel(service)
+
+
+# -- the only replica: the requests that its engine has begun are answered before it ends
+
+
+@fault(needs_slurm=True, hold_s=5.0, replicas=1, ready_after=0)
+def stop_only(service: SlurmService) -> None:
+    """`hpc-serve stop` of the only replica."""
+    stop(service)
+
+
+@fault(needs_slurm=True, hold_s=5.0, replicas=1, ready_after=0)
+def scancel_only(service: SlurmService) -> None:
+    """`scancel` of the only replica."""
+    scancel(service)
+
+
+@fault(needs_slurm=True, hold_s=5.0, replicas=1, ready_after=0)
+def time_limit_only(service: SlurmService) -> None:
+    """The only replica's job reaches its time limit."""
+    time_limit(service)
+
+
 # -- Slurm's own programs
+
+
+@fault(needs_slurm=True, hold_s=5.0)
+def slurmctld_restarted(service: SlurmService) -> None:
+    """The controller ends and is started again at once."""
+    service.cluster.stop_controller()
+    service.cluster.start_controller()
+    hold(service.hold_s)
 
 
 @fault(needs_slurm=True)
@@ -209,13 +297,13 @@ def home_full(service: SlurmService) -> None:
     hold(3.0)
 
 
-@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
+@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0, ready_after=1)
 def engine_killed_home_lags(service: SlurmService) -> None:
     """kill -9 of one engine, where clients see changes of the home some 20 s late."""
     engine_killed(service)
 
 
-@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
+@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0, ready_after=1)
 def stop_home_lags(service: SlurmService) -> None:
     """`hpc-serve stop` of one replica, where clients see changes of the home some 20 s late."""
     stop(service)
@@ -239,13 +327,13 @@ def clock_behind(service: SlurmService) -> None:
 # -- streams that are longer than what Slurm leaves a job (KillWait, 30 s)
 
 
-@fault(needs_slurm=True, hold_s=40.0, token_s=1.2)
+@fault(needs_slurm=True, hold_s=40.0, token_s=1.2, ready_after=1)
 def scancel_long_streams(service: SlurmService) -> None:
     """`scancel` of one replica, while answers take 48 s."""
     scancel(service)
 
 
-@fault(needs_slurm=True, hold_s=40.0, token_s=1.2)
+@fault(needs_slurm=True, hold_s=40.0, token_s=1.2, ready_after=1)
 def stop_long_streams(service: SlurmService) -> None:
     """`hpc-serve stop` of one replica, while answers take 48 s."""
     stop(service)

@@ -47,7 +47,7 @@ class SlurmService(Service):
         return self.cluster.run(argv, user=USER, env=environ, cwd="/tmp", timeout=180)
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen[str]:
-        return self.cluster.popen(argv, user=USER, env=self.environ, cwd=CHECKOUT)
+        return self.cluster.popen(argv, user=USER, node=self.fault.load_node, env=self.environ, cwd=CHECKOUT)
 
     def popen_stranger(self, argv: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
         node = self.cluster.nodes[-1]
@@ -100,12 +100,14 @@ class SlurmService(Service):
         return done.stdout.strip()
 
     def close(self) -> None:
-        super().close()
-        self.cluster.run(["scancel", "--user", USER], user=USER)
-        wait_for(
-            lambda: not any(process.host in self.cluster.nodes for process in self.cluster.processes(USER)),
-            GONE_S,
-            what=f"the end of all that {USER} runs",
-        )
-        if self.filesystem is not None:
-            self.filesystem.remove()
+        try:
+            super().close()
+            self.cluster.run(["scancel", "--user", USER], user=USER)
+            wait_for(
+                lambda: not any(process.host in self.cluster.nodes for process in self.cluster.processes(USER)),
+                GONE_S,
+                what=f"the end of all that {USER} runs",
+            )
+        finally:
+            if self.filesystem is not None:
+                self.filesystem.remove()

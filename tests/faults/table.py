@@ -9,12 +9,15 @@ from tests.faults.outcomes import Outcome
 
 COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "needless", "lost")
 TIMES = (("noticed", "notice_s"), ("recovered", "recover_s"), ("gap", "gap_s"))
-_TITLES = (*COLUMNS, *(f"{title} s" for title, _ in TIMES))
+_TITLES = (*COLUMNS, *(f"{title} s" for title, _ in TIMES), "ready")
 _NAME_WIDTH = 23
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each fault: counts, seconds after the fault (`gap`: a client's longest wait), and the goals."""
+    """One line for each fault: counts, seconds after the fault (`gap`: a client's longest wait), and the goals.
+
+    `ready`: replicas that were ready when the fault was over, and how many there should be.
+    """
     return "\n".join([HEAD, *map(line, outcomes)])
 
 
@@ -33,10 +36,10 @@ def _row(outcome: Outcome) -> list[str]:
     counts = [str(getattr(outcome, column)) for column in COLUMNS]
     times = [_seconds(getattr(outcome, name)) for _, name in TIMES]
     if outcome.broken:
-        return [outcome.fault, *counts, *times, "NOT MEASURED"]
+        return [outcome.fault, *counts, *times, "-", "NOT MEASURED"]
     misses = missed(outcome)
     verdict = "WORSE than known" if surpasses(outcome) else f"known, goals missed: {misses}" if misses else "goals met"
-    return [outcome.fault, *counts, *times, verdict]
+    return [outcome.fault, *counts, *times, f"{outcome.ready}/{outcome.ready_due}", verdict]
 
 
 def _seconds(value: float | None) -> str:
@@ -61,4 +64,6 @@ def remarks(outcomes: Sequence[Outcome]) -> str:
         elif known is not None:
             lines.append(f"{outcome.fault}: nothing lost this time, though known: {known.why}")
         lines += [f"    {number} x {reason}" for reason, number in outcome.reasons.items()]
+        if outcome.unwell:
+            lines.append(f"    repaired after {outcome.fault}: {outcome.unwell}")
     return "\n".join(lines)

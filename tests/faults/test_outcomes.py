@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,21 @@ def test_the_table_names_each_loss_as_known_or_worse(monkeypatch):
 def test_every_known_loss_is_of_a_fault_that_there_is():
     assert set(KNOWN) <= set(FAULTS)
     assert all(fault.words for fault in FAULTS.values())
+
+
+@pytest.mark.parametrize(("work", "needless"), [([], 0), ([begun("a-1")], 1)])
+def test_the_only_replica_may_end_for_requests_that_no_engine_has_begun(work, needless):
+    lines = [request("a-1", **REFUSED)]
+    assert count("x", lines, work, fault_at=10.0, ends_service=True).needless == needless
+    assert count("x", lines, work, fault_at=10.0).needless == 1
+
+
+def test_a_replica_that_stays_away_and_a_cluster_that_must_be_repaired_are_worse(monkeypatch):
+    outcome = Outcome(fault="x", sent=9, answered=9, ready=1, ready_due=2)
+    assert surpasses(outcome) == "1 replicas ready afterwards, at least 2 expected"
+    monkeypatch.setitem(KNOWN, "x", Known(replicas=1, why="it stays away"))
+    assert not surpasses(outcome)
+    assert missed(outcome) == "1 of 2 replicas ready afterwards"
+    unwell = replace(outcome, unwell="hosts are down: n1: the cluster was made anew")
+    assert surpasses(unwell) == "afterwards not well: hosts are down: n1: the cluster was made anew"
+    assert "repaired after x: hosts are down: n1: the cluster was made anew" in remarks([unwell])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import urllib.request
 from typing import Any
 
 import openai
 import pytest
 
-from tests.cluster import wait_for
+from tests.cluster import processes, wait_for
 from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import StubEngine
 
@@ -141,3 +143,20 @@ def test_at_sigterm_requests_under_way_get_the_shutdown_timeout_and_new_ones_500
     wait_for(is_refused, 10, what="an answer with 500", step_s=0.01)
     assert first + "".join(chunk.choices[0].text for chunk in stream) == greedy_answer(QUESTION, LENGTH)
     assert engine.process.wait(10) == 0
+
+
+def test_an_engine_whose_worker_ends_tells_each_client_and_ends(engines):
+    engine = engines("--stub-worker", "--stub-word-s", "0.05", "--stub-words", "400")
+    stream = client_of(engine).completions.create(prompt=QUESTION, stream=True, **GREEDY)
+    next(stream)
+    (worker,) = (pid for pid in processes.pids() if _parent(pid) == engine.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="EngineCore encountered an issue"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError, match="EngineCore encountered an issue"):
+        client_of(engine).completions.create(prompt=QUESTION, **GREEDY)
+    assert engine.process.wait(timeout=30) == 1
+
+
+def _parent(pid: int) -> int:
+    return int(processes.status_of(pid).get("PPid", 0))

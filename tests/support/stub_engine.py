@@ -24,9 +24,11 @@ import re
 import secrets
 import select
 import shlex
+import shutil
 import signal
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +40,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+WORKER = "VLLM::Worker"
 SHARDS = 5
 STEP_S = 0.05
 _LAST_TOKEN = re.compile(r"w(\d+)\.[0-9a-f]{4}$")
@@ -106,6 +109,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--shutdown-timeout", type=float, default=0.0, help="vLLM's: seconds for requests under way")
     parser.add_argument("--stub-unhealthy-file", help="/health answers 503 while this file exists")
     parser.add_argument("--stub-ignore-sigterm", action="store_true")
+    parser.add_argument(
+        "--stub-worker", action="store_true", help="have a worker process, and end as vLLM when it ends"
+    )
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
     if options.port is None:
@@ -203,6 +209,13 @@ class Work:
             log.write(line)
 
 
+class EngineDeadError(Exception):
+    """vLLM's, in its words."""
+
+    def __init__(self) -> None:
+        super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
 class Progress:
     """How far one request is."""
 
@@ -229,6 +242,7 @@ class Engine(ThreadingHTTPServer):
         self.completions = 0
         self.work = Work(options)
         self.is_leaving = False
+        self.is_dead = False
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
         self.record = os.environ.get("HPC_SERVE_RECORD")
@@ -247,6 +261,15 @@ class Engine(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+    def watch_worker(self) -> None:
+        """Start a worker, and end once it has: as vLLM, whose requests get an error, in the stream if one has begun."""
+        # It ends when the pipe closes: it must not outlive an engine that is killed.
+        worker = subprocess.Popen([WORKER], executable=shutil.which("cat"), stdin=subprocess.PIPE)
+        worker.wait()
+        self.is_dead = True
+        time.sleep(1.0)
+        os._exit(self.options.stub_exit_code)
 
     def finish(self) -> None:
         """As vLLM at SIGTERM: new requests get 500, those under way go on for --shutdown-timeout seconds.
@@ -304,6 +327,8 @@ class Handler(BaseHTTPRequestHandler):
         is_chat = self.path.endswith("chat/completions")
         if self.server.is_leaving:
             self.error(500, "the stub engine is shutting down")
+        elif self.server.is_dead:
+            self.error(500, str(EngineDeadError()))
         elif is_chat and request.get("continue_final_message") and request.get("add_generation_prompt", True):
             self.error(400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         elif options.stub_error:
@@ -349,11 +374,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.stream(reply, request, progress, is_chat=is_chat, dies=dies)
                 return
             words, finish = [], ""
-            for word, reason in self.words(request):
-                words.append(word)
-                finish = reason
-                progress.add_token()
-                self.pause(options.stub_word_s)
+            try:
+                for word, reason in self.words(request):
+                    words.append(word)
+                    finish = reason
+                    progress.add_token()
+                    self.pause(options.stub_word_s)
+            except EngineDeadError as error:
+                self.error(500, str(error))
+                return
             choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
             if not is_chat:
                 choice["text"] = "".join(words)
@@ -398,7 +427,10 @@ class Handler(BaseHTTPRequestHandler):
             word = following
 
     def pause(self, seconds: float) -> None:
-        """The time that a word takes. Raises ConnectionResetError once the client has left: vLLM aborts its request."""
+        """The time that a word takes.
+
+        Raises ConnectionResetError once the client has left (vLLM aborts its request), EngineDeadError with the worker.
+        """
         hang_file = self.server.options.stub_hang_file
         client = select.poll()
         client.register(self.connection, select.POLLIN)
@@ -406,6 +438,8 @@ class Handler(BaseHTTPRequestHandler):
         while True:
             if client.poll(0):  # no client sends more before it has its answer
                 raise ConnectionResetError
+            if self.server.is_dead:
+                raise EngineDeadError
             if not hang_file or not os.path.exists(hang_file):
                 return
             time.sleep(STEP_S)
@@ -424,6 +458,24 @@ class Handler(BaseHTTPRequestHandler):
             first = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
             self.event(json.dumps({**reply, "choices": [first]}))
         finish = "stop"
+        try:
+            finish = self.stream_words(reply, request, progress, is_chat=is_chat, dies=dies)
+        except EngineDeadError as failure:
+            error = {"message": str(failure), "type": "InternalServerError", "param": None, "code": 500}
+            self.event(json.dumps({"error": error}))
+            finish = "error"
+        else:
+            if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
+                self.event(json.dumps({**reply, "choices": [], "usage": usage(progress.tokens)}))
+        self.event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+        progress.finish = finish
+
+    def stream_words(
+        self, reply: dict[str, Any], request: dict[str, Any], progress: Progress, *, is_chat: bool, dies: bool
+    ) -> str:
+        """Send a chunk for each word; returns the reason to stop."""
+        options, finish = self.server.options, "stop"
         for place, (text, finish) in enumerate(self.words(request)):
             progress.add_token()
             for index in range(request.get("n") or 1):
@@ -432,11 +484,7 @@ class Handler(BaseHTTPRequestHandler):
             if dies and place == min(options.stub_words, request.get("max_tokens") or options.stub_words) // 2:
                 os._exit(options.stub_exit_code)
             self.pause(options.stub_word_s)
-        if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
-            self.event(json.dumps({**reply, "choices": [], "usage": usage(progress.tokens)}))
-        self.event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
-        progress.finish = finish
+        return finish
 
     def choice(self, request: dict[str, Any], place: int, text: str, finish: str, *, is_chat: bool) -> dict[str, Any]:
         """What a chunk says of one more token: text, or a part of a tool call's arguments; and its logprobs."""
@@ -493,6 +541,8 @@ def main() -> None:
     if options.headless:
         threading.Event().wait()
     engine = Engine(options)
+    if options.stub_worker:
+        threading.Thread(target=engine.watch_worker, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
         scheme = "https" if engine.tls else "http"
