@@ -51,10 +51,10 @@ def is_alive(pid: int) -> bool:
 
 
 def namespace_of(pid: int) -> str:
-    """Names the PID namespace a process lives in; "" if the process has gone."""
+    """Names the PID namespace a process lives in; "" if the process has gone, or is closed even to root."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 
 

@@ -73,8 +73,18 @@ def count(
         if entry["event"] == "begun" and (name := _NAME.search(entry["context"])):
             begun[name[1]].append(entry["context"])
     kinds = {request["name"]: _kind(request, begun[request["name"]]) for request in requests}
-    reasons = Counter(reason(request) for request in requests if kinds[request["name"]] in ("reported", "lost"))
     counts = Counter(kinds.values())
+
+    def is_needless(request: Line) -> bool:
+        if kinds[request["name"]] != "reported" or _may_be_reported(request, hides_records=hides_records):
+            return False
+        return bool(begun[request["name"]]) or not ends_service
+
+    needless = [request for request in requests if is_needless(request)]
+    lost = [request for request in requests if kinds[request["name"]] == "lost"]
+    due = [request for request in requests if kinds[request["name"]] == "reported" and not is_needless(request)]
+    reasons = Counter(map(reason, [*needless, *lost]))
+    reasons.update(f"{request['error']}, where nothing better was possible" for request in due)
 
     before = [request for request in requests if request["outcome"] == "right" and request["ended"] < fault_at]
     usual_s = statistics.median(_took_s(request) for request in before) if before else 0.0
@@ -82,7 +92,8 @@ def count(
     affected = [
         request
         for request in after
-        if kinds[request["name"]] != "answered" or _took_s(request) > usual_s + max(NOTABLE_S, usual_s)
+        if _took_s(request) > usual_s + max(NOTABLE_S, usual_s)
+        or (kinds[request["name"]] != "answered" and not (ends_service and request in due))
     ]
     is_hung = any(request["outcome"] == "hung" for request in affected)
     return Outcome(
@@ -92,13 +103,8 @@ def count(
         resumed=counts["resumed"],
         repeated=counts["repeated"],
         reported=counts["reported"],
-        lost=counts["lost"],
-        needless=sum(
-            kinds[request["name"]] == "reported"
-            and not _may_be_reported(request, hides_records=hides_records)
-            and not (ends_service and not begun[request["name"]])
-            for request in requests
-        ),
+        lost=len(lost),
+        needless=len(needless),
         worked_twice=sum(max(0, len(contexts) - 1) for contexts in begun.values()),
         notice_s=max(0.0, max(request["started"] for request in affected) - fault_at) if affected else None,
         recover_s=max(request["ended"] for request in affected) - fault_at if affected and not is_hung else None,

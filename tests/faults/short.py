@@ -19,7 +19,7 @@ from tests.faults.service import Service
 
 SHORT_HOLD_S = 12.0  # a client looks for replicas every 10 s
 BOUND_S = 14.0
-AT_ONCE = 6
+AT_ONCE = 8
 
 
 def run_short(folder: Path, *, only: Sequence[str] = ()) -> list[Outcome]:

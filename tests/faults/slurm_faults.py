@@ -41,9 +41,9 @@ def gcs_killed(service: SlurmService) -> None:
     _kill_ray(service, "n1", "gcs/gcs_server")
 
 
-@fault(needs_slurm=True, first=RAY, ready_after=1)
+@fault(needs_slurm=True, hold_s=10.0, first=RAY)
 def replica_parted(service: SlurmService) -> None:
-    """The two nodes of one replica no longer see one another; Slurm and clients see both."""
+    """The two nodes of one replica do not see one another for a while; Slurm and clients see both."""
     with parted(service, "n1", "n3"):
         hold(service.hold_s)
 
