@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
-from hpc_serve.job.control import ControlServer, Link
+from hpc_serve.job.control import ControlServer
 from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.health import NotReadyError, check_ready, is_healthy
+from hpc_serve.job.link import Link
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node

@@ -22,6 +22,8 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT = 10_240
 _DEFAULT_EPHEMERAL_START = 32_768
+# Connections that wait to be accepted; the kernel takes no more than its net.core.somaxconn.
+_MOST_WAITING = 4_096
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IP_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -84,7 +86,7 @@ def listen_on(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind(("", port))
-        listener.listen(128)
+        listener.listen(_MOST_WAITING)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

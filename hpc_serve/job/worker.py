@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from hpc_serve.job.control import Link, LinkLostError, connect
+from hpc_serve.job.control import connect
+from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.network import node_address
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd

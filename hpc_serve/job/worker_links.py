@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from hpc_serve.job.control import Link, LinkLostError
+from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 

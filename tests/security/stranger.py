@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import resource
 import socket
 import ssl
 import sys
@@ -158,6 +159,31 @@ def flood_control(host: str, port: str, count: str) -> dict[str, int]:
     print(json.dumps({"opened": len(connections), "refused": refused}), flush=True)
     time.sleep(20)
     return {}
+
+
+def flood_without_end(host: str, port: str, said: str, held: str) -> dict[str, int]:
+    """Open connections without pause until ended, say that much on each, keep the latest open; say when it began."""
+    most = min(int(held), resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 50)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 50, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    connections: list[socket.socket] = []
+    opened = 0
+    while True:
+        connection = socket.socket()
+        connection.setblocking(False)
+        try:
+            connection.connect_ex((host, int(port)))
+            if said:
+                connection.send(said.encode())
+        except OSError:
+            pass
+        if len(connections) < most:
+            connections.append(connection)
+        else:
+            connections[opened % most].close()
+            connections[opened % most] = connection
+        opened += 1
+        if opened == 1_000:
+            print(json.dumps({"opened": opened}), flush=True)
 
 
 def connect(host: str, ports: str) -> dict[str, list[int]]:

@@ -24,6 +24,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import HpcServeError
 from hpc_serve.hub import find_model
 from hpc_serve.job import connection_limits
+from hpc_serve.job.admission import make_ticket
 from hpc_serve.job.control import ControlServer, connect
 from hpc_serve.job.gate import Gate
 from hpc_serve.job.network import choose_ports, listen_on
@@ -255,8 +256,11 @@ def test_the_control_port_takes_launchers_after_whatever_came_before():
     hello = {"rank": 1, "name": "n2", "address": "10.0.0.2", "nonce": "0" * 32, "proof": "0" * 64}
     unexpected: list[Any] = []
 
-    async def stranger(port: int, line: bytes, hold: bool) -> None:
+    async def stranger(port: int, line: bytes, *, hold: bool, has_ticket: bool) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        if has_ticket:
+            writer.write(make_ticket(b"secret"))
+            await reader.readline()
         writer.write(line)
         if not hold:
             writer.write(b"\n")
@@ -277,7 +281,10 @@ def test_the_control_port_takes_launchers_after_whatever_came_before():
         await server.start(listen_on(port))
         for _ in range(CASES):
             line = rng.choice((faulty_json(rng, hello), faulty_bytes(rng, json.dumps(hello).encode()), b"[" * 100_000))
-            await stranger(port, line, rng.random() < 0.1)
+            await stranger(port, line, hold=rng.random() < 0.1, has_ticket=True)
+            assert links.empty(), line
+            ticket = faulty_bytes(rng, make_ticket(b"secret"))
+            await stranger(port, rng.choice((ticket, line)), hold=rng.random() < 0.1, has_ticket=False)
             assert links.empty(), line
         node = await connect(
             ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=5

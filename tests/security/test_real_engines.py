@@ -230,6 +230,42 @@ def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice
     wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
 
 
+def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, mallory):
+    """The second node's launcher begins when the stranger is at it on both nodes."""
+    text = stub_script("besieged", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2, backend="mp")
+    waits = "bash -c 'until [[ $SLURM_NODEID -eq 0 || -e ~/begin ]]; do sleep 0.2; done; exec \"$@\"' --"
+    edited = text.replace(" python -m hpc_serve.job --service", f" {waits} python -m hpc_serve.job --service")
+    assert edited != text
+    job_id = alice.sbatch(alice.write("besieged.sh", edited), "--nodelist=n1,n2")
+    record = alice.wait_for_record(
+        "besieged", job_id, lambda found: found["stage"] == "waiting for the nodes' launchers", 120
+    )
+    head = record["nodes"][0]
+    ports = [port for address, port, name in listening(alice, head["name"]) if name == "python"]
+    floods = [
+        mallory.cluster.popen(
+            [sys.executable, STRANGER, "flood_without_end", head["address"], str(ports[0]), said, "3000"],
+            user="mallory",
+            node=node,
+            env=mallory.environ,
+        )
+        for node, said in (("n1", ""), ("n1", "{"), ("n2", ""), ("n2", "{"))
+    ]
+    try:
+        for flood in floods:
+            assert flood.stdout is not None
+            assert json.loads(flood.stdout.readline())["opened"] == 1_000
+        alice.write("begin", "")
+        assert len(alice.wait_until_ready("besieged", job_id, 120)["nodes"]) == 2
+        assert [flood.poll() for flood in floods] == [None] * 4
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.wait()
+        alice.cancel(job_id)
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
+
+
 MAKE_OWN = """
 import sys
 from pathlib import Path

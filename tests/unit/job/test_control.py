@@ -12,7 +12,9 @@ import time
 import pytest
 
 from hpc_serve.job import control
-from hpc_serve.job.control import ControlServer, Link, LinkLostError, _proof, connect
+from hpc_serve.job.admission import make_ticket
+from hpc_serve.job.control import ControlServer, _proof, connect
+from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
 
 
@@ -198,24 +200,45 @@ def with_a_server(scenario, **options):
     return asyncio.run(run())
 
 
-async def send_and_hear(port: int, said: bytes) -> bytes:
-    """What a head answers after its greeting, until it closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await reader.readline()
+async def open_with_ticket(port: int, ticket: bytes | None = None, **options):
+    """A connection after the head's greeting; the greeting's nonce."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    writer.write(ticket or make_ticket(b"secret"))
+    return reader, writer, json.loads(await reader.readline())["nonce"]
+
+
+async def send_and_hear(port: int, said: bytes, *, with_ticket: bool) -> bytes:
+    """What a head answers, after its greeting if there is one, until it closes."""
+    if with_ticket:
+        reader, writer, _ = await open_with_ticket(port)
+    else:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
         writer.write(said)
         writer.write_eof()
         answer = await asyncio.wait_for(reader.read(), 5)
-    except ConnectionError:
+    except OSError:
         pass
     writer.close()
     return answer
 
 
-def test_whatever_a_stranger_says_he_is_told_nothing_and_nothing_breaks():
+NO_TICKETS = [
+    make_ticket(b"another token"),
+    make_ticket(b"secret")[:-1],
+    make_ticket(b"secret")[:-1] + b" ",
+    make_ticket(b"secret").upper(),
+    b"hpc-serve " + b"0" * 32 + b" " + b"0" * 64 + b"\n",
+    json.dumps({**HELLO, "proof": _proof(b"secret", "node", "0" * 32)}).encode() + b"\n",
+]
+
+
+@pytest.mark.parametrize("with_ticket", [True, False])
+def test_whatever_a_stranger_says_he_is_told_nothing_and_nothing_breaks(with_ticket):
     async def scenario(port, links, errors, server):
-        answers = [await send_and_hear(port, said) for said in NO_HELLOS]
+        said = NO_HELLOS if with_ticket else [*NO_HELLOS, *NO_TICKETS]
+        answers = [await send_and_hear(port, one, with_ticket=with_ticket) for one in said]
         assert set(answers) == {b""}
         assert links.empty()
         assert not errors
@@ -227,8 +250,7 @@ def test_whatever_a_stranger_says_he_is_told_nothing_and_nothing_breaks():
 def test_what_follows_a_right_proof_is_checked_too():
     async def scenario(port, links, errors, server):
         for wrong in ({"rank": "1"}, {"rank": 1e999}, {"name": None}, {"address": "\x1b[2J"}, {"nonce": 5}):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            nonce = json.loads(await reader.readline())["nonce"]
+            reader, writer, nonce = await open_with_ticket(port)
             writer.write(json.dumps({**HELLO, "proof": _proof(b"secret", "node", nonce), **wrong}).encode() + b"\n")
             assert await asyncio.wait_for(reader.read(), 5) == b""
             writer.close()
@@ -238,14 +260,18 @@ def test_what_follows_a_right_proof_is_checked_too():
     with_a_server(scenario)
 
 
-def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still_comes_in():
+@pytest.mark.parametrize("ticket", [None, make_ticket(b"secret")], ids=["no ticket", "one ticket, seen and repeated"])
+def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still_comes_in(ticket):
     async def scenario(port, links, errors, server):
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
+        for _, writer in strangers if ticket else ():
+            writer.write(ticket)
         link = await connect(
             ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=5
         )
         assert (await asyncio.wait_for(links.get(), 5)).name == "n2"
-        assert len(server._handshakes) <= server._max_handshakes == 2 + 64
+        assert len(server._handshakes) <= (server._max_handshakes if ticket else 0)
+        assert server._max_handshakes == 2 * 4 + 64
         assert not errors
         for _, writer in strangers:
             writer.close()
@@ -258,8 +284,7 @@ def test_strangers_of_another_address_cost_no_node_its_connection():
     """The node has connected first and is slow; a stranger elsewhere then connects without end."""
 
     async def scenario(port, links, errors, server):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
-        nonce = json.loads(await reader.readline())["nonce"]
+        reader, writer, nonce = await open_with_ticket(port, local_addr=("127.0.0.2", 0))
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
         writer.write(json.dumps({**HELLO, "proof": _proof(b"secret", "node", nonce)}).encode() + b"\n")
         assert json.loads(await asyncio.wait_for(reader.readline(), 5))["proof"]
@@ -273,7 +298,7 @@ def test_strangers_of_another_address_cost_no_node_its_connection():
 
 def test_a_stranger_of_the_same_address_who_connects_without_end_keeps_no_node_out():
     async def scenario(port, links, errors, server):
-        ended = threading.Event()
+        began, ended = threading.Event(), threading.Event()
 
         def connect_without_end():
             held: list[socket.socket] = []
@@ -283,14 +308,14 @@ def test_a_stranger_of_the_same_address_who_connects_without_end_keeps_no_node_o
                 stranger.connect_ex(("127.0.0.1", port))
                 held.append(stranger)
                 if len(held) > 200:
+                    began.set()
                     held.pop(0).close()
             for stranger in held:
                 stranger.close()
 
         flood = asyncio.create_task(asyncio.to_thread(connect_without_end))
         try:
-            while len(server._handshakes) < server._max_handshakes:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(began.wait, 60)
             link = await connect(
                 ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=60
             )
@@ -306,7 +331,6 @@ def test_a_stranger_of_the_same_address_who_connects_without_end_keeps_no_node_o
 @pytest.mark.parametrize("cut_after", ["accept", "greeting", "hello"])
 def test_a_handshake_that_is_cut_off_is_tried_again(monkeypatch, cut_after):
     """As the head cuts off connections while strangers hold too many."""
-    monkeypatch.setattr(control, "_RETRY_INTERVAL_S", 0.0)
     usual, tries = ControlServer._accept, []
 
     async def accept(server, reader, writer):
@@ -341,16 +365,18 @@ def test_what_cuts_off_every_handshake_until_the_deadline_is_another_program():
     asyncio.run(run())
 
 
-def test_who_says_nothing_is_not_waited_for(monkeypatch):
+@pytest.mark.parametrize("said", [make_ticket(b"secret"), make_ticket(b"secret")[:40]], ids=["ticket", "half of one"])
+def test_who_says_no_more_is_not_waited_for(monkeypatch, said):
     monkeypatch.setattr(control, "_HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def scenario(port, links, errors, server):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await reader.readline()
+        writer.write(said)
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert b"proof" not in await asyncio.wait_for(reader.read(), 5)
         writer.close()
         assert not errors
+        assert not server._handshakes
 
     with_a_server(scenario)
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.control import Link
+from hpc_serve.job.link import Link
 from hpc_serve.job.outcome import PartFailedError, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import mark_environ, marked_pids

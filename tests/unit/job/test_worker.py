@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.job import outcome as outcome_module
-from hpc_serve.job.control import ControlServer, Link, LinkLostError
+from hpc_serve.job.control import ControlServer
+from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.network import HeadPorts, listen_on
 from hpc_serve.job.process import marked_pids
 from hpc_serve.job.worker import run_worker

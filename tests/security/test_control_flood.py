@@ -1,0 +1,82 @@
+"""Strangers open connections to the control port without pause, from the nodes' own address: nodes join all the same.
+
+Head, node and strangers are processes of their own, as they are in a job. The strangers go on until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.job.network import choose_ports
+
+STRANGER = Path(__file__).with_name("stranger.py")
+TOKEN = "a-token-of-a-run"
+JOINS = 5
+HEAD = f"""
+import asyncio, sys
+from hpc_serve.job.control import ControlServer
+from hpc_serve.job.network import listen_on
+
+async def main():
+    server = ControlServer({TOKEN!r}, "n1", lambda link: print(link.rank, flush=True), silence_s=60, num_nodes=2)
+    await server.start(listen_on(int(sys.argv[1])))
+    print("listens", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+NODE = f"""
+import asyncio, sys
+from hpc_serve.job.control import connect
+
+async def main():
+    at = ("127.0.0.1", int(sys.argv[1]))
+    link = await connect(
+        at, {TOKEN!r}, rank=int(sys.argv[2]), name="n2", own_address=lambda: "127.0.0.1", deadline_s=60
+    )
+    print(link.name)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def running(*argv: object):
+    """A process that is ended at the end."""
+    with subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("said", "held"),
+    [("", 500), ("", 15_000), ("{", 500), ("hpc-serve " + "0" * 99, 2_000), ("x" * 5_000, 200)],
+    ids=["silent", "silent and many at once", "a bit of something", "nearly a ticket", "much"],
+)
+def test_nodes_join_while_strangers_connect_without_pause(said, held):
+    (port,) = choose_ports(1)
+    with ExitStack() as stack:
+        head = stack.enter_context(running("-c", HEAD, port))
+        assert head.stdout.readline() == "listens\n"
+        strangers = [
+            stack.enter_context(running(STRANGER, "flood_without_end", "127.0.0.1", port, said, held)) for _ in range(3)
+        ]
+        for stranger in strangers:
+            assert json.loads(stranger.stdout.readline())["opened"] == 1_000
+        for rank in range(JOINS):
+            node = subprocess.run(
+                [sys.executable, "-c", NODE, str(port), str(rank)], capture_output=True, text=True, timeout=120
+            )
+            assert node.stdout == "n1\n", node.stderr
+            assert head.stdout.readline() == f"{rank}\n"
+        assert [stranger.poll() for stranger in strangers] == [None] * 3
+        assert len(os.listdir(f"/proc/{head.pid}/fd")) < 100
