@@ -16,11 +16,15 @@
         StoreError                   5   the folder cannot be made, read or written (also an OSError)
       ServiceFailedError             6   a job ended, or ended before its service was ready
       WaitTimeoutError               7   nothing failed, but it was not ready in the time given
+      StreamBrokenError              1   an answer broke off half-way and cannot go on; it holds what had come
 
 The number is the exit code of every `hpc-serve` command that ends with the error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class HpcServeError(Exception):
@@ -99,3 +103,26 @@ class WaitTimeoutError(HpcServeError, TimeoutError):
     """The service did not become ready within the time given; it may still do so."""
 
     exit_code = 7
+
+
+class StreamBrokenError(HpcServeError):
+    """A stream broke after it had begun, and cannot go on at another replica; the text says why.
+
+    `text` and `token_ids` are what had come of the answer (of the first, where there are several), `chunks` the events
+    of the stream as they came, `replica` the name of the last engine's record.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: str = "",
+        text: str = "",
+        token_ids: Sequence[int] = (),
+        chunks: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.replica = replica
+        self.text = text
+        self.token_ids = tuple(token_ids)
+        self.chunks = tuple(chunks)

@@ -1,0 +1,199 @@
+"""What a stream of tokens held so far: text, token ids, and the places from which another engine can go on. Pure.
+
+An engine sends a token before its text: half a character waits for its other half, and the last characters wait until
+no stop string can begin there. A place is known where the text of all tokens up to it is known; tokens after the last
+such place are made again, and what the user has of them is not shown twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_serve.client.resume.request import StreamRequest
+
+DONE = b"[DONE]"
+EVENT_END = b"\n\n"
+DONE_EVENT = b"data: " + DONE + EVENT_END
+_DATA = b"data:"
+
+Chunk = dict[str, Any]
+
+
+class CannotResumeError(Exception):
+    """Why a stream cannot go on, as the end of a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """So many tokens have exactly so many characters of text."""
+
+    tokens: int
+    characters: int
+
+
+START = Place(tokens=0, characters=0)
+
+
+def datas(raw: bytes) -> Iterator[bytes]:
+    """What the whole events in these bytes hold."""
+    for event in raw.split(EVENT_END)[:-1]:
+        if event.startswith(_DATA):
+            yield event[len(_DATA) :].strip()
+
+
+class Received:
+    """What came of one answer, over all engines that had a part in it."""
+
+    def __init__(self, request: StreamRequest) -> None:
+        self._request = request
+        self.chunks: list[Chunk] = []
+        self.prompt_ids: list[int] | None = None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finished: set[int] = set()
+        self.has_usage = False
+        self.obstacle = request.obstacle
+        self.roles: set[int] = set()
+        self._places = [START]
+        self._began_at = START  # the part of the present engine
+        self._characters = 0  # that it has sent, shown or not
+        self._again_text = ""  # what the user has of the tokens that it makes again
+        self._again_ids: list[int] = []
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the user has anything of the answer itself."""
+        return bool(self.ids or self.text) or any(map(_has_answer, self.chunks))
+
+    @property
+    def head(self) -> Mapping[str, Any]:
+        """What all chunks of the stream have in common."""
+        first = self.chunks[0] if self.chunks else {}
+        return {name: first[name] for name in ("id", "object", "created", "model") if name in first}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, answer = len(self.prompt_ids or ()), len(self.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+    def add(self, chunk: Chunk) -> Chunk:
+        """Count a chunk of the answer, from whichever engine. Returns it without what the user has already.
+
+        Raises CannotResumeError if tokens that were made again came out otherwise.
+        """
+        self.has_usage = self.has_usage or bool(chunk.get("usage") and not chunk.get("choices"))
+        self._take_prompt(chunk)
+        for choice in chunk.get("choices") or ():
+            self._add_choice(choice)
+        self.chunks.append(chunk)
+        return chunk
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            if "role" in delta:
+                self.roles.add(choice.get("index", 0))
+            if odd := [name for name, value in delta.items() if value and name not in ("role", "content")]:
+                self.obstacle = self.obstacle or f"it had begun with {odd[0]}"
+        self._take_prompt(choice)
+        if choice.get("finish_reason"):
+            self.finished.add(choice.get("index", 0))
+        if choice.get("index", 0):
+            return
+        text, ids = text_of(choice), choice.get("token_ids")
+        if text and not ids and not choice.get("finish_reason"):
+            self.obstacle = self.obstacle or "the engine sent no token ids"
+        self._count(text, ids or [])
+        shown_text, shown_ids = self._without_repeated(text, ids or [])
+        self.text += shown_text
+        if shown_text != text:
+            _set_text(choice, shown_text)
+        if ids:
+            choice["token_ids"] = shown_ids
+
+    def _take_prompt(self, holder: dict[str, Any]) -> None:
+        """Only the first engine's prompt is the user's own; a continuation's holds a part of the answer."""
+        if self.prompt_ids is None:
+            self.prompt_ids = holder.get("prompt_token_ids")
+        else:
+            holder.pop("prompt_token_ids", None)
+
+    def _count(self, text: str, ids: list[int]) -> None:
+        self.ids += ids
+        self._characters += len(text)
+        # One token, and its text came: no part of a character is waiting. Of several tokens that is not known.
+        if text and len(ids) == 1:
+            characters = self._began_at.characters + self._characters + self._request.held_back
+            self._places.append(Place(tokens=len(self.ids), characters=characters))
+
+    def _without_repeated(self, text: str, ids: list[int]) -> tuple[str, list[int]]:
+        again_text, again_ids = self._again_text, self._again_ids
+        if not again_text and not again_ids:
+            return text, ids
+        same_text, same_ids = min(len(text), len(again_text)), min(len(ids), len(again_ids))
+        if text[:same_text] != again_text[:same_text] or ids[:same_ids] != again_ids[:same_ids]:
+            raise CannotResumeError("another replica made other tokens of the same request")
+        self._again_text, self._again_ids = again_text[same_text:], again_ids[same_ids:]
+        return text[same_text:], ids[same_ids:]
+
+    def find_place(self) -> Place:
+        """The last place from which the answer can go on. Raises CannotResumeError if there is none."""
+        if not self._request.is_exact:
+            return self._find_place_at_end()
+        most = len(self.text) - self._request.overlap
+        return next((place for place in reversed(self._places) if place.characters <= most), START)
+
+    def _find_place_at_end(self) -> Place:
+        """Sampled tokens come out otherwise, so none may be made again whose text was shown."""
+        if not self.text:
+            return START
+        for stop in self._request.stops if self._request.overlap else ():
+            if any(self.text.endswith(stop[:length]) for length in range(1, len(stop))):
+                raise CannotResumeError("it ended within what may be a stop string")
+        for place in reversed(self._places):
+            if place.characters == len(self.text):
+                return place
+        raise CannotResumeError("it ended within a token whose text is not known")
+
+    def go_on_from(self, place: Place) -> int:
+        """Another engine goes on from that place; how many tokens stand."""
+        self._again_text, self._again_ids = self.text[place.characters :], [*self.ids[place.tokens :], *self._again_ids]
+        if not self._request.is_exact:
+            self._again_text, self._again_ids = "", []
+        standing = place.tokens + len(self._again_ids)
+        del self.ids[place.tokens :]
+        self._places = [known for known in self._places if known.tokens <= place.tokens]
+        self._began_at, self._characters = place, 0
+        return standing
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a chunk's choice, of a chat or a completion."""
+    text = choice["delta"].get("content") if isinstance(choice.get("delta"), dict) else choice.get("text")
+    return text or ""
+
+
+def _set_text(choice: dict[str, Any], text: str) -> None:
+    if isinstance(choice.get("delta"), dict):
+        choice["delta"]["content"] = text
+    else:
+        choice["text"] = text
+
+
+def _has_answer(chunk: Chunk) -> bool:
+    """Whether a chunk holds more than a role."""
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if text_of(choice) or choice.get("token_ids") or choice.get("finish_reason") or choice.get("logprobs"):
+            return True
+        if any(value for name, value in delta.items() if name != "role"):
+            return True
+    return False
+
+
+def event(chunk: Chunk) -> bytes:
+    """A chunk as the stream carries it."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + EVENT_END
