@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
+from typing import overload
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
@@ -42,6 +44,7 @@ def main() -> int:
             stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
             join_s=_seconds("HPC_SERVE_JOIN_S", 300),
             kill_wait_s=_seconds("HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
+            canary_s=_seconds("HPC_SERVE_CANARY_S", None),
         )
         return launch(options, words, allocation, dict(os.environ))
     except HpcServeError as error:
@@ -51,12 +54,25 @@ def main() -> int:
         return error.exit_code
 
 
-def _seconds(variable: str, default: float) -> float:
-    value = os.environ.get(variable)
+@overload
+def _seconds(variable: str, default: float) -> float: ...
+
+
+@overload
+def _seconds(variable: str, default: None) -> float | None: ...
+
+
+def _seconds(variable: str, default: float | None) -> float | None:
+    text = os.environ.get(variable)
+    if not text:
+        return default
     try:
-        return float(value) if value else default
+        value = float(text)
     except ValueError:
-        raise InvalidRequestError(f"{variable}={value}: it must be a number of seconds.") from None
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise InvalidRequestError(f"{variable}={text}: it must be a number of seconds.")
+    return value
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ from hpc_serve.errors import StoreError
 from hpc_serve.job.control import ControlServer
 from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
-from hpc_serve.job.health import NotReadyError, check_ready, is_healthy
+from hpc_serve.job.engine import Engine
 from hpc_serve.job.link import Link
-from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Outcome, RunEnd, drain_s_after_signal, failure
+from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.parts import Parts, StopOrder
-from hpc_serve.job.process import Child, read_bytes, start_child
+from hpc_serve.job.process import start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.worker_links import WorkerLinks
@@ -33,15 +32,10 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import forget_drain_request
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.vllm.command import check_layout, head_args
-from hpc_serve.vllm.log import read_figures, read_stage
-from hpc_serve.vllm.start_progress import StartProgress
+from hpc_serve.vllm.command import check_layout
 
 _log = logging.getLogger(__name__)
-_FIRST_REQUEST_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.5
-_HEALTH_INTERVAL_S = 10.0
-_ENGINE_GRACE_S = 10.0
 _RAY_GRACE_S = 4.0
 
 
@@ -68,9 +62,7 @@ class Head:
         self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
         self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
-        self._progress = StartProgress()
-        self._endpoint = endpoint
-        self._engine: Child | None = None
+        self._engine = Engine(node, keeper, endpoint, self._parts, workers_read_bytes=lambda: self._workers.read_bytes)
 
     async def run(self, listener: socket.socket) -> int:
         """Start the service, and take it down when its end is decided; returns the exit code."""
@@ -102,11 +94,11 @@ class Head:
 
     async def _drain(self, stop: Outcome) -> Outcome:
         """Finish the requests under way, if the engine has begun to serve and answers; returns how the run ended."""
-        if self._engine is None or self._keeper.record.state != "ready":
+        if self._engine.child is None or self._keeper.record.state != "ready":
             return stop
         return await Drain(
-            engine=self._engine,
-            address=self._endpoint.address,
+            engine=self._engine.child,
+            address=self._engine.address,
             gate_file=Path(self._node.environ["HPC_SERVE_DRAIN_FILE"]),
             keeper=self._keeper,
             run_end=self._run_end,
@@ -135,12 +127,7 @@ class Head:
         await self._workers.start_all()
         if uses_ray:
             await self._wait_for_ray_nodes(environ)
-        self._keeper.set_stage("starting the engine")
-        engine = await self._start_engine(environ)
-        await self._wait_until_ready(engine)
-        self._keeper.update(state="ready", stage="ready", progress=None)
-        _log.info("%s is ready at %s", node.options.service, self._endpoint.url)
-        await self._watch_health()
+        await self._engine.serve(environ)
 
     async def _wait_for_workers(self) -> None:
         total = self._node.allocation.num_nodes
@@ -214,72 +201,12 @@ class Head:
             elif time.monotonic() - since > deadline_s:
                 raise failure(part, f"{now} within {deadline_s:.0f} s")
 
-    async def _start_engine(self, environ: dict[str, str]) -> Child:
-        node, command = self._node, self._node.command
-        host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
-        added = head_args(
-            command,
-            host=host,
-            port_file=str(self._endpoint.port_file),
-            device=node.options.device,
-            backend=node.backend,
-            tls_files=self._endpoint.tls_files,
-            shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
-        )
-        argv = [*command.argv, *added, *node.multi_node_args()]
-        _log.info("engine command: %s", " ".join(argv))
-        self._progress = StartProgress()
-        environ = {**environ, **self._endpoint.environ}
-        self._engine = await self._parts.start(
-            "engine", argv, environ, order=StopOrder.ENGINE, grace_s=_ENGINE_GRACE_S, on_line=self._read_engine_line
-        )
-        return self._engine
-
-    async def _wait_until_ready(self, engine: Child) -> None:
-        node = self._node
-        model, address = node.command.served_model_names[0], self._endpoint.address
-        while True:
-            if await asyncio.to_thread(is_healthy, address):
-                self._keeper.set_stage("answering a first request")
-                try:
-                    await asyncio.to_thread(check_ready, address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S)
-                    return
-                except NotReadyError as error:
-                    self._keeper.set_stage(f"not ready: {error}")
-            self._progress.note_read_bytes(await self._read_bytes())
-            if (idle_s := self._progress.idle_s) > node.options.stall_s:
-                raise failure(
-                    "engine",
-                    f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: the engine logs nothing new "
-                    "and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
-                    last_log_lines=tuple(engine.last_log_lines),
-                )
-            await asyncio.sleep(_POLL_INTERVAL_S)
-
-    async def _read_bytes(self) -> int:
-        """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
-        return await asyncio.to_thread(read_bytes, self._node.run_mark) + self._workers.read_bytes
-
-    async def _watch_health(self) -> None:
-        while self._keeper.record.state == "ready":
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
-            healthy = await asyncio.to_thread(is_healthy, self._endpoint.address)
-            if self._keeper.record.state == "ready":
-                self._keeper.set_stage("ready" if healthy else "the engine does not answer /health")
-
     # -- what is published
 
     def _publish_worker(self, link: Link) -> None:
         node = NodeRecord(name=link.name, address=link.address)
         self._keeper.update(nodes=(*self._keeper.record.nodes, node))
         self._changed.set()
-
-    def _read_engine_line(self, line: str) -> None:
-        print_line(line)
-        self._progress.note_line(line)
-        if (stage := read_stage(line)) and self._keeper.record.state == "starting":
-            self._keeper.set_stage(stage.name, stage.done, stage.total)
-        self._keeper.add_figures(read_figures(line))
 
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:

@@ -1,5 +1,6 @@
-"""Whether the engine is ready: it answers /health, lists the model's name, and has completed one request.
+"""What the launcher asks an engine: whether it is ready, and later whether it still works.
 
+It is ready when it answers /health, lists the model's name, and has completed one request.
 One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
 Each connection is verified first (`trust.connection`): until the engine listens, anybody may take its port, and would
 get the key. When to ask, and what follows from the answer, is decided by the head.
@@ -10,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_serve.job.canary import Look
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm import metrics
 
 _TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
+_LOOK_TIMEOUT_S = 2.0
+_LOWEST_PRIORITY = 1_000_000
 _HEALTH = "/health"
 
 
@@ -34,6 +39,18 @@ class EngineAddress:
     identity: Identity
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmallRequest:
+    """A request of the least work that the engine's model can do: one token, or an embedding of one."""
+
+    path: str
+    body: Mapping[str, Any]
+
+    def after_all_others(self) -> SmallRequest:
+        """The same for an engine that was told to go by priorities; any other refuses them."""
+        return SmallRequest(path=self.path, body={**self.body, "priority": _LOWEST_PRIORITY})
+
+
 def is_healthy(engine: EngineAddress) -> bool:
     """Whether /health answers with 200 now."""
     try:
@@ -42,9 +59,10 @@ def is_healthy(engine: EngineAddress) -> bool:
         return False
 
 
-def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> None:
-    """Check once that the engine serves `model`. Raises NotReadyError if any of the three checks fails.
+def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> SmallRequest:
+    """Check once that the engine serves `model`; returns the request that it completed.
 
+    Raises NotReadyError if any of the three checks fails.
     The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
     """
     try:
@@ -54,14 +72,42 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
         _require(status == 200, f"/v1/models answers {status}")
         names = [entry.get("id") for entry in models.get("data", [])]
         _require(model in names, f"/v1/models lists {names}, not {model}")
-        body = {"model": model, "prompt": "1", "max_tokens": 1}
-        status, _ = _request(engine, "POST", "/v1/completions", body=body, timeout_s=completion_timeout_s)
+        first = SmallRequest(path="/v1/completions", body={"model": model, "prompt": "1", "max_tokens": 1})
+        status = ask(engine, first, timeout_s=completion_timeout_s)
         if status in (400, 404, 405, 501):  # the model does not generate text: ask for an embedding
-            body = {"model": model, "input": "1"}
-            status, _ = _request(engine, "POST", "/v1/embeddings", body=body, timeout_s=completion_timeout_s)
+            first = SmallRequest(path="/v1/embeddings", body={"model": model, "input": "1"})
+            status = ask(engine, first, timeout_s=completion_timeout_s)
         _require(status == 200, f"a first request was answered with {status}")
+        return first
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NotReadyError(str(error) or type(error).__name__) from error
+
+
+def ask(
+    engine: EngineAddress,
+    request: SmallRequest,
+    *,
+    timeout_s: float,
+    tell_port: Callable[[int], None] = lambda port: None,
+) -> int:
+    """The status of the answer to a small request. `tell_port` is called with our end's port.
+
+    Raises OSError or HTTPException without an answer.
+    """
+    with contextlib.closing(_connect(engine, tell_port=tell_port)) as connection:
+        return _exchange(connection, engine, "POST", request.path, timeout_s=timeout_s, body=request.body)[0]
+
+
+def look(engine: EngineAddress, tell_port: Callable[[int], None]) -> Look:
+    """What the engine says of itself within a few seconds. `tell_port` is called with our end's port."""
+    health: int | None = None
+    try:
+        with contextlib.closing(_connect(engine, timeout_s=_LOOK_TIMEOUT_S, tell_port=tell_port)) as connection:
+            health, _, _ = _exchange(connection, engine, "GET", _HEALTH, timeout_s=_LOOK_TIMEOUT_S)
+            status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_LOOK_TIMEOUT_S)
+    except (OSError, http.client.HTTPException):
+        return Look(health=health)
+    return Look(health=health, figures=metrics.read_figures(text.decode(errors="replace")) if status == 200 else None)
 
 
 def requests_under_way(engine: EngineAddress) -> int | None:
@@ -69,7 +115,8 @@ def requests_under_way(engine: EngineAddress) -> int | None:
 
     Raises OSError or HTTPException if it does not say anything now.
     """
-    status, text, _ = _exchange(engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+    with contextlib.closing(_connect(engine)) as connection:
+        status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
     if status == 404:
         return None
     if status != 200:
@@ -82,25 +129,37 @@ def _require(condition: bool, what: str) -> None:
         raise NotReadyError(what)
 
 
-def _request(
-    engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
-) -> tuple[int, dict[str, Any]]:
-    status, content, kind = _exchange(engine, method, path, timeout_s=timeout_s, body=body)
+def _request(engine: EngineAddress, method: str, path: str, *, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    with contextlib.closing(_connect(engine)) as connection:
+        status, content, kind = _exchange(connection, engine, method, path, timeout_s=timeout_s)
     return status, json.loads(content) if kind == "application/json" and content else {}
 
 
+def _connect(
+    engine: EngineAddress, *, timeout_s: float = _TIMEOUT_S, tell_port: Callable[[int], None] = lambda port: None
+) -> VerifiedConnection:
+    connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=timeout_s)
+    connection.connect()
+    tell_port(connection.sock.getsockname()[1])
+    return connection
+
+
 def _exchange(
-    engine: EngineAddress, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None
+    connection: VerifiedConnection,
+    engine: EngineAddress,
+    method: str,
+    path: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
 ) -> tuple[int, bytes, str]:
     """Status, content and content type of an answer."""
-    connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=_TIMEOUT_S)
-    with contextlib.closing(connection):
-        connection.connect()
+    if connection.sock is not None:
         connection.sock.settimeout(timeout_s)
-        headers = {"Content-Type": "application/json"}
-        if path != _HEALTH:  # which needs no key
-            headers["Authorization"] = f"Bearer {engine.identity.api_key}"
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-        response = connection.getresponse()
-        content = response.read()
+    headers = {"Content-Type": "application/json"}
+    if path != _HEALTH:  # which needs no key
+        headers["Authorization"] = f"Bearer {engine.identity.api_key}"
+    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+    response = connection.getresponse()
+    content = response.read()
     return response.status, content, response.headers.get_content_type()

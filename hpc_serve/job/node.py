@@ -21,6 +21,9 @@ from hpc_serve.rendezvous.ownership import require
 from hpc_serve.trust.peers import make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
+_CANARY_S = 5.0
+_CANARY_ON_CPUS_S = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
@@ -29,6 +32,7 @@ class LaunchOptions:
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
     Without `tls` the engine speaks in the clear. `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
+    `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes.
     """
 
     service: str
@@ -39,6 +43,14 @@ class LaunchOptions:
     stall_s: float = 1_800.0
     join_s: float = 300.0
     kill_wait_s: float = KILL_WAIT_S
+    canary_s: float | None = None
+
+    @property
+    def canary_limit_s(self) -> float:
+        """`canary_s`, or its default. On CPUs a step that reads a long prompt takes many seconds."""
+        if self.canary_s is not None:
+            return self.canary_s
+        return _CANARY_S if self.gpus_per_node else _CANARY_ON_CPUS_S
 
 
 @dataclass(frozen=True, kw_only=True)

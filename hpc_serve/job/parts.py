@@ -62,13 +62,14 @@ class Parts:
         order: StopOrder,
         grace_s: float,
         on_line: Callable[[str], None] = print_line,
+        is_noise: Callable[[str], bool] = lambda line: False,
     ) -> Child:
         """Start a child whose end ends the run. It has `grace_s` seconds to end after SIGTERM.
 
         Raises PartFailedError if there is no such command.
         """
         try:
-            child = await start_child(name, argv, environ, on_line)
+            child = await start_child(name, argv, environ, on_line, is_noise=is_noise)
         except FileNotFoundError as error:
             raise failure(
                 name, f"no command {error} in this environment: activate one that has it (HPC_SERVE_ENV)", exit_code=127

@@ -26,16 +26,23 @@ RUN_MARK = "HPC_SERVE_RUN_MARK"
 class Child:
     """A running child. `last_log_lines` are its latest lines of output, `first_error` the error it reported first.
 
-    Errors that an engine logged before its server was up did not end it, and are forgotten.
+    Lines for which `is_noise` is true are dropped. Errors that an engine logged before its server was up did not end
+    it, and are forgotten.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_line: Callable[[str], None],
+        is_noise: Callable[[str], bool],
+    ) -> None:
         self.name = name
         self.last_log_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self.first_error: str | None = None
         self._consequence: str | None = None
         self._process = process
-        self._on_line = on_line
+        self._on_line, self._is_noise = on_line, is_noise
         self._reading = asyncio.create_task(self._read_lines())
 
     @property
@@ -101,7 +108,7 @@ class Child:
 
     def _handle_line(self, raw: bytes) -> None:
         line = raw.decode(errors="replace").rstrip()
-        if line:
+        if line and not self._is_noise(line):
             self.last_log_lines.append(line[:_MAX_LINE_LENGTH])
             self.first_error = None if is_server_up(line) else self.first_error or read_error(line)
             if self._consequence is None and is_consequence(line):
@@ -115,6 +122,7 @@ async def start_child(
     environ: Mapping[str, str],
     on_line: Callable[[str], None],
     *,
+    is_noise: Callable[[str], bool] = lambda line: False,
     cwd: Path | None = None,
 ) -> Child:
     """Start `argv` with exactly `environ`. Raises FileNotFoundError if there is no such command on its PATH."""
@@ -129,7 +137,7 @@ async def start_child(
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
     )
-    return Child(name, process, on_line)
+    return Child(name, process, on_line, is_noise)
 
 
 def mark_environ(mark: str) -> dict[str, str]:

@@ -45,6 +45,7 @@ class ServeCommand:
     pipeline_parallel_size: int
     port: int | None
     executor: str | None
+    scheduling_policy: str | None = None
     stand_in: str | None = None
 
     @property
@@ -82,6 +83,7 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
         pipeline_parallel_size=value_of(given, "--pipeline-parallel-size") or 1,
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
+        scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )
 

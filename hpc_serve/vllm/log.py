@@ -25,6 +25,11 @@ _STAGES = (
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
     (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
 )
+_REPORT = re.compile(
+    r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
+    r"Running: 0 reqs, Waiting: 0 reqs"
+)
+_IDLE_TOKENS_PER_S = 1.0
 _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
 # Before an error's name: the level of a line that only warns, as vLLM, Ray and Python's logging write it.
 _NO_ERROR_LEVEL = re.compile(r"(?:^|[\s)\]])(?:DEBUG|INFO|WARNING|WARN)(?=[\s:])")
@@ -166,3 +171,9 @@ def is_consequence(line: str) -> bool:
 def is_server_up(line: str) -> bool:
     """Whether `line` says that the start is complete: no error that was logged before it ended the engine."""
     return "Application startup complete" in line
+
+
+def is_idle_report(line: str) -> bool:
+    """Whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
+    found = _REPORT.search(line)
+    return found is not None and all(float(number) <= _IDLE_TOKENS_PER_S for number in found.groups())

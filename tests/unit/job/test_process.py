@@ -33,6 +33,20 @@ def test_lines_exit_code_and_last_lines_are_kept():
     assert lines == ["a", "b", "c"]
 
 
+def test_noise_is_neither_told_nor_kept():
+    lines: list[str] = []
+
+    async def run():
+        code = "print('a'); print('noise 1'); print('b')"
+        child = await start_child(
+            "x", python(code), environ(), lines.append, is_noise=lambda line: line.startswith("noise")
+        )
+        await child.wait()
+        return list(child.last_log_lines)
+
+    assert asyncio.run(run()) == lines == ["a", "b"]
+
+
 def test_the_cause_is_no_warning_and_nothing_from_before_the_server_was_up():
     async def reason(*lines: str) -> str:
         code = f"import sys; print(*{lines!r}, sep=chr(10)); sys.exit(1)"

@@ -44,6 +44,11 @@ def test_the_last_use_of_an_option_wins_as_it_does_for_vllm():
     assert read_command(words("vllm serve m -tp 8 --tensor-parallel-size 2")).tensor_parallel_size == 2
 
 
+def test_whether_the_engine_goes_by_priorities_is_read():
+    assert read_command(words("vllm serve m --scheduling-policy priority")).scheduling_policy == "priority"
+    assert read_command(words("vllm serve m")).scheduling_policy is None
+
+
 def test_a_negative_number_is_a_value():
     assert read_command(words("vllm serve m --seed -1 --port 80")).port == 80
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.sizes import MIB
-from hpc_serve.vllm.log import StartStage, read_error, read_stage
+from hpc_serve.vllm.log import StartStage, is_idle_report, read_error, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 
@@ -97,3 +97,16 @@ def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
         clock.now = second
         progress.note_read_bytes(600 * MIB + 5 * MIB * (second - 3_600))
     assert progress.idle_s < 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generation", "running", "is_idle"),
+    [("0.4", "0.4", 0, True), ("0.0", "1.0", 0, True), ("0.0", "7.2", 0, False), ("0.0", "0.1", 1, False)],
+)
+def test_a_report_of_next_to_nothing_is_known(prompt, generation, running, is_idle):
+    line = (
+        "(APIServer pid=7) INFO 11-22 02:00:00 [loggers.py:271] Engine 000: "
+        f"Avg prompt throughput: {prompt} tokens/s, Avg generation throughput: {generation} tokens/s, "
+        f"Running: {running} reqs, Waiting: 0 reqs, GPU KV cache usage: 0.0%, Prefix cache hit rate: 0.0%"
+    )
+    assert is_idle_report(line) is is_idle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.metrics import requests_under_way
+from hpc_serve.vllm.metrics import EngineFigures, read_figures, requests_under_way
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -28,3 +28,34 @@ def test_running_and_waiting_of_all_parts_are_added():
 )
 def test_what_the_engine_does_not_say_is_not_known(text):
     assert requests_under_way(text) is None
+
+
+STEPS = (
+    TEXT
+    + """\
+vllm:prompt_tokens_total{engine="0"} 100.0
+vllm:prompt_tokens_total{engine="1"} 20.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 7.0
+vllm:generation_tokens_total{engine="0"} 5.0
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 2.0
+vllm:iteration_tokens_total_count{engine="0"} 3.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:request_success_total{engine="0",finished_reason="abort"} 9.0
+"""
+)
+
+
+def test_steps_are_what_the_engine_itself_counts():
+    figures = read_figures(STEPS)
+    assert figures == EngineFigures(under_way=7, steps=(120.0, 5.0, 3.0, 0.25))
+    for line, is_step in [("usage_perc", True), ("generation_tokens", True), ("_success", False), ("by_source", False)]:
+        place = STEPS.index(line)
+        moved = STEPS[:place] + STEPS[place:].replace("} ", "} 1", 1)
+        assert (read_figures(moved) != figures) is is_step, line
+
+
+def test_an_engine_that_counts_no_tokens_has_no_figures():
+    assert read_figures(TEXT) is None
+    assert read_figures("") is None
+    stub = TEXT + "vllm:generation_tokens_total 5.0\n"
+    assert read_figures(stub) == EngineFigures(under_way=7, steps=(None, 5.0, None, None))

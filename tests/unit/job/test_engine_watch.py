@@ -1,0 +1,139 @@
+"""An engine is watched from outside: real processes of the stub engine that stop, hang and go on; real records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.job import canary
+from hpc_serve.job.engine_watch import EngineWatch
+from hpc_serve.job.health import EngineAddress, SmallRequest, ask, look
+from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.trust.connection import Identity
+from tests.cluster import wait_for
+from tests.support.stubs import StubService
+
+REQUEST = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": "1", "max_tokens": 1})
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(canary, "LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(canary, "_STILL_S", 0.1)
+    monkeypatch.setattr("hpc_serve.job.health._LOOK_TIMEOUT_S", 0.5)
+
+
+@pytest.fixture
+def service(tmp_path):
+    service = StubService(tmp_path)
+    yield service
+    service.close()
+
+
+class Scene:
+    def __init__(self, service: StubService, *flags: str, limit_s: float = 1.0) -> None:
+        self.service, self.engine = service, service.start(*flags)
+        (record,) = service.store.read("405b").records
+        self.keeper = RecordKeeper(service.store, record)
+        identity = Identity.of(record, service.store.read_api_key("405b"))
+        self.address = EngineAddress(host="127.0.0.1", port=record.port, identity=identity)
+        self.watch = EngineWatch(address=self.address, request=REQUEST, limit_s=limit_s, keeper=self.keeper)
+
+    @property
+    def record(self):
+        (record,) = self.service.store.read("405b").records
+        return record
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.engine.process.pid, number)
+
+    async def until(self, state: str) -> None:
+        await asyncio.wait_for(asyncio.to_thread(wait_for, lambda: self.record.state == state, 20), 25)
+
+    def run(self, test: Callable[[Scene], Awaitable[None]]) -> None:
+        async def watched() -> None:
+            watching = asyncio.create_task(self.watch.run())
+            try:
+                await test(self)
+                assert not watching.done()
+            finally:
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
+
+        asyncio.run(watched())
+
+
+def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service):
+    async def test(scene: Scene) -> None:
+        scene.signal(signal.SIGSTOP)
+        await scene.until("unresponsive")
+        assert "its engine has left /health unanswered for" in scene.record.reason
+        scene.signal(signal.SIGCONT)
+        await scene.until("ready")
+        assert scene.record.reason is None
+
+    Scene(service).run(test)
+
+
+def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path):
+    hang = tmp_path / "hang"
+
+    async def test(scene: Scene) -> None:
+        hang.touch()
+        await scene.until("unresponsive")
+        assert look(scene.address, lambda port: None).health == 200
+        assert "left a request of one token unanswered" in scene.record.reason
+        hang.unlink()
+        await scene.until("ready")
+
+    Scene(service, "--stub-hang-file", str(hang)).run(test)
+
+
+def test_a_replica_that_drains_is_not_called_unresponsive(service):
+    scene = Scene(service)
+    seen = threading.Event()
+
+    class Watch(EngineWatch):
+        def _publish(self, complaint: str) -> None:
+            super()._publish(complaint)
+            if complaint:
+                seen.set()
+
+    scene.watch = Watch(address=scene.address, request=REQUEST, limit_s=1.0, keeper=scene.keeper)
+
+    async def test(scene: Scene) -> None:
+        scene.keeper.update(state="draining")
+        scene.signal(signal.SIGSTOP)
+        assert await asyncio.to_thread(seen.wait, 20)
+        assert scene.record.state == "draining"
+
+    scene.run(test)
+
+
+def test_with_a_limit_of_0_nobody_asks(service):
+    scene = Scene(service, limit_s=0)
+    asyncio.run(scene.watch.run())
+    assert not scene.watch.is_noise("Avg prompt throughput: 0.1 tokens/s, Avg generation throughput: 0.4 tokens/s")
+
+
+def test_lines_that_tell_of_its_own_questions_are_no_news(service):
+    scene = Scene(service)
+    ports: list[int] = []
+    look(scene.address, ports.append)
+    assert ask(scene.address, REQUEST, timeout_s=20, tell_port=ports.append) == 200
+    scene.watch._ports.extend(ports)
+    line = '(APIServer pid=7) INFO:     127.0.0.1:{} - "POST /v1/completions HTTP/1.1" 200 OK'
+    assert all(scene.watch.is_noise(line.format(port)) for port in ports)
+    assert not scene.watch.is_noise(line.format(1))
+
+
+def test_a_canary_goes_after_all_others_where_the_engine_has_priorities():
+    assert REQUEST.after_all_others() == replace(REQUEST, body={**REQUEST.body, "priority": 1_000_000})
