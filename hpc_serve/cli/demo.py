@@ -32,6 +32,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     gibberish.
     """
     from hpc_serve.cli import show
+    from hpc_serve.cli.submission import submission_text
     from hpc_serve.submit import services
     from hpc_serve.submit.status_reader import find
     from hpc_serve.submit.stop import stop
@@ -41,7 +42,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
     submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))
-    click.echo(show.submission_text(submission, services.other_replicas(submission.job)))
+    click.echo(submission_text(submission, services.other_replicas(submission)))
     job_id, answered = submission.job.job_id, False
     try:
         with show.Stages(SERVICE) as stages:

@@ -112,6 +112,12 @@ _SLURM = tuple(option.name for option in _SLURM_FIELDS)
 _JOB_OPTIONS = (
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="Jobs of the service, one array [default: as --target takes, or 1].",
+    ),
+    click.option(
         "--backend",
         type=click.Choice(get_args(Backend)),
         default="auto",
@@ -210,7 +216,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     model = model_of(options)
     as_they_are = (
         *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens"),
+        *("target", "input_tokens", "output_tokens", "replicas"),
     )
     return ServeRequest(
         model=model,

@@ -1,10 +1,11 @@
-"""What is shown on the screen: a submission, the stages of a start, services. Text for people, JSON for scripts."""
+"""What is shown on the screen: the stages of a start, services, models. Text for people, JSON for scripts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.status import ReplicaStatus
     from hpc_serve.plan.catalog import CatalogModel
     from hpc_serve.submit.job_status import StatusReport
-    from hpc_serve.submit.services import Submission
 
 _COLOURS = {
     "ready": "green",
@@ -46,61 +46,24 @@ def print_json(value: Any) -> None:
     click.get_current_context().meta["has_answered"] = True
 
 
-def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> dict[str, Any]:
-    """A submission under stable keys, with the other replicas of its service."""
-    job, plan = submission.job, submission.plan
-    return {
-        "service": job.service,
-        "model": job.model,
-        "cluster": job.cluster,
-        "job_id": job.job_id,
-        "script": job.script,
-        "log": job.log_path,
-        "num_nodes": plan.layout.num_nodes,
-        "gpus_per_node": plan.layout.gpus_per_node,
-        "tensor_parallel_size": plan.layout.tensor_parallel_size,
-        "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
-        "replicas_wanted": plan.replicas,
-        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in others],
-    }
-
-
-def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()) -> str:
-    """What was submitted, and what to type next."""
-    job, plan = submission.job, submission.plan
-    layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
-    nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
-    machines = (
-        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
-    )
-    where = f"{machines}, {layout}"
-    lines = [
-        f"{job.service}: submitted as job {job.job_id} ({where})",
-        f"  model   {job.model}",
-        f"  log     {job.log_path}",
-        f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
-        f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
-    ]
-    if others:
-        count = len(others)
-        there = ", ".join(f"job {other.job_id} ({other.state})" for other in others)
-        lines += [
-            f"  note    this is replica {count + 1} of {job.service}: it has {count} already, {there};",
-            f"          if it is one too many: hpc-serve stop {job.job_id}",
-        ]
-    return "\n".join(lines)
-
-
 def follow_until_ready(
-    environ: Mapping[str, str], service: str, *, job_id: str | None = None, timeout_s: float | None = None
+    environ: Mapping[str, str],
+    service: str,
+    *,
+    job_id: str | None = None,
+    replicas: int = 1,
+    timeout_s: float | None = None,
 ) -> ReplicaStatus:
-    """Show the stages of a service until it is ready. Ctrl-C leaves it as it is. Raises what `wait` raises."""
+    """Show the stages of a service until so many replicas are ready. Ctrl-C leaves it as it is.
+
+    Raises what `wait` raises.
+    """
     from hpc_serve.submit.wait import wait
 
     store = ServiceStore(default_home(environ))
     try:
         with Stages(service) as stages:
-            status = wait(store, service, job_id=job_id, timeout_s=timeout_s, on_change=stages.show)
+            status = wait(store, service, job_id=job_id, replicas=replicas, timeout_s=timeout_s, on_change=stages.show)
     except KeyboardInterrupt:
         click.echo(
             f"\nNo longer watching; {service} goes on. Come back: hpc-serve wait {service}. "
@@ -108,7 +71,8 @@ def follow_until_ready(
             err=True,
         )
         raise click.exceptions.Exit(130) from None
-    click.echo(f"{service} is ready at {status.address}. Try: hpc-serve chat {service}", err=True)
+    where = f"with {replicas} replicas" if replicas > 1 else f"at {status.address}"
+    click.echo(f"{service} is ready {where}. Try: hpc-serve chat {service}", err=True)
     return status
 
 
@@ -166,6 +130,15 @@ class Stages:
 def report_json(report: StatusReport) -> dict[str, Any]:
     """A report under stable keys."""
     return {"services": [status_json(status) for status in report.replicas], "problems": list(report.problems)}
+
+
+def print_counts(statuses: Sequence[ReplicaStatus]) -> None:
+    """For each service of several replicas that are not over, how many of them are ready."""
+    live = [status for status in statuses if not status.is_over]
+    for service, count in Counter(status.service for status in live).items():
+        if count > 1:
+            ready = sum(status.service == service and status.state == "ready" for status in live)
+            click.echo(f"{service}: {ready}/{count} replicas ready")
 
 
 def status_json(status: ReplicaStatus) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -40,33 +39,24 @@ def render_command(output: Path | None, **options: Any) -> None:
     "submit", cls=CommandWithVllmOptions, help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS
 )
 @request_options
-@click.option("--wait/--no-wait", default=False, help="Follow it until it is ready; Ctrl-C only detaches.")
+@click.option(
+    "--wait/--no-wait",
+    default=False,
+    help="Follow it until a replica is ready; Ctrl-C only detaches.",
+)
 @click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
 def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli import show
+    from hpc_serve.cli.submission import submission_json, submission_text
     from hpc_serve.submit import services
 
     request = make_request(options)
     submission = services.submit(request)
-    others = services.other_replicas(submission.job)
+    others = services.other_replicas(submission)
     if as_json:
-        show.print_json(show.submission_json(submission, others))
+        show.print_json(submission_json(submission, others))
     else:
-        click.echo(show.submission_text(submission, others))
-        if (missing := submission.plan.replicas - 1 - len(others)) > 0:
-            click.echo(_more_replicas(submission.plan.replicas, missing))
+        click.echo(submission_text(submission, others))
     if wait:
-        show.follow_until_ready(os.environ, request.service, job_id=submission.job.job_id, timeout_s=timeout)
-
-
-def _more_replicas(wanted: int, missing: int) -> str:
-    """That the target wants more replicas than this submit started, and the command that starts the rest."""
-    meta = click.get_current_context().meta
-    words = ["hpc-serve", *meta["words"], *(("--", *meta["engine_args"]) if "engine_args" in meta else ())]
-    others = "the other one" if missing == 1 else f"the other {missing}"
-    loop = "" if missing == 1 else f"for replica in {' '.join(str(number + 1) for number in range(missing))}; do "
-    return (
-        f"  more    the target takes {wanted} replicas, and a submit starts one; start {others} with\n"
-        f"          {loop}{shlex.join(words)}{'; done' if loop else ''}"
-    )
+        show.follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

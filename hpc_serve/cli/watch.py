@@ -1,4 +1,4 @@
-"""`status`, `wait`, `logs` and `stop`: the commands for services that were submitted."""
+"""`status`, `wait`, `logs`, `scale` and `stop`: the commands for services that were submitted."""
 
 from __future__ import annotations
 
@@ -53,21 +53,23 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
         show.print_table(report.replicas)
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
+    show.print_counts(report.replicas)
     show.warn(report.problems)
 
 
 @click.command("wait")
 @click.argument("service")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="So many of them [default: 1].")
 @click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
-def wait_command(service: str, timeout: float | None, as_json: bool) -> None:
+def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
     """Wait until a service is ready, and show its stages.
 
     Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
     """
     from hpc_serve.cli import show
 
-    status = show.follow_until_ready(os.environ, service, timeout_s=timeout)
+    status = show.follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
     if as_json:
         show.print_json(show.status_json(status))
 
@@ -145,6 +147,32 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
             click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
         for status in stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain):
             click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
+
+
+@click.command("scale")
+@click.argument("service")
+@click.argument("replicas", type=click.IntRange(min=1))
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+def scale_command(service: str, replicas: int, drain: float) -> None:
+    """Bring a service to a number of REPLICAS.
+
+    More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
+    those that start; one that is ready finishes its requests before.
+    """
+    from hpc_serve.submit.scale import scale
+
+    def say(status: ReplicaStatus) -> None:
+        click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
+
+    done = scale(_store(), service, replicas, drain_s=drain, on_stop=say)
+    for job in done.added:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    for status in done.ended:
+        click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
+    change = "as before" if done.before == replicas else f"it had {done.before}"
+    click.echo(f"{service} has {replicas} replica{'s' if replicas > 1 else ''}, {change}.")
 
 
 def _store() -> ServiceStore:

@@ -12,7 +12,7 @@ import io
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ class SubmittedScript:
 class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not typed strictly
     """Submits one script as it is. `folder` holds it, under submitit's name for it."""
 
-    def __init__(self, folder: Path, script_text: str) -> None:
+    def __init__(self, folder: Path, script_text: str, options: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self._script_text = script_text
+        self._options = options
         self.submission_uid = ""
 
     @classmethod
@@ -54,7 +55,7 @@ class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # subm
         return self._script_text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return sbatch_argv(submission_file_path)
+        return sbatch_argv(submission_file_path, self._options)
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
@@ -95,12 +96,14 @@ class ScriptLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]
         return job
 
 
-def submit_to_slurm(script_text: str, folder: Path) -> SubmittedScript:
+def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> SubmittedScript:
     """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
+
+    `options` of sbatch win over those in the script.
 
     Raises SchedulerUnavailableError, SubmissionRefusedError with sbatch's own words, StoreError.
     """
-    executor = ScriptSlurmExecutor(folder, script_text)
+    executor = ScriptSlurmExecutor(folder, script_text, options)
     try:
         # submitit prints what sbatch said and raises it too: hide the first, so that it is said once.
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():

@@ -103,6 +103,11 @@ def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, .
     return [option.words for option in read_arguments(words)]
 
 
+def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
+    """How many jobs are submitted: as many as are asked for, else as the plan takes; on this machine one."""
+    return request.replicas or (plan.replicas if request.cluster == "slurm" else 1)
+
+
 def devices_per_node(plan: ServePlan) -> int:
     """GPUs, or chips, of each node that the engine's ranks take; 0 where they run on CPUs."""
     return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
@@ -139,11 +144,23 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         "--ntasks-per-node=1",
         *([_gpu_line(slurm, layout.gpus_per_node)] if device.kind == "gpu" else []),
         *completed.lines("share"),
-        f"--output={request.log_dir}/%j.log" if request.log_dir else "--output=%x-%j.log",
+        *array_options(replicas_of(request, plan)),
+        f"--output={_batch_log(request.log_dir, replicas_of(request, plan))}",
         *(["--exclusive"] if whole_nodes else []),
         "--open-mode=append",
         *slurm.extra,
     ]
+
+
+def array_options(replicas: int) -> list[str]:
+    """sbatch's words for several replicas: tasks 0, 1 … of one array."""
+    return [f"--array=0-{replicas - 1}"] if replicas > 1 else []
+
+
+def _batch_log(log_dir: str | None, replicas: int) -> str:
+    """Where Slurm writes a job's own output, as a pattern of its `--output`: below `log_dir` by the job's id."""
+    job = "%A_%a" if replicas > 1 else "%j"
+    return f"{log_dir}/{job}.log" if log_dir else f"%x-{job}.log"
 
 
 def _gpu_line(slurm: SlurmOptions, count: int) -> str:
@@ -176,6 +193,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     words = ["hpc-serve", "render", "--model", request.model]
     named = {
         "--name": request.service if request.service != request.model else None,
+        "--replicas": request.replicas,
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
         "--gpu": request.gpu if request.gpu != DEFAULT_GPU else None,
@@ -206,8 +224,9 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
     units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
     where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
     sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
-    replica = f" (one of the {plan.replicas} replicas that --target asks for)" if plan.replicas > 1 else ""
-    return f'{plan.model} as "{request.service}": {where}, {sizes}{replica}'
+    replicas = replicas_of(request, plan)
+    each = f"{replicas} replicas, each on " if replicas > 1 else ""
+    return f'{plan.model} as "{request.service}": {each}{where}, {sizes}'
 
 
 def _comment(text: str) -> Markup:

@@ -23,6 +23,7 @@ EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 GpuDirective = Literal["gpus-per-node", "gres"]
 
 _COUNTS = (
+    "replicas",
     "num_nodes",
     "gpus_per_node",
     "tensor_parallel_size",
@@ -207,6 +208,7 @@ def variable_of(setting: str) -> str:
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
+    `replicas` are jobs of the service, tasks of one array, each with `num_nodes` and `gpus_per_node` of its own.
     `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
@@ -217,6 +219,7 @@ class ServeRequest:
 
     model: str
     service: str
+    replicas: int | None = None
     gpu: str = DEFAULT_GPU
     gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
@@ -264,11 +267,12 @@ class ServeRequest:
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
         _check_choice("backend", self.backend, Backend)
         _check_choice("cluster", self.cluster, Cluster)
-        if self.cluster == "local" and (self.num_nodes or 1) > 1:
-            raise InvalidRequestError(
-                f"--cluster local runs on this machine alone, but {self.num_nodes} nodes were asked for; "
-                "leave --nodes out, or use --cluster slurm."
-            )
+        for name, count in (("nodes", self.num_nodes), ("replicas", self.replicas)):
+            if self.cluster == "local" and (count or 1) > 1:
+                raise InvalidRequestError(
+                    f"--cluster local runs on this machine alone, but {count} {name} were asked for; "
+                    f"leave --{name} out, or use --cluster slurm."
+                )
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):

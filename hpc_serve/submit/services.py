@@ -1,4 +1,5 @@
-"""Submits a service: plans it, renders its script, claims its name, and hands the script to the scheduler.
+"""Submits a service: plans it, renders its script, claims its name, and hands the script to the scheduler; and submits
+further replicas of one.
 
 `submit` does everything that can fail before it claims a name, and leaves no claim behind if sbatch refuses.
 """
@@ -11,21 +12,21 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
-from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
-from hpc_serve.submit.render import devices_per_node, render_script
+from hpc_serve.submit.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN
@@ -35,10 +36,16 @@ from hpc_serve.submit.stop import end_job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that was handed over, and its plan."""
+    """What was handed over: a job for each replica, and their plan. `job_id` is sbatch's, of all of them together."""
 
-    job: SubmittedJob
+    job_id: str
+    jobs: tuple[SubmittedJob, ...]
     plan: ServePlan
+
+    @property
+    def job(self) -> SubmittedJob:
+        """The first replica's."""
+        return self.jobs[0]
 
 
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
@@ -56,55 +63,127 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(str(request.log_dir)), called="--log-dir")
+    with _claimed(store, service, plan.model):
+        if request.cluster == "local":
+            job_id, jobs = _start_locally(store, _job_of(request, plan), script, log_dir)
+        else:
+            job_id, jobs = _submit_to_slurm(
+                store, _job_of(request, plan), script, log_dir, replicas=replicas_of(request, plan)
+            )
+    return Submission(job_id=job_id, jobs=jobs, plan=plan)
+
+
+def add_replicas(store: ServiceStore, service: str, count: int) -> tuple[SubmittedJob, ...]:
+    """Submit `count` more jobs of a service, with the script and the log folder of the last one that was submitted.
+
+    Raises HpcServeError of every kind; InvalidRequestError if there is no script of `submit`.
+    """
+    of_slurm = [job for job in store.read_submitted(service) if job.cluster == "slurm"]
+    last = max(of_slurm, key=lambda job: job.submitted_at, default=None)
+    if last is None or not last.script or not Path(last.script).exists():
+        raise InvalidRequestError(
+            f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, on this "
+            "machine alone, or its files are gone. Start replicas as you started the first."
+        )
+    with _claimed(store, service, last.model):
+        script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
+        return _submit_to_slurm(store, last, script, log_dir, replicas=count, anew=True)[1]
+
+
+@contextlib.contextmanager
+def _claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
+    """Hold the service's name for this model; if what is done under it fails, the name is free as before."""
     is_over = functools.partial(_is_over, store=store, slurm=SchedulerView())
     store.sweep(service, is_over=is_over)
     with contextlib.ExitStack() as undo:
-        claim(store, service, plan.model, is_over=is_over)
-        undo.callback(release, store, service, plan.model)
+        claim(store, service, model, is_over=is_over)
+        undo.callback(release, store, service, model)
         store.ensure_api_key(service)
-        scripts = make_private_folder(store.service_dir(service) / "scripts")
-        job = _hand_over(request, plan, script, log_dir, scripts)
-        undo.callback(end_job, job.job_id, job)
-        store.write_submitted(job)
+        yield
         undo.pop_all()
-    return Submission(job=job, plan=plan)
 
 
-def other_replicas(job: SubmittedJob, *, environ: Mapping[str, str] = os.environ) -> tuple[ReplicaStatus, ...]:
-    """The replicas of the job's service, without its own, that are not over.
+def other_replicas(submission: Submission, *, environ: Mapping[str, str] = os.environ) -> tuple[ReplicaStatus, ...]:
+    """The replicas of the submission's service, without its own, that are not over.
 
-    The job is submitted whatever can be read of them, so where that fails there are none.
+    It is submitted whatever can be read of them, so where that fails there are none.
     """
     try:
-        report = read_status(ServiceStore(default_home(environ)), job.service)
+        report = read_status(ServiceStore(default_home(environ)), submission.job.service)
     except HpcServeError:
         return ()
-    return tuple(one for one in report.replicas if not one.is_over and one.job_id != job.job_id)
+    own = {job.job_id for job in submission.jobs}
+    return tuple(one for one in report.replicas if not one.is_over and one.job_id not in own)
 
 
-def _hand_over(request: ServeRequest, plan: ServePlan, script: str, log_dir: Path, scripts: Path) -> SubmittedJob:
-    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
-
-    if request.cluster == "local":
-        done = executor.start_locally(script, scripts, log_dir)
-    else:
-        done = executor.submit_to_slurm(script, scripts)
+def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
+    """What is known of a job before it has an id."""
     return SubmittedJob(
         service=request.service,
         model=plan.model,
         cluster=request.cluster,
-        job_id=done.job_id,
-        submitted_at=time.time(),
-        script=str(done.script),
-        log_path=str(log_dir / f"{done.job_id}.log"),
+        job_id="",
+        submitted_at=0.0,
         user=user_name(),
         num_nodes=plan.layout.num_nodes,
         gpus_per_node=devices_per_node(plan),
-        pid=done.pid,
-        pid_start_time=process_start_time(done.pid) if done.pid else None,
-        host=socket.gethostname() if done.pid else None,
         predicted=_figures(plan),
     )
+
+
+def _start_locally(
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Run the script on this machine; returns its id and the job."""
+    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
+
+    done = executor.start_locally(script, _scripts(store, job.service), log_dir)
+    assert done.pid is not None
+    job = dataclasses.replace(
+        _as_submitted(job, done.job_id, done.script, log_dir),
+        pid=done.pid,
+        pid_start_time=process_start_time(done.pid),
+        host=socket.gethostname(),
+    )
+    return done.job_id, _written(store, done.job_id, (job,))
+
+
+def _submit_to_slurm(
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, *, replicas: int, anew: bool = False
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Hand the script to sbatch, once for all replicas; returns sbatch's id and the job of each.
+
+    A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
+    """
+    from hpc_serve.submit import executor
+
+    options = [f"--array=0-{replicas - 1}", f"--output={log_dir}/%A_%a.log"] if anew else []
+    done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
+    is_array = anew or replicas > 1
+    job_ids = [f"{done.job_id}_{task}" for task in range(replicas)] if is_array else [done.job_id]
+    jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
+    return done.job_id, _written(store, done.job_id, jobs)
+
+
+def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -> SubmittedJob:
+    log_path = str(log_dir / f"{job_id}.log")
+    return dataclasses.replace(
+        job, job_id=job_id, submitted_at=time.time(), script=str(script), log_path=log_path, end=None
+    )
+
+
+def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
+    """The same jobs, written down; if that fails they are ended."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(end_job, job_id, jobs[0])
+        for job in jobs:
+            store.write_submitted(job)
+        undo.pop_all()
+    return jobs
+
+
+def _scripts(store: ServiceStore, service: str) -> Path:
+    return make_private_folder(store.service_dir(service) / "scripts")
 
 
 def _figures(plan: ServePlan) -> dict[str, float]:

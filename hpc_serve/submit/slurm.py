@@ -6,6 +6,7 @@ state or a reason means to a person.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -84,9 +85,9 @@ class Partition:
     gres: str
 
 
-def sbatch_argv(script: PurePath | str) -> list[str]:
-    """Submit a script; everything else stands in its #SBATCH lines."""
-    return ["sbatch", str(script)]
+def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str]:
+    """Submit a script. What is not in its #SBATCH lines, or shall be otherwise, is in `options`."""
+    return ["sbatch", *options, str(script)]
 
 
 def squeue_argv() -> list[str]:

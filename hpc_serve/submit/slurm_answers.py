@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import datetime
 
 from hpc_serve.errors import SchedulerError
@@ -15,6 +16,7 @@ _UNREACHABLE = re.compile(
     r"Slurm backup controller in standby|Protocol authentication error|Munge encode failed",
     re.IGNORECASE,
 )
+_TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
 _NO_SUCH_JOB = re.compile(r"Invalid job id specified|Invalid job array specification", re.IGNORECASE)
 
 
@@ -59,8 +61,7 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
     """The job's state from `scontrol show job` (one line for each task of an array); None if it is not there."""
     for line in stdout.splitlines():
         values = _scontrol_values(line)
-        ids = (values.get("JobId"), values.get("ArrayJobId"), f"{values.get('ArrayJobId')}_{values.get('ArrayTaskId')}")
-        if job_id in ids and "JobState" in values:
+        if "JobState" in values and _is_about(values, job_id):
             exit_code, signal = _exit_status(values.get("ExitCode", ""))
             return JobState(
                 job_id=job_id,
@@ -79,6 +80,28 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 source="scontrol",
             )
     return None
+
+
+def _is_about(values: Mapping[str, str], job_id: str) -> bool:
+    """Whether the line is of that job, or of that array or task. Tasks that wait share one line."""
+    array, _, task = job_id.partition("_")
+    if not task:
+        return job_id in (values.get("JobId"), values.get("ArrayJobId"))
+    return array == values.get("ArrayJobId") and _has_task(values.get("ArrayTaskId", ""), task)
+
+
+def _has_task(tasks: str, task: str) -> bool:
+    """Whether Slurm's list of tasks names this one.
+
+    >>> _has_task("1,4-9:2%3", "6"), _has_task("1,4-9:2%3", "7")
+    (True, False)
+    """
+    for word in tasks.partition("%")[0].split(","):
+        if (found := _TASKS.fullmatch(word)) and task.isdecimal():
+            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+            if first <= int(task) <= last and (int(task) - first) % step == 0:
+                return True
+    return False
 
 
 def _scontrol_values(line: str) -> dict[str, str]:

@@ -52,10 +52,10 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
 
 
 def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
-    """The replicas of a service, or of a job by its id, oldest first. Raises ServiceNotFoundError."""
+    """The replicas of a service, or of a job or an array by its id, oldest first. Raises ServiceNotFoundError."""
     if replicas := read_status(store, target).replicas:
         return list(replicas)
-    if of_job := [status for status in read_status(store).replicas if status.job_id == target]:
+    if of_job := [status for status in read_status(store).replicas if is_of_job(status, target)]:
         return of_job
     raise not_found_error(store, target)
 
@@ -70,6 +70,11 @@ def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
     ]
     missing = ServiceStatus(service=target, home=home, problems=report.problems)
     return ServiceNotFoundError(not_found(missing, others, wanted="service or job"))
+
+
+def is_of_job(status: ReplicaStatus, job_id: str) -> bool:
+    """Whether a replica is that job's, or is one of the tasks of that array."""
+    return job_id in (status.job_id, status.job_id.partition("_")[0])
 
 
 def is_same_replica(one: ReplicaStatus, other: ReplicaStatus) -> bool:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import ServiceFailedError, WaitTimeoutError
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.log_files import places_of
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN
-from hpc_serve.submit.status_reader import is_same_replica, not_found_error, read_status
+from hpc_serve.submit.status_reader import is_of_job, is_same_replica, not_found_error, read_status
 
 _RECORDS_S = 1.0
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
@@ -24,26 +24,32 @@ def wait(
     service: str,
     *,
     job_id: str | None = None,
+    replicas: int = 1,
     timeout_s: float | None = None,
     on_change: Callable[[ReplicaStatus], None] = lambda status: None,
 ) -> ReplicaStatus:
-    """Return once a replica of the service (or its job `job_id`) is ready. `on_change` is called with each new stage.
+    """Return once `replicas` of the service (or of its job or array `job_id`) are ready: the last of them.
 
-    Raises ServiceFailedError when every job of it has ended, WaitTimeoutError after `timeout_s` seconds,
-    ServiceNotFoundError if there is none.
+    `on_change` is called with each new stage. Raises ServiceFailedError when so many jobs have ended that fewer are
+    left, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError if there is none, InvalidRequestError if
+    there were never so many.
     """
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
     shown: ReplicaStatus | None = None
     ended_at_s: float | None = None
     while True:
-        status = _most_hopeful(read_status(store, service, slurm=slurm).replicas, job_id)
-        if status is None:
+        found = [
+            one for one in read_status(store, service, slurm=slurm).replicas if job_id is None or is_of_job(one, job_id)
+        ]
+        if not found:
             raise not_found_error(store, job_id or service)
+        ready = [one for one in found if one.state == "ready"]
+        status = ready[-1] if len(ready) >= replicas else _to_wait_for(found, replicas)
         if shown is None or _progress_key(status) != _progress_key(shown):
             on_change(status)
             shown = status
-        if status.state == "ready":
+        if len(ready) >= replicas:
             return status
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
@@ -52,8 +58,9 @@ def wait(
                 raise ServiceFailedError(failure_report(_read_end_again(store, status)))
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError(
-                f"{service} is not ready after {timeout_s:.0f} s, its job goes on: {status.sentence}. "
-                f"Wait again with `hpc-serve wait {service}`, or end it with `hpc-serve stop {service}`."
+                f"{_so_far(service, len(ready), replicas)} after {timeout_s:.0f} s, its job goes on: "
+                f"{status.sentence}. Wait again with `hpc-serve wait {service}`, or end it with "
+                f"`hpc-serve stop {service}`."
             )
         time.sleep(_RECORDS_S)
 
@@ -66,13 +73,27 @@ def failure_report(status: ReplicaStatus) -> str:
     return f"{status.service} (job {status.job_id}) {status.sentence}{last}\nLogs: {logs}"
 
 
-def _most_hopeful(replicas: Sequence[ReplicaStatus], job_id: str | None) -> ReplicaStatus | None:
-    """The replica to wait for: one that is ready, else the latest that may become ready, else the latest."""
-    candidates = [status for status in replicas if job_id in (None, status.job_id)]
-    ready = [status for status in candidates if status.state == "ready"]
-    coming = [status for status in candidates if not status.is_over]
-    best = ready or coming or candidates
-    return best[-1] if best else None
+def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
+    """The replica that decides: one that may become ready if enough are left, else one that has ended. The latest.
+
+    Raises InvalidRequestError if there were never so many.
+    """
+    coming = [status for status in found if not status.is_over and status.state != "ready"]
+    ended = [status for status in found if status.is_over]
+    left = len(found) - len(ended)
+    if left >= wanted:
+        return coming[-1]
+    if ended:
+        return ended[-1]
+    service = found[0].service
+    raise InvalidRequestError(
+        f"{service} has {left} replicas, so {wanted} will not be ready: "
+        f"`hpc-serve scale {service} {wanted}` starts more."
+    )
+
+
+def _so_far(service: str, ready: int, wanted: int) -> str:
+    return f"{service} has {ready} of {wanted} replicas ready" if wanted > 1 else f"{service} is not ready"
 
 
 def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User
+from tests.e2e.jobs import STUB, User
 
 
 @pytest.fixture
@@ -15,3 +17,14 @@ def alice(cluster, alice_env):
     yield user
     user.run("scancel", "--user", "alice")
     wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
+
+
+@pytest.fixture(scope="session")
+def stub_env(cluster) -> dict[str, str]:
+    """What makes scripts find the stub (tests/support/stub_engine.py) in place of `vllm`."""
+    folder = cluster.home("alice") / "stub-env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text(f"export PATH={folder}:{sys.prefix}/bin:$PATH\n")
+    (folder / "vllm").write_text(f'#!/bin/bash\nexec {sys.executable} {STUB} "$@"\n')
+    (folder / "vllm").chmod(0o755)
+    return {"HPC_SERVE_ENV": str(folder.parent)}

@@ -10,14 +10,13 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, User
+from tests.e2e.jobs import User
 
 pytestmark = [pytest.mark.slurm]
 
@@ -27,15 +26,8 @@ HOLD = ("--sbatch", "--hold")
 
 
 @pytest.fixture(scope="module")
-def alice(cluster, alice_env):
-    """Alice, whose environment for jobs has the stub in place of `vllm`."""
-    user = User(cluster, alice_env)
-    folder = user.home / "stub-env" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "activate").write_text(f"export PATH={folder}:{sys.prefix}/bin:$PATH\n")
-    (folder / "vllm").write_text(f'#!/bin/bash\nexec {sys.executable} {STUB} "$@"\n')
-    (folder / "vllm").chmod(0o755)
-    return User(cluster, {**alice_env, "HPC_SERVE_ENV": str(folder.parent)})
+def alice(cluster, alice_env, stub_env):
+    return User(cluster, {**alice_env, **stub_env})
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,13 @@ from hpc_serve.rendezvous.user import user_name
 COMMANDS = {
     "sbatch": """
 if [[ -e refusal ]]; then cat refusal >&2; exit 1; fi
-id=$(($(cat last_id) + 1)); echo $id > last_id; cp "$1" script-$id
-echo "$id|PENDING|Resources||N/A|N/A|12:00:00|0:00|2026-11-21T05:04:02|me|hpc-serve-x" >> queue
+id=$(($(cat last_id) + 1)); echo $id > last_id
+for script; do :; done; cp "$script" script-$id
+array=$(printf '%s\\n' "$@" | sed -n 's/^--array=0-//p'); array=${array:-$(sed -n 's/^#SBATCH --array=0-//p' "$script")}
+for job in $([[ -z $array ]] && echo $id || seq -f "${id}_%g" 0 "$array"); do
+    echo "$job|PENDING|Resources||N/A|N/A|12:00:00|0:00|2026-11-21T05:04:02|me|hpc-serve-x" >> queue
+done
+echo "$*" >> sbatch-words
 echo "Submitted batch job $id"
 """,
     "squeue": "cat queue ended-lines/* 2>/dev/null; exit 0",
@@ -85,7 +90,9 @@ class FakeSlurm:
         log: str = "",
     ) -> None:
         """What scontrol shows of a job, now or once it was cancelled; squeue lists it too if it is over."""
-        line = f"JobId={job_id} JobName={name} UserId={user_name()}(1) JobState={state} Reason=None"
+        array, _, task = job_id.partition("_")
+        ids = f"JobId=9{array} ArrayJobId={array} ArrayTaskId={task}" if task else f"JobId={job_id}"
+        line = f"{ids} JobName={name} UserId={user_name()}(1) JobState={state} Reason=None"
         line += f" Restarts={restart} ExitCode={exit_code}"
         shown = self._folder / f"{'ended' if after_cancel else 'job'}-{job_id}"
         shown.write_text(f"{line} NodeList={nodes} StdOut={log}\n")
@@ -124,3 +131,8 @@ class FakeSlurm:
     def scripts(self) -> list[str]:
         """The texts that sbatch took."""
         return [path.read_text() for path in sorted(self._folder.glob("script-*"))]
+
+    @property
+    def sbatch_words(self) -> list[str]:
+        """The words of each sbatch."""
+        return (self._folder / "sbatch-words").read_text().splitlines()

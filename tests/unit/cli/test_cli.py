@@ -149,6 +149,7 @@ def test_submit_as_json(capsys, place, store):
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "cluster": "slurm",
         "job_id": "101",
+        "replicas": [{"job_id": "101", "log": str(store.log_dir("mine") / "101.log")}],
         "script": str(store.service_dir("mine") / "scripts" / "101_submission.sh"),
         "log": str(store.log_dir("mine") / "101.log"),
         "num_nodes": 1,
@@ -169,28 +170,40 @@ def test_a_further_double_dash_is_the_engine_s_and_refused(capsys, place):
 
 def test_a_further_replica_is_said_to_be_one(capsys, place):
     assert run(["submit", "--model", "8b"]) == 0
-    assert "this is replica" not in capsys.readouterr().out
+    assert "replicas now" not in capsys.readouterr().out
     assert run(["submit", "--model", "8b"]) == 0
     out = capsys.readouterr().out
-    assert "this is replica 2 of 8b: it has 1 already, job 101 (pending);" in out
-    assert "if it is one too many: hpc-serve stop 102" in out
+    assert "8b has 2 replicas now; it had 1 before, job 101 (pending);" in out
+    assert "if that is too many: hpc-serve stop 102" in out
     assert run(["submit", "--model", "8b", "--json"]) == 0
     others = json.loads(capsys.readouterr().out)["other_jobs"]
     assert others == [{"job_id": job_id, "state": "pending"} for job_id in ("101", "102")]
 
 
-def test_submit_starts_one_of_the_replicas_of_a_target_and_says_how_to_start_the_rest(capsys, place):
+def test_submit_starts_the_replicas_of_a_target(capsys, place):
     words = ["submit", "8b", "--target", "throughput", "--nodes", "1", "--", "--seed", "1"]
+    assert run([*words[:-3], "--json", *words[-3:]]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["job_id"] == "101"
+    assert [one["job_id"] for one in told["replicas"]] == [f"101_{task}" for task in range(8)]
+    assert told["replicas_wanted"] == 8
+    assert "#SBATCH --array=0-7\n" in place.scripts[0]
+    assert "8 replicas, each on 1 node x 1 GPU" in place.scripts[0]
     assert run(words) == 0
     out = capsys.readouterr().out
-    assert "the target takes 8 replicas, and a submit starts one; start the other 7 with" in out
-    assert "for replica in 1 2 3 4 5 6 7; do hpc-serve submit 8b --target throughput --nodes 1 -- --seed 1; done" in out
-    for _ in range(6):
-        assert run(words) == 0
-    assert "start the other one with\n          hpc-serve submit 8b" in capsys.readouterr().out
-    assert run([*words[:-3], "--json", *words[-3:]]) == 0
-    assert json.loads(capsys.readouterr().out)["replicas_wanted"] == 8
-    assert "one of the 8 replicas" in place.scripts[0]
+    assert "8b: submitted as job 102 (8 replicas, each 1 node x 1 GPUs, TP=1 PP=1)" in out
+    assert "8b has 16 replicas now; it had 8 before" in out
+
+
+def test_the_replicas_asked_for_win_over_the_target_s(capsys, place):
+    assert run(["submit", "8b", "--target", "throughput", "--nodes", "1", "--replicas", "2"]) == 0
+    assert "#SBATCH --array=0-1\n" in place.scripts[0]
+    assert run(["submit", "8b", "--replicas", "1"]) == 0
+    assert "--array" not in place.scripts[1]
+    assert run(["submit", "8b", "--replicas", "0"]) == 2
+    assert "replicas is 0: it must be at least 1" in capsys.readouterr().err
+    assert run(["submit", "8b", "--replicas", "2", "--cluster", "local"]) == 2
+    assert "2 replicas were asked for; leave --replicas out" in capsys.readouterr().err
 
 
 def test_flags_win_over_the_site_file(tmp_path, capsys, place):

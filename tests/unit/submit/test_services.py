@@ -119,16 +119,16 @@ class TestSubmit:
 
     def test_what_the_service_has_already_is_told(self, store, slurm, environ):
         first = services.submit(request(), environ=environ)
-        assert services.other_replicas(first.job, environ=environ) == ()
+        assert services.other_replicas(first, environ=environ) == ()
         slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
         second = services.submit(request(), environ=environ)
-        others = services.other_replicas(second.job, environ=environ)
+        others = services.other_replicas(second, environ=environ)
         assert sorted((one.job_id, one.state) for one in others) == [("101", "pending"), ("55", "pending")]
         slurm.queue()
         slurm.job("101", "CANCELLED")
         slurm.job("102", "FAILED", exit_code="1:0")
         third = services.submit(request(), environ=environ)
-        assert services.other_replicas(third.job, environ=environ) == ()
+        assert services.other_replicas(third, environ=environ) == ()
 
     def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")

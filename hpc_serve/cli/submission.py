@@ -1,0 +1,59 @@
+"""What is shown of a submission: text for people, JSON for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_serve.client.status import ReplicaStatus
+    from hpc_serve.submit.services import Submission
+
+_LOGS_SHOWN = 4
+
+
+def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> dict[str, Any]:
+    """A submission under stable keys, with the other replicas of its service."""
+    job, plan = submission.job, submission.plan
+    return {
+        "service": job.service,
+        "model": job.model,
+        "cluster": job.cluster,
+        "job_id": submission.job_id,
+        "replicas": [{"job_id": one.job_id, "log": one.log_path} for one in submission.jobs],
+        "script": job.script,
+        "log": job.log_path,
+        "num_nodes": plan.layout.num_nodes,
+        "gpus_per_node": plan.layout.gpus_per_node,
+        "tensor_parallel_size": plan.layout.tensor_parallel_size,
+        "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
+        "replicas_wanted": plan.replicas,
+        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in others],
+    }
+
+
+def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()) -> str:
+    """What was submitted, and what to type next."""
+    job, plan = submission.job, submission.plan
+    layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
+    nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
+    machines = (
+        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
+    )
+    count = len(submission.jobs)
+    each = f"{count} replicas, each " if count > 1 else ""
+    lines = [
+        f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
+        f"  model   {job.model}",
+        *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
+        *([f"          … and those of {count - _LOGS_SHOWN} more"] if count > _LOGS_SHOWN else []),
+        f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
+        f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
+    ]
+    if others:
+        there = ", ".join(f"job {other.job_id} ({other.state})" for other in others)
+        lines += [
+            f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
+            f"          if that is too many: hpc-serve stop {submission.job_id}",
+        ]
+    return "\n".join(lines)

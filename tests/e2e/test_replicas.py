@@ -1,0 +1,85 @@
+"""Several replicas of one service on a real Slurm: one array, found, waited for, more of them, fewer, none.
+
+The engine is the stub, put in vLLM's place by the environment that scripts activate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import User
+
+pytestmark = [pytest.mark.slurm]
+
+STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
+SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
+MOST_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def alice(cluster, alice_env, stub_env):
+    """Alice, whose stub engines stream 40 words, one each quarter of a second."""
+    words = "--stub-words 40 --stub-word-s 0.25"
+    return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
+
+
+def run(alice: User, *words: str) -> str:
+    done = alice.hpc_serve(*words, timeout=MOST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def states(alice: User, service: str) -> dict[str, str]:
+    """By job, those that are not over."""
+    found = json.loads(run(alice, "status", service, "--json"))["services"]
+    return {one["job_id"]: one["state"] for one in found if one["state"] not in ("stopped", "failed")}
+
+
+def test_four_replicas_then_five_then_two_then_none(alice):
+    told = json.loads(run(alice, "submit", "8b", "--replicas", "4", *SMALL, "--json"))
+    array = told["job_id"]
+    assert [one["job_id"] for one in told["replicas"]] == [f"{array}_{task}" for task in range(4)]
+    assert "8b is ready with 4 replicas" in run(alice, "wait", "8b", "--replicas", "4", "--timeout", "3m")
+    assert "8b: 4/4 replicas ready" in run(alice, "status")
+    assert states(alice, "8b") == {f"{array}_{task}": "ready" for task in range(4)}
+    logs = run(alice, "logs", f"{array}_2", "--files").split()
+    assert [Path(path).name for path in logs] == [f"{array}_2.log", f"{array}_2-node0.log"]
+
+    more = run(alice, "scale", "8b", "5")
+    assert "8b has 5 replicas, it had 4." in more
+    run(alice, "wait", "8b", "--replicas", "5", "--timeout", "3m")
+    assert "8b: 5/5 replicas ready" in run(alice, "status", "8b")
+
+    # Fewer of them, while each has streams under way: none is lost.
+    program = alice.cluster.popen(
+        [sys.executable, str(STREAMS_PROGRAM), "8b", "8"], user="alice", env=dict(alice.environ)
+    )
+    said = program.stdout.readline()
+    assert said.strip() == "begun", said + program.stdout.read()
+    assert "8b has 2 replicas, it had 5." in run(alice, "scale", "8b", "2")
+    assert len(states(alice, "8b")) == 2
+
+    run(alice, "stop", next(iter(states(alice, "8b"))))
+    assert len(states(alice, "8b")) == 1
+    run(alice, "stop", "8b")
+    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
+    assert streams == [[40, "stop"]] * 8
+    assert states(alice, "8b") == {}
+    assert not alice.processes()
+
+
+def test_an_array_is_stopped_by_its_id_while_it_waits(alice):
+    told = json.loads(
+        run(alice, "submit", "8b", "--name", "held", "--replicas", "3", "--sbatch=--hold", *SMALL, "--json")
+    )
+    array = told["job_id"]
+    assert states(alice, "held") == {f"{array}_{task}": "pending" for task in range(3)}
+    said = run(alice, "stop", f"{array}_1")
+    assert f"held (job {array}_1) is over: stopped" in said
+    assert states(alice, "held") == {f"{array}_0": "pending", f"{array}_2": "pending"}
+    run(alice, "stop", array)
+    assert states(alice, "held") == {}

@@ -1,0 +1,229 @@
+"""Several replicas of a service: one array, more of them, fewer of them; against stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, SubmissionRefusedError
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import services
+from hpc_serve.submit import stop as stopping
+from hpc_serve.submit import wait as waiting
+from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.scale import scale
+from hpc_serve.submit.slurm_answers import parse_scontrol_job
+from hpc_serve.submit.status_reader import find, read_status
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import StubService, make_record
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
+        monkeypatch.setattr(waiting, name, 0.02)
+    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    activate = tmp_path / "env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
+    return fake
+
+
+@pytest.fixture
+def live(store):
+    """Two tasks of array 7 that serve."""
+    stubs = StubService(store.home, "8b")
+    for task in range(2):
+        stubs.start(job_id=f"7_{task}", model="meta-llama/Llama-3.1-8B-Instruct")
+    yield stubs
+    stubs.close()
+
+
+def submit(**fields):
+    return services.submit(ServeRequest(**{"model": "8b", "service": "8b", **fields}))
+
+
+def states(store):
+    return {status.job_id: status.state for status in read_status(store, "8b").replicas}
+
+
+def end(slurm, job_id):
+    """What scancel of that job brings about."""
+    slurm.job(job_id, "CANCELLED", after_cancel=True, nodes="")
+
+
+class TestSubmit:
+    def test_replicas_are_tasks_of_one_array(self, store, slurm):
+        done = submit(replicas=3)
+        assert (done.job_id, [job.job_id for job in done.jobs]) == ("101", ["101_0", "101_1", "101_2"])
+        (script,) = slurm.scripts
+        assert "#SBATCH --array=0-2\n" in script
+        assert f"#SBATCH --output={store.log_dir('8b')}/%A_%a.log\n" in script
+        assert {job.log_path for job in done.jobs} == {str(store.log_dir("8b") / f"101_{n}.log") for n in range(3)}
+        assert states(store) == {f"101_{task}": "pending" for task in range(3)}
+        assert services.other_replicas(done) == ()
+
+    def test_one_replica_is_a_job_as_before(self, store, slurm):
+        assert submit(replicas=1).job.job_id == "101"
+        assert "--array" not in slurm.scripts[0]
+
+    def test_a_refused_array_leaves_nothing(self, store, slurm):
+        slurm.refuse("sbatch: error: Batch job submission failed: Invalid job array specification")
+        with pytest.raises(SubmissionRefusedError, match="Invalid job array specification"):
+            submit(replicas=100_000)
+        assert store.read_submitted("8b") == ()
+
+    def test_what_cannot_be_written_down_is_cancelled(self, store, slurm, monkeypatch):
+        monkeypatch.setattr(ServiceStore, "write_submitted", lambda self, job: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            submit(replicas=2)
+        assert slurm.cancelled == ["101"]
+
+    def test_the_rendered_command_gives_the_same_script(self, capsys, slurm):
+        assert run(["render", "8b", "--replicas", "2"]) == 0
+        script = capsys.readouterr().out
+        assert "hpc-serve render --model 8b --replicas 2\n" in script
+        assert "2 replicas, each on 1 node" in script
+        assert "#SBATCH --output=%x-%A_%a.log\n" in script
+
+
+def test_a_task_and_the_array_are_found(store, slurm):
+    submit(replicas=3)
+    assert [status.job_id for status in find(store, "101_1")] == ["101_1"]
+    assert {status.job_id for status in find(store, "101")} == {"101_0", "101_1", "101_2"}
+    with pytest.raises(ServiceNotFoundError):
+        find(store, "10")
+
+
+def test_status_counts_the_replicas(store, slurm, live, capsys):
+    slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"), ("8", "PENDING", "Priority"))
+    store.write(make_record(service="other", job_id="9", state="starting"))
+    slurm.name_in_queue("8", "hpc-serve-8b")
+    assert run(["status"]) == 0
+    out = capsys.readouterr().out
+    assert "8b: 2/3 replicas ready\n" in out
+    assert "other:" not in out
+    assert run(["status", "8b"]) == 0
+    assert capsys.readouterr().out.endswith("8b: 2/3 replicas ready\n")
+
+
+class TestWait:
+    def test_enough_of_them(self, store, slurm, live):
+        slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
+        assert waiting.wait(store, "8b", replicas=2).state == "ready"
+        assert waiting.wait(store, "8b", job_id="7", replicas=2).state == "ready"
+        assert waiting.wait(store, "8b", job_id="7_0").job_id == "7_0"
+
+    def test_more_than_there_are(self, store, slurm, live):
+        slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
+        with pytest.raises(InvalidRequestError, match=r"8b has 2 replicas, so 3 .*`hpc-serve scale 8b 3`"):
+            waiting.wait(store, "8b", replicas=3)
+
+    def test_one_that_failed_is_missing(self, store, slurm, live):
+        store.write(
+            make_record(
+                service="8b", job_id="7_2", state="failed", failed_part="engine", reason="no memory", exit_code=1
+            )
+        )
+        slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
+        assert waiting.wait(store, "8b", replicas=2).state == "ready"
+        with pytest.raises(ServiceFailedError, match=r"job 7_2.*no memory"):
+            waiting.wait(store, "8b", replicas=3)
+
+    def test_one_that_starts_is_waited_for(self, store, slurm, live):
+        """The third becomes ready while it is waited for."""
+        store.write(make_record(service="8b", job_id="7_2", state="starting", stage="loading weights"))
+        slurm.queue(*((f"7_{task}", "RUNNING", "None") for task in range(3)))
+        seen = []
+
+        def go_on(status):
+            seen.append((status.job_id, status.state))
+            if len(seen) == 1:
+                live.start(job_id="7_2", model="meta-llama/Llama-3.1-8B-Instruct")
+
+        assert waiting.wait(store, "8b", replicas=3, on_change=go_on, timeout_s=30).state == "ready"
+        assert seen[0] == ("7_2", "starting")
+
+
+class TestScale:
+    def test_more_are_submitted_with_the_script_of_the_last(self, store, slurm):
+        first = submit(replicas=2)
+        done = scale(store, "8b", 5)
+        assert (done.before, [job.job_id for job in done.added]) == (2, ["102_0", "102_1", "102_2"])
+        words = slurm.sbatch_words[-1].split()
+        assert words[:-1] == ["--array=0-2", f"--output={store.log_dir('8b')}/%A_%a.log"]
+        assert slurm.scripts[1] == slurm.scripts[0]
+        assert len(states(store)) == 5
+        assert done.added[0].predicted == first.job.predicted
+        assert Path(done.added[0].script or "").read_text() == slurm.scripts[0]
+
+    def test_one_more_of_a_job_that_was_no_array(self, store, slurm):
+        submit()
+        assert [job.job_id for job in scale(store, "8b", 2).added] == ["102_0"]
+        assert states(store) == {"101": "pending", "102_0": "pending"}
+
+    def test_those_that_serve_nobody_go_first_and_of_them_the_newest(self, store, slurm, live):
+        store.write_submitted(submit(replicas=2).job)
+        slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"), ("101_0", "PENDING", "Priority"))
+        slurm.name_in_queue("101_1", "hpc-serve-8b")
+        for task in ("101_0", "101_1"):
+            end(slurm, task)
+        told = []
+        done = scale(store, "8b", 3, on_stop=lambda status: told.append(status.job_id))
+        assert (done.before, told, slurm.cancelled) == (4, ["101_1"], ["101_1"])
+        assert [status.state for status in done.ended] == ["stopped"]
+        assert scale(store, "8b", 2).ended[0].job_id == "101_0"
+        assert states(store)["7_0"] == states(store)["7_1"] == "ready"
+
+    def test_as_many_as_there_are(self, store, slurm, capsys):
+        submit(replicas=2)
+        assert run(["scale", "8b", "2"]) == 0
+        assert capsys.readouterr().out == "8b has 2 replicas, as before.\n"
+        assert (len(slurm.scripts), slurm.cancelled) == (1, [])
+
+    def test_the_command_says_what_it_does(self, store, slurm, capsys):
+        submit()
+        assert run(["scale", "8b", "3"]) == 0
+        assert capsys.readouterr().out == (
+            "8b: submitted as job 102_0\n8b: submitted as job 102_1\n8b has 3 replicas, it had 1.\n"
+        )
+
+    def test_none_is_a_stop(self, store, slurm, capsys):
+        submit()
+        assert run(["scale", "8b", "0"]) == 2
+        with pytest.raises(InvalidRequestError, match="`hpc-serve stop 8b` ends it"):
+            scale(store, "8b", 0)
+
+    def test_what_was_started_by_hand_has_no_script(self, store, slurm, live):
+        slurm.queue(("7_0", "RUNNING", "None"), ("7_1", "RUNNING", "None"))
+        with pytest.raises(InvalidRequestError, match="no script of `hpc-serve submit` for 8b"):
+            scale(store, "8b", 4)
+        assert slurm.scripts == []
+
+    def test_a_service_that_is_not_there(self, store, slurm):
+        with pytest.raises(ServiceNotFoundError):
+            scale(store, "8b", 2)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "task", "is_named"),
+    [("3", "3", True), ("0-3", "2", True), ("0-3", "4", False), ("1,4-9:2%3", "6", True), ("1,4-9:2%3", "7", False)],
+)
+def test_tasks_that_wait_share_one_line(tasks, task, is_named):
+    line = f"JobId=12 ArrayJobId=12 ArrayTaskId={tasks} JobName=x UserId=me(1) JobState=PENDING Reason=Priority"
+    found = parse_scontrol_job(line, f"12_{task}")
+    assert (found is not None) == is_named
+    if found:
+        assert found.job_id == f"12_{task}"
