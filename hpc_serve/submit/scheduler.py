@@ -122,7 +122,7 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
     job = parse_scontrol_job(shown.stdout, job_id) if shown.exit_code == 0 else None
     if job is not None and job.user != user:
         job = None
-    if job is None and shown.exit_code and not says_no_such_job(shown.stderr):
+    if job is None and shown.exit_code and not says_no_such_job(f"{shown.stderr}\n{shown.stdout}"):
         return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
     if job is None or job.state == "CANCELLED":
         with contextlib.suppress(SchedulerError):  # no accounting, or it is down: the controller has answered

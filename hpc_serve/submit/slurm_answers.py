@@ -17,7 +17,9 @@ _UNREACHABLE = re.compile(
     re.IGNORECASE,
 )
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?")
-_NO_SUCH_JOB = re.compile(r"Invalid job id specified|Invalid job array specification", re.IGNORECASE)
+_NO_SUCH_JOB = re.compile(
+    r"Invalid job id specified|Invalid job array specification|^Job \d+_\d+ not found", re.IGNORECASE | re.MULTILINE
+)
 
 
 def parse_sbatch(stdout: str) -> str:
@@ -161,9 +163,9 @@ def says_unreachable(stderr: str) -> bool:
     return _UNREACHABLE.search(stderr) is not None
 
 
-def says_no_such_job(stderr: str) -> bool:
-    """Whether the controller answered that it knows no such job."""
-    return _NO_SUCH_JOB.search(stderr) is not None
+def says_no_such_job(printed: str) -> bool:
+    """Whether the controller answered that it knows no such job. Of a task of an array scontrol says it on stdout."""
+    return _NO_SUCH_JOB.search(printed) is not None
 
 
 def _lines(stdout: str) -> list[str]:

@@ -18,7 +18,7 @@ from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.local import local_job_state, stop_local_job
-from hpc_serve.submit.slurm import JobState
+from hpc_serve.submit.slurm import GONE, JobState
 from hpc_serve.submit.slurm_messages import ended_sentence
 from hpc_serve.submit.status_reader import is_same_replica, read_status
 
@@ -105,6 +105,8 @@ def _wait_until_over(
         status, job = _look(store, status, submitted)
         if job.is_over and status is before:  # submitted by hand, and it had not begun
             return replace(status, state="stopped", reason=ended_sentence(job))
+        if job.state == GONE and before.state == "pending":  # Slurm forgets a task that waited as it is cancelled
+            return replace(status, state="stopped", reason="it was stopped while it waited")
         if job.is_over and status.is_over:
             return status
         if time.monotonic() >= deadline:

@@ -112,7 +112,7 @@ def test_a_further_replica_is_said_to_be_one(alice):
     second = json.loads(submit(alice, "twice", "--json", *HOLD).stdout)
     assert second["other_jobs"] == [{"job_id": first, "state": "pending"}]
     assert (
-        f"it has 2 already, job {first} (pending), job {second['job_id']} (pending)"
+        f"it had 2 before, job {first} (pending), job {second['job_id']} (pending)"
         in submit(alice, "twice", *HOLD).stdout
     )
     assert alice.hpc_serve("stop", "twice").returncode == 0

@@ -176,6 +176,11 @@ def test_scontrol_finds_one_task_of_an_array():
     assert parse_scontrol_job(SCONTROL["array"]["stdout"], "35") is None
 
 
+def test_of_a_task_scontrol_says_on_stdout_that_it_is_gone():
+    assert says_no_such_job("\nJob 6_1 not found\n")
+    assert not says_no_such_job("\nJob steps not found\n")
+
+
 # sacct
 
 
