@@ -2,6 +2,9 @@
 
 This decides when to read, whom to probe, and when a replica is lost that has requests under way. The pool chooses the
 replica for a request, and the caller decides how long to wait. The scheduler is never asked.
+
+Unknown is not over: a replica that has proved itself stays, on its last record, while its record cannot be read or is
+not there, as long as its engine proves itself again.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
 from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
@@ -64,6 +68,7 @@ class ServiceWatch:
         self._lease = LeaseWatch()
         self._verified: dict[str, tuple[ProbeResult, float]] = {}
         self._missed: dict[str, int] = {}
+        self._proven: dict[str, EndpointRecord] = {}
         self._refresh_lock = threading.Lock()
         self._refreshed_at_s = float("-inf")
         self._background_lock = threading.Lock()
@@ -117,8 +122,7 @@ class ServiceWatch:
         lost = {}
         for name in names:
             if (replica := replicas.get(name)) is None:
-                if replicas:
-                    lost[name] = "its record was removed"
+                lost[name] = "its record was removed, and its engine does not answer"
             elif replica.record is not None and replica.record.state in _WITHOUT_ENGINE:
                 lost[name] = f"its record says that it is {replica.sentence}"
             elif missed.get(name, 0) >= MOST_MISSED:
@@ -141,7 +145,7 @@ class ServiceWatch:
             self._background_lock.release()
 
     def _read_status(self, asked_for: Set[str]) -> ServiceStatus:
-        found = self.store.read(self.service)
+        found = self._read_records()
         now_s, wall_s = self._clock(), self._wall_clock()
         ages = {record.name: self._lease.age_s(record, now_s) for record in found.records}
         ready = [record for record in found.records if record.state == "ready"]
@@ -163,6 +167,36 @@ class ServiceWatch:
             problems=found.problems,
         )
 
+    def _read_records(self) -> ServiceRecords:
+        """What can be read, with the last records of proven replicas for those that cannot. Raises StoreError."""
+        try:
+            found = self.store.read(self.service)
+        except StoreError as error:
+            if not self._proven:
+                raise
+            found = ServiceRecords(service=self.service, problems=(str(error),))
+        names = {record.name for record in found.records}
+        for record in found.records:
+            if record.name in self._proven:
+                if record.state in _WITHOUT_ENGINE:
+                    del self._proven[record.name]
+                else:
+                    self._proven[record.name] = record
+        for name in self._proven.keys() - names - found.unreadable:
+            if found.records and self._missed.get(name, 0) >= MOST_MISSED:
+                del self._proven[name]
+        kept = tuple(record for name, record in self._proven.items() if name not in names)
+        return replace(found, records=(*found.records, *kept))
+
+    def _read_api_key(self) -> str:
+        """The service's key; the one that the proven replicas took, while the file cannot be read."""
+        try:
+            return self.store.read_api_key(self.service)
+        except (StoreError, RecordError):
+            if not self._proven:
+                raise
+            return self.api_key
+
     def _probe_ready(
         self, records: Sequence[EndpointRecord], ages: dict[str, float], now_s: float, asked_for: Set[str]
     ) -> dict[str, ProbeResult]:
@@ -171,7 +205,7 @@ class ServiceWatch:
         self._missed = {name: count for name, count in self._missed.items() if name in names}
         if not records:
             return {}
-        self.api_key = self.store.read_api_key(self.service)
+        self.api_key = self._read_api_key()
         known = {
             record.name: result
             for record in records
@@ -183,6 +217,7 @@ class ServiceWatch:
         }
         fresh = self._probe([record for record in records if record.name not in known], self.api_key)
         judged = {name: self._judge(name, result, now_s) for name, result in fresh.items()}
+        self._proven |= {r.name: r for r in records if r.name in judged and judged[r.name].status == "ready"}
         return {**known, **judged}
 
     def _judge(self, name: str, result: ProbeResult, now_s: float) -> ProbeResult:

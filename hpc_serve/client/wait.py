@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from hpc_serve.client.discovery import ServiceWatch, discover_services
 from hpc_serve.client.messages import not_found, summary
 from hpc_serve.client.status import ServiceStatus
-from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, WaitTimeoutError
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, StoreError, WaitTimeoutError
 
 # A shared filesystem may hide a new file while its attribute cache is valid. "There is none" is believed after this.
 ABSENT_GRACE_S = 30.0
@@ -28,6 +28,7 @@ class WaitPolicy:
         self._wait_s = 0.0 if not wait else math.inf if wait is True else float(wait)
         self._since_s = clock()
         self._was_coming = False
+        self._unreadable_since_s: float | None = None
 
     @property
     def waits(self) -> bool:
@@ -39,6 +40,7 @@ class WaitPolicy:
         `list_services` is called only for an error that names the other services. Raises ServiceNotFoundError (no
         replica, and none is coming), ServiceFailedError (it failed on the way) or WaitTimeoutError.
         """
+        self._unreadable_since_s = None
         if not self.waits:
             raise ServiceNotFoundError(not_found(status, list_services()))
         waited_s = self._clock() - self._since_s
@@ -56,10 +58,32 @@ class WaitPolicy:
             )
         return min(STEP_S, self._wait_s - waited_s)
 
+    def step_after_s(self, error: StoreError) -> float:
+        """Seconds until a store that could not be read should be read again. Raises the error if it stays so."""
+        now_s = self._clock()
+        if self._unreadable_since_s is None:
+            self._unreadable_since_s = now_s
+        left_s = min(self._unreadable_since_s + ABSENT_GRACE_S, self._since_s + self._wait_s) - now_s
+        if not self.waits or left_s <= 0 or not _may_pass(error):
+            raise error
+        return min(STEP_S, left_s)
+
+
+def _may_pass(error: StoreError) -> bool:
+    """Whether the filesystem caused it, and not what is in the store."""
+    return isinstance(error.__cause__ or error.__context__, OSError)
+
 
 def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
     """Return once a ready replica is known. Raises what WaitPolicy.next_step_s raises, and StoreError."""
-    while not watch.pool and not (status := watch.refresh()).ready:
+    while not watch.pool:
+        try:
+            status = watch.refresh()
+        except StoreError as error:
+            time.sleep(policy.step_after_s(error))
+            continue
+        if status.ready:
+            return
         time.sleep(policy.next_step_s(status, lambda: discover_services(watch.store)))
 
 
@@ -68,6 +92,13 @@ async def wait_for_replica_async(watch: ServiceWatch, policy: WaitPolicy) -> Non
     import anyio
     import anyio.to_thread
 
-    while not watch.pool and not (status := await anyio.to_thread.run_sync(watch.refresh)).ready:
+    while not watch.pool:
+        try:
+            status = await anyio.to_thread.run_sync(watch.refresh)
+        except StoreError as error:
+            await anyio.sleep(policy.step_after_s(error))
+            continue
+        if status.ready:
+            return
         step_s = await anyio.to_thread.run_sync(policy.next_step_s, status, lambda: discover_services(watch.store))
         await anyio.sleep(step_s)

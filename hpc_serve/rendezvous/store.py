@@ -51,12 +51,16 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRecords:
-    """What is written about a service, oldest first. `problems` names the files that are not trusted, and why."""
+    """What is written about a service, oldest first. `problems` names the files that are not trusted, and why.
+
+    `unreadable` are the names of records that are there and could not be read, or are not trusted.
+    """
 
     service: str
     records: tuple[EndpointRecord, ...] = ()
     submitted: tuple[SubmittedJob, ...] = ()
     problems: tuple[str, ...] = ()
+    unreadable: frozenset[str] = frozenset()
 
     @property
     def exists(self) -> bool:
@@ -114,11 +118,11 @@ class ServiceStore:
         folder = self.service_dir(service)
         check_folder(folder)
         problems: list[str] = []
+        names = [name for name in list_folder(folder) if is_record_file_name(name)]
         records = [
             record
-            for name in list_folder(folder)
-            if is_record_file_name(name)
-            and (record := _read_entry(folder / name, EndpointRecord, service, problems)) is not None
+            for name in names
+            if (record := _read_entry(folder / name, EndpointRecord, service, problems)) is not None
         ]
         submitted = [
             job
@@ -132,6 +136,7 @@ class ServiceStore:
             records=tuple(sorted(records, key=_began_or_ended_at)),
             submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
             problems=tuple(problems),
+            unreadable=frozenset(names) - {record.name for record in records},
         )
 
     def write(self, record: EndpointRecord) -> Path:

@@ -133,16 +133,22 @@ def test_requests_end_when_the_record_says_that_the_engine_ended(service, state)
     assert len(client._watch.pool) == 0
 
 
-def test_requests_end_when_the_record_is_removed_from_among_others(service):
+def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(service, monkeypatch):
+    looks = counted_looks(monkeypatch)
     engine, other = service.start(*NEVER), service.start(*NEVER, state="starting")
     client = connect("405b", max_retries=0)
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, client)
         until_under_way(service)
         (service.store.service_dir("405b") / "100-r0-0.json").unlink()
-        assert "its record was removed" in why_lost(answer.exception(60))
-    assert engine.process.poll() is None
+        seen = len(looks)
+        wait_until(lambda: len(looks) > seen + 4)
+        assert not answer.done(), "its engine answers: the record may only not be seen"
+        freeze(engine)
+        assert "no answer from" in why_lost(answer.exception(60))
     assert other.process.poll() is None
+    client._watch.refresh()
+    assert [replica.job_id for replica in client._watch.status.replicas] == ["101"]
 
 
 def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service):

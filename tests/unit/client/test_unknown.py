@@ -1,0 +1,217 @@
+"""Unknown is not over: files that cannot be read take nothing from a client whose replicas answer."""
+
+import asyncio
+import os
+import threading
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hpc_serve.client import connect, connect_async, discovery, request_watch
+from hpc_serve.client import wait as waiting
+from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
+from tests.support.stubs import StubService
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    monkeypatch.setattr(request_watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(request_watch, "DOUBT_S", 0.05)
+    monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def say(client):
+    answer = client.chat.completions.create(model=client.model, messages=HELLO)
+    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+
+
+@contextmanager
+def home_away(service):
+    away = service.store.home.with_name("away")
+    service.store.home.rename(away)
+    yield
+    away.rename(service.store.home)
+
+
+@contextmanager
+def home_empty(service):
+    with home_away(service):
+        service.store.home.mkdir(mode=0o700)
+        yield
+        service.store.home.rmdir()
+
+
+@contextmanager
+def home_open_to_all(service):
+    service.store.home.chmod(0o777)
+    yield
+    service.store.home.chmod(0o700)
+
+
+@contextmanager
+def records_torn(service):
+    records = list(service.store.service_dir("405b").glob("*.json"))
+    texts = [record.read_text() for record in records]
+    for record, text in zip(records, texts, strict=True):
+        record.write_text(text[: len(text) // 2])
+    yield
+    for record, text in zip(records, texts, strict=True):
+        record.write_text(text)
+
+
+@contextmanager
+def records_foreign(service):
+    records = list(service.store.service_dir("405b").glob("*.json"))
+    for record in records:
+        os.chown(record, 65534, 65534)
+    yield
+    for record in records:
+        os.chown(record, os.geteuid(), os.getegid())
+
+
+@contextmanager
+def key_away(service):
+    away = service.key_file.with_name("away")
+    service.key_file.rename(away)
+    yield
+    away.rename(service.key_file)
+
+
+@contextmanager
+def one_record_away(service):
+    """As when a launcher has made a missing home anew, and the others have not yet."""
+    record = service.store.service_dir("405b") / "100-r0-0.json"
+    away = record.with_name("away")
+    record.rename(away)
+    yield
+    away.rename(record)
+
+
+WAYS = [home_away, home_empty, home_open_to_all, records_torn, records_foreign, key_away, one_record_away]
+ALL_HIDDEN = [home_away, home_empty, records_torn, records_foreign]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def hidden(request):
+    return root_only(request.param)
+
+
+def root_only(way):
+    if way is records_foreign and os.geteuid() != 0:
+        pytest.skip("only root can make files of somebody else")
+    return way
+
+
+def test_a_client_goes_on_with_the_replicas_that_answer(service, hidden):
+    ports = {service.start().port, service.start().port}
+    client = connect("405b", max_retries=0)
+    client._watch.refresh()
+    with hidden(service):
+        for _ in range(3):
+            assert len(client._watch.refresh().ready) == 2
+        assert {say(client) for _ in range(20)} == ports
+        assert client.model == MODEL
+        suspect = client._watch.pool.take()
+        client._watch.mark_suspect(suspect)
+        client._watch.pool.give_back(suspect)
+        client._watch.refresh()
+        assert {say(client) for _ in range(20)} == ports, "one that failed is asked again, and believed"
+    client._watch.refresh()
+    assert not client._watch.status.problems
+    assert {say(client) for _ in range(20)} == ports
+
+
+def test_an_async_client_goes_on_too(service, hidden):
+    engine = service.start()
+
+    async def talk():
+        client = await connect_async("405b", max_retries=0)
+        with hidden(service):
+            client._watch.mark_suspect(client._watch.pool.take())
+            answer = await client.chat.completions.create(model=client.model, messages=HELLO)
+            return answer.choices[0].message.content.split()[0]
+
+    assert asyncio.run(talk()) == f"stub-{engine.port}"
+
+
+def test_a_replica_that_dies_meanwhile_is_left(service, hidden):
+    dead, alive = service.start(), service.start()
+    client = connect("405b", max_retries=0)
+    client._watch.refresh()
+    with hidden(service):
+        dead.kill()
+        assert {say(client) for _ in range(10)} == {alive.port}
+        alive.kill()
+        with pytest.raises((ServiceNotFoundError, StoreError)):
+            say(client)
+
+
+@pytest.mark.parametrize("way", ALL_HIDDEN, ids=lambda way: way.__name__)
+def test_what_became_true_meanwhile_is_taken_over_afterwards(service, way):
+    ended, other = service.start(), service.start()
+    client = connect("405b", max_retries=0)
+    client._watch.refresh()
+    with root_only(way)(service):
+        assert len(client._watch.refresh().ready) == 2
+    service.publish(ended, state="stopped", counter=2)
+    client._watch.refresh()
+    assert {say(client) for _ in range(10)} == {other.port}
+    with root_only(way)(service):
+        client._watch.refresh()
+        assert {say(client) for _ in range(10)} == {other.port}, "what was known to be over is not taken up again"
+    assert ended.process.poll() is None
+
+
+@pytest.mark.parametrize("way", [*ALL_HIDDEN, home_open_to_all, key_away], ids=lambda way: way.__name__)
+def test_a_new_client_is_told_what_cannot_be_read(service, way):
+    service.start()
+    says = {
+        home_away: "No service '405b' in",
+        home_empty: "No service '405b' in",
+        home_open_to_all: "can be changed by everybody",
+        records_torn: r"Not trusted:\n.* is not JSON",
+        records_foreign: r"Not trusted:\n.* belongs to user",
+        key_away: "no API key yet",
+    }[way]
+    with root_only(way)(service), pytest.raises((ServiceNotFoundError, StoreError), match=says):
+        connect("405b")
+
+
+@pytest.mark.parametrize("way", [*ALL_HIDDEN, key_away], ids=lambda way: way.__name__)
+def test_a_new_client_that_waits_does_so_until_it_can_be_read(service, way):
+    engine = service.start()
+    done, hidden = threading.Event(), threading.Event()
+
+    def hide():
+        with root_only(way)(service):
+            hidden.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hide)
+    thread.start()
+    assert hidden.wait(60)
+    seen = threading.Timer(0.5, done.set)
+    seen.start()
+    assert say(connect("405b", wait=60)) == engine.port
+    thread.join()
+
+
+def test_a_wait_does_not_hide_what_only_a_person_can_mend(service):
+    service.start()
+    with home_open_to_all(service), pytest.raises(StoreError, match="can be changed by everybody"):
+        connect("405b", wait=3600)
+
+
+def test_a_wait_ends_with_what_cannot_be_read(service):
+    service.start()
+    with key_away(service), pytest.raises((StoreError, WaitTimeoutError), match="no API key yet"):
+        connect("405b", wait=0.3)
