@@ -90,6 +90,7 @@ class Head:
             forget_drain_request(drain_request)
         if not outcome.is_failure:
             self._keeper.update(state="stopped", stage="stopped", progress=None, reason=outcome.reason, exit_code=0)
+        await self._keeper.finish()
         return outcome.exit_code
 
     async def _drain(self, stop: Outcome) -> Outcome:

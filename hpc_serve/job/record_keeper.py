@@ -26,6 +26,7 @@ from hpc_serve.rendezvous.user import user_name
 _log = logging.getLogger(__name__)
 LEASE_S = 30.0
 _WRITE_INTERVAL_S = 1.0
+_LAST_RECORD_S = 20.0
 
 
 def publish_failure(
@@ -105,6 +106,7 @@ class RecordKeeper:
         self._counter = record.counter
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
+        self._is_written = False
         self._write()
 
     def update(self, **changes: Any) -> None:
@@ -139,6 +141,16 @@ class RecordKeeper:
             await asyncio.to_thread(self._write)
             await asyncio.sleep(_WRITE_INTERVAL_S)
 
+    async def finish(self, within_s: float = _LAST_RECORD_S) -> None:
+        """Write what could not be written, again and again for `within_s` seconds: a full disk may have room by then.
+
+        A last record that is missing leaves the replica `ready` for everybody, until its lease has run out.
+        """
+        deadline = time.monotonic() + within_s
+        while not self._is_written and time.monotonic() < deadline:
+            await asyncio.sleep(_WRITE_INTERVAL_S)
+            await asyncio.to_thread(self._write)
+
     def _write(self) -> None:
         # A renewal is written from a thread: it must not replace a newer change.
         with self._writing:
@@ -146,5 +158,7 @@ class RecordKeeper:
             record = replace(self.record, counter=self._counter, updated_at=time.time())
             try:
                 self._store.write(record)
+                self._is_written = True
             except OSError as error:  # a service that works goes on when the shared filesystem is full or absent
+                self._is_written = False
                 _log.warning("cannot write the record: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from hpc_serve.job import record_keeper
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record
@@ -69,3 +70,41 @@ def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
     (record,) = ServiceStore(tmp_path).read("405b").records
     assert record.state == "unresponsive"
     assert record.updated_at >= record.state_since > 5.0
+
+
+def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
+    full = [True, True, True]
+
+    class FullForAWhile(ServiceStore):
+        def write(self, record):
+            if record.state == "stopped" and full and full.pop():
+                raise OSError(28, "No space left on device")
+            return super().write(record)
+
+    async def run():
+        keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
+        keeper.update(state="stopped", reason="the time limit")
+        assert ServiceStore(tmp_path).read("405b").records[0].state == "ready"
+        await keeper.finish()
+        counter = ServiceStore(tmp_path).read("405b").records[0].counter
+        await keeper.finish()
+        assert ServiceStore(tmp_path).read("405b").records[0].counter == counter
+
+    asyncio.run(run())
+    (record,) = ServiceStore(tmp_path).read("405b").records
+    assert (record.state, record.reason) == ("stopped", "the time limit")
+
+
+def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
+
+    class FullStore(ServiceStore):
+        def write(self, record):
+            raise OSError(28, "No space left on device")
+
+    async def run():
+        keeper = RecordKeeper(FullStore(tmp_path), make_record())
+        await asyncio.wait_for(keeper.finish(within_s=0.1), 30)
+
+    asyncio.run(run())
