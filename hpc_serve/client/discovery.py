@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
+from hpc_serve.client.fork import renew_after_fork
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
 from hpc_serve.client.request_watch import RequestWatch, Verdict
@@ -72,6 +73,7 @@ class ServiceWatch:
         self._refresh_lock = threading.Lock()
         self._refreshed_at_s = float("-inf")
         self._background_lock = threading.Lock()
+        renew_after_fork(self)
 
     def __repr__(self) -> str:
         return f"ServiceWatch({self.service!r} in {str(self.store.home)!r})"
@@ -112,6 +114,13 @@ class ServiceWatch:
         except HpcServeError:
             return False
         return any(record.name == replica.name and record.state in ("draining", "stopped") for record in records)
+
+    def after_fork(self) -> None:
+        """Called in a forked process."""
+        self._refresh_lock = threading.Lock()
+        self._background_lock = threading.Lock()
+        self.pool.after_fork()
+        self.requests.after_fork()
 
     def _look_after(self, names: Set[str]) -> Verdict:
         """Refresh with a probe of each replica in `names`, which have requests under way. Raises StoreError."""

@@ -74,3 +74,7 @@ class ReplicaPool:
                 self._under_way[replica.name] = left
             else:
                 del self._under_way[replica.name]
+
+    def after_fork(self) -> None:
+        """In a forked process the lock may be one that a thread of the other process holds."""
+        self._lock = threading.RLock()

@@ -38,6 +38,7 @@ class Attempt(Protocol):
     @property
     def heard_at_s(self) -> float: ...
     def abandon(self) -> None: ...
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,14 @@ class RequestWatch:
             heard = [attempt.heard_at_s for attempt in self._attempts if attempt.replica.name == name]
             last_s = max([*heard, self._heard_at_s.get(name, float("-inf"))])
         return time.monotonic() - last_s < HEARD_S
+
+    def after_fork(self) -> None:
+        """In a forked process the requests are those of the process that it came from, as is the thread."""
+        self._lock = threading.RLock()
+        self._thread = None
+        for attempt in list(self._attempts):
+            attempt.end()
+        self._attempts.clear()
 
     def _watch(self) -> None:
         pause_s = LOOK_S

@@ -243,10 +243,10 @@ def test_a_host_without_power_is_noticed_by_the_kernel(service):
     record = service.publish(service.start())
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    transport = ServiceTransport(watch)
+    transport: Any = ServiceTransport(watch)
     replica = watch.pool.take()
     origin = transport._origins.origin_of(replica)
-    connection: Any = transport._inner._pool._network_backend.connect_tcp(origin, 80, timeout=10)
+    connection: Any = transport._inner._inner._pool._network_backend.connect_tcp(origin, 80, timeout=10)
     found = connection.get_extra_info("socket")
     assert record.port == found.getpeername()[1]
     assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -1,0 +1,214 @@
+"""One client in several processes and in several event loops: each gets its own answers, over its own connections."""
+
+import asyncio
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client import wait as waiting
+from tests.support.stub_engine import greedy_answer
+from tests.support.stubs import StubService
+
+FORK = multiprocessing.get_context("fork")
+WORDS = 20
+STUB = ("--stub-greedy", "--stub-words", str(WORDS), "--stub-word-s", "0.002")
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    (tmp_path / "work").mkdir()
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def log_of(service):
+    return ("--stub-work-log", str(service.store.home.with_name("work")))
+
+
+def events(service, kind):
+    folder = service.store.home.with_name("work")
+    return sum(log.read_text().count(f'"event": "{kind}"') for log in folder.iterdir())
+
+
+def wait_until(condition, *, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def check_own_answers(client, name, count=5):
+    for number in range(count):
+        prompt = f"{name} asks {number}"
+        answer = client.completions.create(model="405b", prompt=prompt, temperature=0)
+        assert answer.choices[0].text == greedy_answer(prompt, WORDS)
+    stream = client.completions.create(model="405b", prompt=name, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == greedy_answer(name, WORDS)
+
+
+async def check_own_answers_async(client, name, count=5):
+    prompts = [f"{name} asks {number}" for number in range(count)]
+    asked = [client.completions.create(model="405b", prompt=prompt, temperature=0) for prompt in prompts]
+    for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
+        assert answer.choices[0].text == greedy_answer(prompt, WORDS)
+
+
+def run_children(target, count=30):
+    """Each is a fork of this process; all must end well."""
+    children = [FORK.Process(target=target, args=(number,)) for number in range(count)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    assert codes == [0] * count
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_children_get_their_own_answers(service, tls):
+    service.start(*STUB, tls=tls)
+    service.start(*STUB, tls=tls)
+    client = connect("405b", max_retries=0)
+    check_own_answers(client, "parent")
+    run_children(lambda number: check_own_answers(client, f"child {number}"))
+    check_own_answers(client, "parent again")
+
+
+def test_children_of_a_process_whose_threads_are_asking(service):
+    """A thread of the parent may hold any lock at the fork."""
+    service.start(*STUB)
+    client = connect("405b", max_retries=0)
+    enough = threading.Event()
+
+    def load(name):
+        while not enough.is_set():
+            check_own_answers(client, name, count=1)
+
+    with ThreadPoolExecutor(6) as threads:
+        loads = [threads.submit(load, f"thread {number}") for number in range(6)]
+        try:
+            run_children(lambda number: check_own_answers(client, f"child {number}", count=2))
+        finally:
+            enough.set()
+        for each in loads:
+            each.result(60)
+    assert client._watch.pool._under_way == {}
+
+
+def test_children_of_an_async_client_get_their_own_answers(service):
+    service.start(*STUB)
+
+    async def first():
+        client = await connect_async("405b", max_retries=0)
+        await check_own_answers_async(client, "parent")
+        return client
+
+    client = asyncio.run(first())
+    run_children(lambda number: asyncio.run(check_own_answers_async(client, f"child {number}")), count=10)
+
+
+def test_a_loader_with_workers_uses_one_client(service):
+    service.start(*STUB)
+    global loaded
+    loaded = connect("405b", max_retries=0)
+    check_own_answers(loaded, "parent")
+    with ProcessPoolExecutor(4, mp_context=FORK) as workers:
+        list(workers.map(_load, [f"item {number}" for number in range(20)], timeout=60))
+
+
+loaded: Any = None
+
+
+def _load(name):
+    check_own_answers(loaded, name, count=1)
+
+
+def test_a_child_does_not_hold_its_parents_connections(service):
+    """An engine aborts the request of a client that has left. It must see that, whatever children live."""
+    service.start(*STUB, *log_of(service), "--stub-words", "100000", "--stub-word-s", "0.02")
+    client = connect("405b", max_retries=0)
+    stream = client.completions.create(model="405b", prompt="x", stream=True)
+    next(iter(stream))
+    here, there = os.pipe()
+    child = FORK.Process(target=os.read, args=(here, 1))
+    child.start()
+    assert client._watch.requests._thread is not None
+    stream.close()
+    wait_until(lambda: events(service, "abort"))
+    os.write(there, b"x")
+    child.join(60)
+    assert child.exitcode == 0
+    os.close(here)
+    os.close(there)
+
+
+def test_a_child_that_drops_an_answer_leaves_the_parents_alone(service):
+    service.start(*STUB)
+    client = connect("405b", max_retries=0)
+    stream = client.completions.create(model="405b", prompt="x", temperature=0, stream=True)
+    pieces = iter(stream)
+    words = [next(pieces).choices[0].text]
+
+    def drop(number):
+        assert client._watch.pool._under_way == {}, "it is no request of the child's"
+        assert client._watch.requests._thread is None
+        stream.close()
+        check_own_answers(client, f"child {number}", count=1)
+
+    run_children(drop, count=2)
+    words += [chunk.choices[0].text for chunk in pieces if chunk.choices]
+    assert "".join(words) == greedy_answer("x", WORDS)
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_an_async_client_is_used_in_one_loop_after_the_other(service, tls):
+    service.start(*STUB, tls=tls)
+    client = asyncio.run(connect_async("405b", max_retries=0))
+    for number in range(5):
+        asyncio.run(check_own_answers_async(client, f"loop {number}"))
+    transport: Any = client._client._transport
+    assert len(transport._inner._inner) == 1, "what belonged to loops that ended is forgotten"
+    asyncio.run(client.close())
+
+
+def test_an_async_client_is_used_in_several_loops_at_once(service):
+    service.start(*STUB)
+    client = asyncio.run(connect_async("405b", max_retries=0))
+    with ThreadPoolExecutor(4) as threads:
+        loops = [threads.submit(asyncio.run, check_own_answers_async(client, f"loop {number}")) for number in range(12)]
+        for loop in loops:
+            loop.result(60)
+
+
+def test_connections_of_a_loop_that_ended_are_closed(service):
+    """So that engines do not wait for a client that is gone."""
+    service.start(*STUB, *log_of(service), "--stub-words", "100000", "--stub-word-s", "0.02")
+
+    async def leave_open():
+        client = await connect_async("405b", max_retries=0)
+        stream = await client.completions.create(model="405b", prompt="x", stream=True)
+        await stream.__anext__()
+        return client, stream
+
+    loop = asyncio.new_event_loop()
+    client, stream = loop.run_until_complete(leave_open())
+    loop.close()
+    assert not events(service, "abort")
+    asyncio.run(check_models(client))
+    wait_until(lambda: events(service, "abort"))
+    assert stream.response.status_code == 200
+
+
+async def check_models(client):
+    assert (await client.models.list()).data
