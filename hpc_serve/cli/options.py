@@ -134,6 +134,12 @@ _JOB_OPTIONS = (
         default=True,
         help="Serve in the clear: whoever can read the network reads the key, prompts and answers.",
     ),
+    click.option(
+        "--engine-restarts",
+        type=int,
+        metavar="N",
+        help="How often an engine that was ready is started again in place when it ends or hangs [default: 3].",
+    ),
     *(_slurm_option(option) for option in _SLURM_FIELDS),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option(
@@ -226,6 +232,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         backend=options["backend"],
         cluster=options["cluster"],
         tls=options["tls"],
+        engine_restarts=options["engine_restarts"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),

@@ -184,6 +184,7 @@ def print_details(status: ReplicaStatus) -> None:
         "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
         "state": status.sentence,
         "since": _when(status.state_since) if status.state == "unresponsive" else "",
+        "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
         "address": status.address,
         "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,
         "layout": layout,

@@ -26,7 +26,7 @@ ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours",
 _TAKEN_FROM_RECORD = (
     *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
     *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
-    *("state_since", "failed_part", "exit_code", "last_log_lines", "measured"),
+    *("state_since", "engine_restarts", "failed_part", "exit_code", "last_log_lines", "measured"),
 )
 _TAKEN_FROM_SUBMITTED = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
@@ -82,6 +82,7 @@ class ReplicaStatus:
     started_at: float | None = None
     updated_at: float | None = None
     state_since: float | None = None
+    engine_restarts: int = 0
     failed_part: str | None = None
     exit_code: int | None = None
     last_log_lines: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from hpc_serve.job.log_setup import set_up_logging
 from hpc_serve.job.node import LaunchOptions
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.record_keeper import publish_failure
+from hpc_serve.job.restarts import DEFAULT_RESTARTS
 
 _log = logging.getLogger("hpc_serve.job")
 
@@ -28,6 +29,13 @@ def main() -> int:
     devices.add_argument("--gpus-per-node", type=int, metavar="N", help="0: the engine runs on CPUs")
     devices.add_argument("--tpus-per-node", type=int, metavar="N", help="chips of each host")
     parser.add_argument("--no-tls", action="store_true", help="the engine speaks in the clear")
+    parser.add_argument(
+        "--engine-restarts",
+        type=int,
+        default=DEFAULT_RESTARTS,
+        metavar="N",
+        help="how often an engine that was ready is started again in place",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
     set_up_logging(sys.stdout)  # where the engine's lines go, so that all stay in their order
@@ -45,6 +53,8 @@ def main() -> int:
             join_s=_seconds("HPC_SERVE_JOIN_S", 300),
             kill_wait_s=_seconds("HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
             canary_s=_seconds("HPC_SERVE_CANARY_S", None),
+            hang_s=_seconds("HPC_SERVE_HANG_S", 60),
+            engine_restarts=arguments.engine_restarts,
         )
         return launch(options, words, allocation, dict(os.environ))
     except HpcServeError as error:

@@ -20,6 +20,7 @@ _LONGEST_LOOK_S = 12.0
 _STILL_S = 2.0
 _AFTER_REFUSAL_S = 6.0
 _MOST_SILENCE_S = 10.0
+_AFTER_SILENCE_S = 0.5
 _UNHEALTHY_LOOKS = 2
 # An engine that stood still and went on may stand still for a multiple of that time.
 _TIMES_SEEN = 3.0
@@ -61,6 +62,11 @@ class EngineJudge:
         """Why the engine is unresponsive; "" if it is not."""
 
     @property
+    def complaint_s(self) -> float:
+        """For how long it has been unresponsive."""
+        return self._looked_at_s - self._found_at_s if self.complaint else 0.0
+
+    @property
     def wants_canary(self) -> bool:
         """Whether to ask for a token now: nothing else shows that the engine works."""
         return (
@@ -73,6 +79,8 @@ class EngineJudge:
     @property
     def next_look_s(self) -> float:
         """After how many seconds to look again."""
+        if self._answered_at_s < self._looked_at_s:
+            return _AFTER_SILENCE_S
         if self._asked_at_s is None or self.complaint:
             return LOOK_INTERVAL_S
         left_s = self._still_limit_s - (self._looked_at_s - self._still_since_s)
@@ -163,6 +171,6 @@ class EngineJudge:
         return ""
 
     def _forget_times(self, now_s: float) -> None:
-        self._looked_at_s = self._answered_at_s = self._stepped_at_s = now_s
+        self._looked_at_s = self._answered_at_s = self._stepped_at_s = self._found_at_s = now_s
         self._unhealthy_looks = 0
         self._asked_at_s = now_s if self._is_asked else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.job.health import EngineAddress
+from hpc_serve.job.network import choose_ports
 from hpc_serve.job.node import Node
 from hpc_serve.rendezvous.files import write_private
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -59,5 +60,21 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
     port_file = node.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
-    write_private(port_file, f"port: {record.port}\n")
-    return Endpoint(record=record, address=address, certificate=certificate, port_file=port_file)
+    endpoint = Endpoint(record=record, address=address, certificate=certificate, port_file=port_file)
+    _write_port(endpoint)
+    return endpoint
+
+
+def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
+    """The same endpoint on another port, for an engine that is started again.
+
+    The old port may be somebody else's by then. One that the command names stays. Raises StoreError.
+    """
+    port = node.command.port or choose_ports(1)[0]
+    moved = replace(endpoint, record=replace(endpoint.record, port=port), address=replace(endpoint.address, port=port))
+    _write_port(moved)
+    return moved
+
+
+def _write_port(endpoint: Endpoint) -> None:
+    write_private(endpoint.port_file, f"port: {endpoint.record.port}\n")

@@ -1,23 +1,29 @@
-"""The engine of a run, on its head: started, followed until it is ready, and watched from then on.
+"""The engine of a run, on its head: started, followed until it is ready, watched, and started again in place.
 
-Whether it still answers is decided in `canary`. What its end means for the run is decided by `Parts`.
+Whether it still answers is decided in `canary`, how often it is started in `restarts`. An end after which it is not
+started again ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from hpc_serve.job.endpoint import Endpoint
+from hpc_serve.job import node_dir, shared_memory
+from hpc_serve.job.endpoint import Endpoint, move_endpoint
 from hpc_serve.job.engine_watch import EngineWatch
 from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import drain_s_after_signal, failure
+from hpc_serve.job.outcome import Outcome, PartFailedError, RunEnd, drain_s_after_signal, failure
 from hpc_serve.job.parts import Parts, StopOrder
-from hpc_serve.job.process import Child, read_bytes
+from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids, read_bytes
 from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.vllm.command import head_args
 from hpc_serve.vllm.log import read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
@@ -26,6 +32,9 @@ _log = logging.getLogger(__name__)
 _FIRST_REQUEST_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.5
 _GRACE_S = 10.0
+_HUNG_GRACE_S = 5.0
+_LEFTOVERS_GRACE_S = 1.0
+_SETTLE_S = 1.0
 
 
 class Engine:
@@ -37,13 +46,16 @@ class Engine:
         keeper: RecordKeeper,
         endpoint: Endpoint,
         parts: Parts,
+        run_end: RunEnd,
         *,
         workers_read_bytes: Callable[[], int],
     ) -> None:
-        self._node, self._keeper, self._endpoint, self._parts = node, keeper, endpoint, parts
+        self._node, self._keeper, self._endpoint = node, keeper, endpoint
+        self._parts, self._run_end = parts, run_end
         self._workers_read_bytes = workers_read_bytes
         self._progress = StartProgress()
         self._watch: EngineWatch | None = None
+        self._restart: Restart | None = None
         self.child: Child | None = None
 
     @property
@@ -52,18 +64,62 @@ class Engine:
         return self._endpoint.address
 
     async def serve(self, environ: Mapping[str, str]) -> None:
-        """Start the engine, publish that it is ready, and watch it until cancelled. Raises PartFailedError."""
+        """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
+        # The parts of an engine that spans nodes without Ray find each other at their start alone.
+        spans_nodes = self._node.backend == "mp" and self._node.allocation.num_nodes > 1
+        restarts = Restarts(0 if spans_nodes else self._node.options.engine_restarts)
         self._keeper.set_stage("starting the engine")
-        self.child = await self._start(environ)
-        request = await self._wait_until_ready(self.child)
-        self._keeper.update(state="ready", stage="ready", progress=None)
-        _log.info("%s is ready at %s", self._node.options.service, self._endpoint.url)
+        self._parts.add(StopOrder.ENGINE, self._stop)
+        while True:
+            outcome, ready_s = await self._run_once(environ)
+            self._restart = restarts.after_end(ready_s)
+            await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
+            if self._restart is None or self._run_end.is_decided:
+                raise PartFailedError(_after_restarts(outcome, restarts.total))
+            self._publish_restart(self._restart, outcome, restarts.total)
+            await self._clear_up()
+            await asyncio.sleep(self._restart.wait_s)
+            self._endpoint = move_endpoint(self._node, self._endpoint)
+            self._keeper.update(port=self._endpoint.record.port)
+            environ = self._node.environ_of_restart(environ)
+
+    async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
+        """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
+        self.child = child = await self._start(environ)
+        ended = asyncio.create_task(child.wait())
+        serving = asyncio.create_task(self._serve_once(child))
+        ready_at_s: float | None = None
+        try:
+            await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+            ready_at_s = self._watch.began_at_s if self._watch is not None else None
+            outcome = await self._parts.outcome_of(child) if ended.done() else serving.result()
+        except PartFailedError as error:
+            outcome = error.outcome
+        finally:
+            self._watch = None
+            await _cancel(ended, serving)
+        return outcome, None if ready_at_s is None else time.monotonic() - ready_at_s
+
+    async def _serve_once(self, child: Child) -> Outcome:
+        """Follow a start until the engine is ready, publish that, and watch it; returns if it is to be given up."""
+        request = await self._wait_until_ready(child)
         if self._node.command.scheduling_policy == "priority":
             request = request.after_all_others()
+        options = self._node.options
         self._watch = EngineWatch(
-            address=self.address, request=request, limit_s=self._node.options.canary_limit_s, keeper=self._keeper
+            address=self.address,
+            request=request,
+            limit_s=options.canary_limit_s,
+            give_up_s=options.hang_s,
+            keeper=self._keeper,
         )
-        await self._watch.run()
+        self._restart = None
+        self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
+        _log.info("%s is ready at %s", options.service, self._endpoint.url)
+        reason = await self._watch.run()
+        return Outcome(
+            failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
+        )
 
     async def _start(self, environ: Mapping[str, str]) -> Child:
         node, command = self._node, self._node.command
@@ -80,15 +136,42 @@ class Engine:
         argv = [*command.argv, *added, *node.multi_node_args()]
         _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
-        return await self._parts.start(
+        return await self._parts.start_child(
             "engine",
             argv,
-            {**environ, **self._endpoint.environ},
-            order=StopOrder.ENGINE,
-            grace_s=_GRACE_S,
+            {**environ, **self._endpoint.environ, **mark_environ(node.run_mark, variable=ENGINE_MARK)},
             on_line=self._read_line,
             is_noise=lambda line: self._watch is not None and self._watch.is_noise(line),
         )
+
+    async def _stop(self) -> None:
+        if self.child is not None:
+            await self.child.stop(min(_GRACE_S, self._parts.most_grace_s))
+
+    async def _clear_up(self) -> None:
+        """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""
+        assert self.child is not None
+        mark = self._node.run_mark
+        pids = list(marked_pids(mark, variable=ENGINE_MARK))
+        unlisted = await asyncio.to_thread(lambda: shared_memory.mapped_by(pids, shared_memory.list_segments()))
+        await self.child.stop(_HUNG_GRACE_S)
+        await end_marked(mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
+        listed = node_dir.read_segments(self._node.node_dir)
+        await asyncio.to_thread(lambda: shared_memory.remove({*unlisted, *listed}))
+
+    def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
+        _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)
+        self._keeper.update(
+            state="starting",
+            stage=restart.words,
+            progress=None,
+            reason=outcome.reason,
+            last_log_lines=outcome.last_log_lines,
+            engine_restarts=total,
+        )
+
+    def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+        self._keeper.set_stage(f"{self._restart.words}: {stage}" if self._restart else stage, done, total)
 
     async def _wait_until_ready(self, child: Child) -> SmallRequest:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
@@ -96,13 +179,13 @@ class Engine:
         model = node.command.served_model_names[0]
         while True:
             if await asyncio.to_thread(is_healthy, self.address):
-                self._keeper.set_stage("answering a first request")
+                self._set_stage("answering a first request")
                 try:
                     return await asyncio.to_thread(
                         check_ready, self.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
                     )
                 except NotReadyError as error:
-                    self._keeper.set_stage(f"not ready: {error}")
+                    self._set_stage(f"not ready: {error}")
             self._progress.note_read_bytes(await self._read_bytes())
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
                 raise failure(
@@ -121,5 +204,18 @@ class Engine:
         print_line(line)
         self._progress.note_line(line)
         if (stage := read_stage(line)) and self._keeper.record.state == "starting":
-            self._keeper.set_stage(stage.name, stage.done, stage.total)
+            self._set_stage(stage.name, stage.done, stage.total)
         self._keeper.add_figures(read_figures(line))
+
+
+def _after_restarts(outcome: Outcome, total: int) -> Outcome:
+    if not total:
+        return outcome
+    times = "once" if total == 1 else f"{total} times"
+    return replace(outcome, reason=f"{outcome.reason} (it had been started again {times})")
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

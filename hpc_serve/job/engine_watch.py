@@ -34,19 +34,22 @@ _PORTS_REMEMBERED = 64
 class EngineWatch:
     """The watch of one engine from its readiness on. `request` is what it answered first, and is asked again.
 
-    Without an answer for `limit_s` seconds the engine is unresponsive. With `limit_s` 0 nobody asks.
+    Without an answer for `limit_s` seconds the engine is unresponsive, and after `give_up_s` seconds of that it is
+    given up. With `limit_s` 0 nobody asks.
     """
 
     address: EngineAddress
     request: SmallRequest
     limit_s: float
+    give_up_s: float
     keeper: RecordKeeper
+    began_at_s: float = field(default_factory=time.monotonic, init=False)
     _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
-    async def run(self) -> None:
-        """Ask until cancelled."""
+    async def run(self) -> str:
+        """Ask until cancelled, or until the engine is given up; returns why it is."""
         if self.limit_s <= 0:
-            return
+            await asyncio.Event().wait()
         judge = EngineJudge(self.limit_s, time.monotonic())
         while True:
             await asyncio.sleep(judge.next_look_s)
@@ -55,6 +58,8 @@ class EngineWatch:
             self._publish(judge.complaint)
             if judge.wants_canary:
                 self._send_canary(judge)
+            if judge.complaint and judge.complaint_s >= self.give_up_s:
+                return f"was unresponsive for {judge.complaint_s:.0f} s: {judge.complaint}"
 
     def is_noise(self, line: str) -> bool:
         """Whether a line of the engine's log tells of nothing but what this watch has asked."""

@@ -62,7 +62,9 @@ class Head:
         self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
         self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
-        self._engine = Engine(node, keeper, endpoint, self._parts, workers_read_bytes=lambda: self._workers.read_bytes)
+        self._engine = Engine(
+            node, keeper, endpoint, self._parts, self._run_end, workers_read_bytes=lambda: self._workers.read_bytes
+        )
 
     async def run(self, listener: socket.socket) -> int:
         """Start the service, and take it down when its end is decided; returns the exit code."""

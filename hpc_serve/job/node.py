@@ -16,6 +16,7 @@ from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_o
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
+from hpc_serve.job.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.trust.peers import make_peer_files
@@ -32,7 +33,8 @@ class LaunchOptions:
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
     Without `tls` the engine speaks in the clear. `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
-    `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes.
+    `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes. After
+    `hang_s` seconds of that it is ended. It is started again in place `engine_restarts` times.
     """
 
     service: str
@@ -44,6 +46,8 @@ class LaunchOptions:
     join_s: float = 300.0
     kill_wait_s: float = KILL_WAIT_S
     canary_s: float | None = None
+    hang_s: float = 60.0
+    engine_restarts: int = DEFAULT_RESTARTS
 
     @property
     def canary_limit_s(self) -> float:
@@ -158,6 +162,10 @@ class Node:
             # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         return {**defaults, **self.environ, **ours}
+
+    def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of an engine that is started again, from that of its last start."""
+        return {**environ, "VLLM_PORT": str(choose_ports(1)[0])}
 
     def ray_environ(self, *, address: str) -> dict[str, str]:
         """The same for Ray on this node, and for an engine over it, with a certificate for this node.

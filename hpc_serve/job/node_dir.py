@@ -157,7 +157,7 @@ def remove(path: Path, owner: DirOwner) -> None:
     The caller has ended the run's processes and holds the folder's lock. The `owner` file is removed last, so that a
     removal that is interrupted can be done again.
     """
-    shared_memory.remove(_read_segments(path))
+    shared_memory.remove(read_segments(path))
     if owner.run_dir is not None:
         remove_run_dir(Path(owner.run_dir))
     with contextlib.suppress(OSError):
@@ -171,7 +171,8 @@ def remove(path: Path, owner: DirOwner) -> None:
         path.rmdir()
 
 
-def _read_segments(path: Path) -> list[Segment]:
+def read_segments(path: Path) -> list[Segment]:
+    """The segments in /dev/shm that were written down as the run's."""
     try:
         return [Segment(str(name), int(inode)) for name, inode in json.loads((path / _SHARED_MEMORY).read_text())]
     except (OSError, ValueError, TypeError):

@@ -78,6 +78,11 @@ class RunEnd:
         self._interrupted: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
 
     @property
+    def is_decided(self) -> bool:
+        """Whether the run ends, or drains and then ends."""
+        return self._decided.done()
+
+    @property
     def was_signalled(self) -> bool:
         """Whether a signal has come, which Slurm sends to every process of the step."""
         return self._signalled_at is not None

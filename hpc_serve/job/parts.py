@@ -40,7 +40,8 @@ class Parts:
     def __init__(self, run_mark: str, run_end: RunEnd, *, is_starting: Callable[[], bool] = lambda: False) -> None:
         self._run_mark, self._run_end, self._is_starting = run_mark, run_end, is_starting
         self._tasks: set[asyncio.Task[None]] = set()
-        self._most_grace_s = math.inf
+        self.most_grace_s = math.inf
+        """How many seconds a part may take to end, at most."""
         self._stops: dict[StopOrder, list[Callable[[], Awaitable[None]]]] = {order: [] for order in StopOrder}
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -62,28 +63,48 @@ class Parts:
         order: StopOrder,
         grace_s: float,
         on_line: Callable[[str], None] = print_line,
-        is_noise: Callable[[str], bool] = lambda line: False,
     ) -> Child:
         """Start a child whose end ends the run. It has `grace_s` seconds to end after SIGTERM.
 
         Raises PartFailedError if there is no such command.
         """
+        child = await self.start_child(name, argv, environ, on_line=on_line)
+        self.add(order, lambda: child.stop(min(grace_s, self.most_grace_s)))
+        self.run_in_background(self._fail_at_end(child))
+        return child
+
+    async def start_child(
+        self,
+        name: str,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        on_line: Callable[[str], None] = print_line,
+        is_noise: Callable[[str], bool] = lambda line: False,
+    ) -> Child:
+        """Start a child whose end is the caller's affair. Raises PartFailedError if there is no such command."""
         try:
-            child = await start_child(name, argv, environ, on_line, is_noise=is_noise)
+            return await start_child(name, argv, environ, on_line, is_noise=is_noise)
         except FileNotFoundError as error:
             raise failure(
                 name, f"no command {error} in this environment: activate one that has it (HPC_SERVE_ENV)", exit_code=127
             ) from error
-        self.add(order, lambda: child.stop(min(grace_s, self._most_grace_s)))
-        self.run_in_background(self._fail_at_end(child))
-        return child
+
+    async def outcome_of(self, child: Child) -> Outcome:
+        """Wait for a child's end; what it means for the run that it ended by itself."""
+        code = await child.wait()
+        lines = tuple(child.last_log_lines)
+        reason = child.failure_reason
+        if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
+            code, reason = _PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
+        return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
 
     async def take_down(self, *, most_grace_s: float = math.inf) -> None:
         """Stop all parts in their order, then every process that they left on this node.
 
         A part that was given more than `most_grace_s` seconds to end has only so many.
         """
-        self._most_grace_s = most_grace_s
+        self.most_grace_s = most_grace_s
         for task in self._tasks:
             task.cancel()
         for order in StopOrder:
@@ -91,11 +112,4 @@ class Parts:
         await end_marked(self._run_mark, grace_s=_LEFTOVERS_GRACE_S)
 
     async def _fail_at_end(self, child: Child) -> None:
-        code = await child.wait()
-        lines = tuple(child.last_log_lines)
-        reason = child.failure_reason
-        if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
-            code, reason = _PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
-        await self._run_end.fail(
-            Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
-        )
+        await self._run_end.fail(await self.outcome_of(child))

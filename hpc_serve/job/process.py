@@ -21,6 +21,8 @@ from hpc_serve.vllm.log import is_consequence, is_server_up, read_error
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
 RUN_MARK = "HPC_SERVE_RUN_MARK"
+ENGINE_MARK = "HPC_SERVE_ENGINE_MARK"
+"""The same for the processes of a run that are its engine's; Ray's are not."""
 
 
 class Child:
@@ -140,35 +142,35 @@ async def start_child(
     return Child(name, process, on_line, is_noise)
 
 
-def mark_environ(mark: str) -> dict[str, str]:
+def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
     """The variables that mark a process and its descendants as belonging to a run.
 
     The engine's and Ray's processes set titles with setproctitle, which overwrites the environment shown in /proc.
     SPT_NOENV limits it to the space of the command line.
     """
-    return {RUN_MARK: mark, "SPT_NOENV": "1"}
+    return {variable: mark, "SPT_NOENV": "1"}
 
 
-async def end_marked(mark: str, *, grace_s: float) -> int:
+async def end_marked(mark: str, *, grace_s: float, variable: str = RUN_MARK) -> int:
     """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were."""
-    found = set(marked_pids(mark))
+    found = set(marked_pids(mark, variable=variable))
     for pid in found:
         _kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while (left := set(marked_pids(mark))) and time.monotonic() < deadline:
+    while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
         found |= left
         await asyncio.sleep(0.1)
     deadline = time.monotonic() + grace_s
-    while (left := set(marked_pids(mark))) and time.monotonic() < deadline:
+    while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
         for pid in left:
             _kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.05)
     return len(found)
 
 
-def marked_pids(mark: str) -> Iterator[int]:
+def marked_pids(mark: str, *, variable: str = RUN_MARK) -> Iterator[int]:
     """The pids of this user's processes with `mark` in their environment. A zombie has no environment any more."""
-    needle = f"{RUN_MARK}={mark}".encode()
+    needle = f"{variable}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue

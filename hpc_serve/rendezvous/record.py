@@ -46,7 +46,8 @@ class EndpointRecord:
     `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at`, `updated_at` and
     `state_since`, when the present state began, are seconds since the epoch by the writer's clock. `measured` and
     `predicted` hold figures by name, in bytes, seconds and tokens. `reason` says why a replica is unresponsive, drains
-    or has ended. `last_log_lines` are the last lines of the part that failed. `certificate` (PEM) is what the engine
+    or has ended, or why its engine is started again, which has happened `engine_restarts` times. `last_log_lines` are
+    the last lines of the part that failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
     """
 
@@ -83,6 +84,7 @@ class EndpointRecord:
     certificate: str | None = None
     host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
     state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
+    engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

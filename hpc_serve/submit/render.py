@@ -89,6 +89,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
         "backend": request.backend,
         "tls": request.tls,
+        "engine_restarts": request.engine_restarts,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
@@ -207,6 +208,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--output-tokens": request.output_tokens,
         "--backend": request.backend if request.backend != "auto" else None,
         "--cluster": request.cluster if request.cluster != "slurm" else None,
+        "--engine-restarts": request.engine_restarts,
     }
     for option, value in named.items():
         if value is not None:

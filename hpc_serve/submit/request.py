@@ -213,7 +213,8 @@ class ServeRequest:
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
-    know are refused unless `allow_unknown_vllm_options`. Without `tls` the endpoint speaks in the clear. `log_dir` is
+    know are refused unless `allow_unknown_vllm_options`. Without `tls` the endpoint speaks in the clear. An engine that
+    was ready is started again in place `engine_restarts` times (None: as often as the launcher does). `log_dir` is
     absolute, or None for the service's own folder. Templates in `templates_dir` win over our own.
     """
 
@@ -234,6 +235,7 @@ class ServeRequest:
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
     tls: bool = True
+    engine_restarts: int | None = None
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
@@ -265,6 +267,8 @@ class ServeRequest:
             if value is not None and value < 1:
                 option = name.removeprefix("num_").replace("_", "-")
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
+        if self.engine_restarts is not None and self.engine_restarts < 0:
+            raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
         _check_choice("backend", self.backend, Backend)
         _check_choice("cluster", self.cluster, Cluster)
         for name, count in (("nodes", self.num_nodes), ("replicas", self.replicas)):

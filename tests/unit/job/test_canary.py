@@ -211,3 +211,13 @@ def test_the_limit_can_be_set():
     assert 130.0 <= found.at_s <= 133.0
     (found,) = follow(frozen(100.0), 200.0, limit_s=30.0)
     assert 108.0 <= found.at_s <= 113.0
+
+
+def test_an_hour_of_suspension_is_no_hour_of_unresponsiveness():
+    judge = EngineJudge(LIMIT_S, 0.0)
+    for second in range(1, 12):
+        judge.note(Look(health=None), float(second))
+    assert judge.complaint_s == 6.0
+    judge.note(Look(health=None), 4000.0)
+    assert judge.complaint
+    assert judge.complaint_s == 0.0

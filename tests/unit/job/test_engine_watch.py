@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -38,13 +39,15 @@ def service(tmp_path):
 
 
 class Scene:
-    def __init__(self, service: StubService, *flags: str, limit_s: float = 1.0) -> None:
+    def __init__(self, service: StubService, *flags: str, limit_s: float = 1.0, give_up_s: float = 60.0) -> None:
         self.service, self.engine = service, service.start(*flags)
         (record,) = service.store.read("405b").records
         self.keeper = RecordKeeper(service.store, record)
         identity = Identity.of(record, service.store.read_api_key("405b"))
         self.address = EngineAddress(host="127.0.0.1", port=record.port, identity=identity)
-        self.watch = EngineWatch(address=self.address, request=REQUEST, limit_s=limit_s, keeper=self.keeper)
+        self.watch = EngineWatch(
+            address=self.address, request=REQUEST, limit_s=limit_s, give_up_s=give_up_s, keeper=self.keeper
+        )
 
     @property
     def record(self):
@@ -107,7 +110,7 @@ def test_a_replica_that_drains_is_not_called_unresponsive(service):
             if complaint:
                 seen.set()
 
-    scene.watch = Watch(address=scene.address, request=REQUEST, limit_s=1.0, keeper=scene.keeper)
+    scene.watch = Watch(address=scene.address, request=REQUEST, limit_s=1.0, give_up_s=60.0, keeper=scene.keeper)
 
     async def test(scene: Scene) -> None:
         scene.keeper.update(state="draining")
@@ -118,9 +121,20 @@ def test_a_replica_that_drains_is_not_called_unresponsive(service):
     scene.run(test)
 
 
-def test_with_a_limit_of_0_nobody_asks(service):
+def test_one_that_stays_unresponsive_is_given_up(service):
+    scene = Scene(service, give_up_s=1.0)
+    scene.signal(signal.SIGSTOP)
+    reason = asyncio.run(asyncio.wait_for(scene.watch.run(), 20))
+    assert re.fullmatch(r"was unresponsive for \d s: its engine has left /health unanswered for \d s", reason)
+
+
+def test_with_a_limit_of_0_nobody_asks(service, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hpc_serve.job.engine_watch.look", lambda *question: asked.append(question))
     scene = Scene(service, limit_s=0)
-    asyncio.run(scene.watch.run())
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(scene.watch.run(), 0.5))
+    assert not asked
     assert not scene.watch.is_noise("Avg prompt throughput: 0.1 tokens/s, Avg generation throughput: 0.4 tokens/s")
 
 

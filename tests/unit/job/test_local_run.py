@@ -8,81 +8,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import hpc_serve.client
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
-from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest
 from tests.cluster import wait_for
+from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT
 
 WORDS = 10
 STREAM = ("--stub-words", str(WORDS), "--stub-word-s", "0.3")
 
 
-class Run:
-    """A script of one service, started in a session of its own as `submit --cluster local` starts it."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.store = ServiceStore(folder / "home")
-        request = ServeRequest(
-            model="8b",
-            service="8b",
-            cluster="local",
-            environment=Environment(kind="none"),
-            engine_args=flags,
-            allow_unknown_vllm_options=True,
-        )
-        text = render_script(request, plan_service(request))
-        script = folder / "script.sh"
-        script.write_text(text.replace("vllm serve", f"{sys.executable} {SCRIPT} serve"))
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("HPC_SERVE_")}
-        environ |= {
-            "HPC_SERVE_HOME": str(self.store.home),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
-        with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(
-                ["bash", str(script)], env=environ, stdout=log, stderr=log, start_new_session=True
-            )
-        self.log = folder / "log"
-
-    @property
-    def record(self) -> EndpointRecord | None:
-        records = self.store.read("8b").records
-        return records[0] if records else None
-
-    def wait_for_state(self, state: str) -> EndpointRecord:
-        def look() -> EndpointRecord | None:
-            assert (self.record and self.record.state == state) or self.process.poll() is None, self.log.read_text()
-            return self.record if self.record is not None and self.record.state == state else None
-
-        return wait_for(look, 60, what=state)
-
-    def stream(self) -> int:
-        """How many words came of one stream."""
-        client = hpc_serve.client.connect("8b", home=self.store.home)
-        chunks = client.completions.create(model=client.model, prompt="1", stream=True)
-        return sum(1 for chunk in chunks if chunk.choices)
-
-
 @pytest.fixture
 def run(tmp_path):
     run = Run(tmp_path, *STREAM)
     yield run
-    if run.process.poll() is None:
-        os.killpg(run.process.pid, signal.SIGKILL)
-    run.process.wait()
+    run.close()
 
 
 def command_lines(run: Run) -> list[list[str]]:

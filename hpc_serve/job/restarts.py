@@ -1,0 +1,49 @@
+"""How often an engine that was ready is started again in place, and after how long. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_RESTARTS = 3
+_WAITS_S = (1.0, 5.0, 25.0)
+# An engine that was ready for so long has recovered from what ended it before.
+_RECOVERED_AFTER_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """One start in place: the `number`-th of `most`, after `wait_s` seconds."""
+
+    number: int
+    most: int
+    wait_s: float
+
+    @property
+    def words(self) -> str:
+        """What the engine does meanwhile, for people."""
+        return f"starting the engine again ({self.number} of {self.most})"
+
+
+class Restarts:
+    """The starts in place of one engine: `most` of them without 10 minutes of readiness in between.
+
+    The first start of a run is none: an engine that was never ready ends its run, so that its cause is seen at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.total = 0
+        self._used = 0
+        self._was_ready = False
+
+    def after_end(self, ready_s: float | None) -> Restart | None:
+        """What follows an end; None if the run is to end. `ready_s` is how long the engine was ready, if at all."""
+        self._was_ready = self._was_ready or ready_s is not None
+        if ready_s is not None and ready_s >= _RECOVERED_AFTER_S:
+            self._used = 0
+        if not self._was_ready or self._used >= self.most:
+            return None
+        self._used += 1
+        self.total += 1
+        wait_s = _WAITS_S[min(self._used, len(_WAITS_S)) - 1]
+        return Restart(number=self._used, most=self.most, wait_s=wait_s)

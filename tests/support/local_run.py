@@ -1,0 +1,99 @@
+"""A whole run on this machine, as its script starts it: real bash, launcher and files; the engine is the stub."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hpc_serve.client
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import Environment, ServeRequest
+from tests.cluster import processes, wait_for
+from tests.support.stubs import SCRIPT
+
+
+class Run:
+    """A script of one service, started in a session of its own as `submit --cluster local` starts it.
+
+    `flags` are of the stub engine, `options` of the request, `variables` of the job's environment.
+    """
+
+    def __init__(self, folder: Path, *flags: str, variables: Mapping[str, str] | None = None, **options: Any) -> None:
+        self.store = ServiceStore(folder / "home")
+        request = ServeRequest(
+            model="8b",
+            service="8b",
+            cluster="local",
+            environment=Environment(kind="none"),
+            engine_args=flags,
+            allow_unknown_vllm_options=True,
+            **options,
+        )
+        text = render_script(request, plan_service(request))
+        script = folder / "script.sh"
+        script.write_text(text.replace("vllm serve", f"{sys.executable} {SCRIPT} serve"))
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HPC_SERVE_")}
+        environ |= {
+            "HPC_SERVE_HOME": str(self.store.home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **(variables or {}),
+        }
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                ["bash", str(script)], env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+        self.log = folder / "log"
+
+    @property
+    def record(self) -> EndpointRecord | None:
+        records = self.store.read("8b").records
+        return records[0] if records else None
+
+    def wait_for_state(self, state: str) -> EndpointRecord:
+        def look() -> EndpointRecord | None:
+            assert (self.record and self.record.state == state) or self.process.poll() is None, self.log.read_text()
+            return self.record if self.record is not None and self.record.state == state else None
+
+        return wait_for(look, 60, what=state)
+
+    def stream(self) -> int:
+        """How many words came of one stream."""
+        client = hpc_serve.client.connect("8b", home=self.store.home)
+        chunks = client.completions.create(model=client.model, prompt="1", stream=True)
+        return sum(1 for chunk in chunks if chunk.choices)
+
+    def node_log(self) -> str:
+        """What the launcher and the engine have said."""
+        return "".join(path.read_text() for path in self.store.log_dir("8b").glob("*-node0.log"))
+
+    def engines(self) -> list[int]:
+        """The stub engine's processes."""
+        ours, argv = f"HPC_SERVE_HOME={self.store.home}", [str(SCRIPT), "serve"]
+        return [
+            pid for pid in processes.pids() if ours in _words(pid, "environ") and _words(pid, "cmdline")[1:3] == argv
+        ]
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        if self.process.poll() is None:
+            for pid in self.engines():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _words(pid: int, name: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

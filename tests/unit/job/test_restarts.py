@@ -1,0 +1,152 @@
+"""How often an engine is started again, and what a run does then.
+
+Real bash, launcher and files; the engine is the stub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import hpc_serve.client
+from hpc_serve.job.restarts import Restart, Restarts
+from hpc_serve.rendezvous.record import EndpointRecord
+from tests.cluster import wait_for
+from tests.support.local_run import Run
+
+KILLED = "engine exited with 137"
+
+
+def test_an_engine_that_was_never_ready_is_not_started_again():
+    assert Restarts(3).after_end(None) is None
+
+
+def test_three_starts_with_longer_waits_and_then_none():
+    restarts = Restarts(3)
+    ends = [restarts.after_end(ready_s) for ready_s in (100.0, 1.0, None)]
+    assert ends == [Restart(number=n, most=3, wait_s=wait_s) for n, wait_s in ((1, 1.0), (2, 5.0), (3, 25.0))]
+    assert restarts.after_end(599.0) is None
+    assert restarts.total == 3
+
+
+def test_ten_minutes_of_readiness_begin_the_count_anew():
+    restarts = Restarts(1)
+    assert [restarts.after_end(s) is not None for s in (10.0, 600.0, 700.0, 599.0)] == [True, True, True, False]
+    assert restarts.total == 3
+
+
+def test_none_are_made_where_none_are_wanted():
+    assert Restarts(0).after_end(10_000.0) is None
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    runs: list[Run] = []
+
+    def start(*flags: str, **options) -> Run:
+        runs.append(Run(tmp_path, *flags, **options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def kill_engine(run: Run, number: signal.Signals = signal.SIGKILL) -> None:
+    (pid,) = run.engines()
+    os.kill(pid, number)
+
+
+def wait_for_start(run: Run, number: int) -> EndpointRecord:
+    """The record of an engine that is ready after so many starts in place."""
+
+    def look() -> EndpointRecord | None:
+        record = run.record
+        assert run.process.poll() is None, run.log.read_text()
+        return record if record and (record.state, record.engine_restarts) == ("ready", number) else None
+
+    return wait_for(look, 60, what=f"start {number} in place")
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(start):
+    left_by_others = segments()
+    run = start("--stub-share-memory")
+    first = wait_for_start(run, 0)
+    client = hpc_serve.client.connect("8b", home=run.store.home, wait=60)
+    assert client.completions.create(model=client.model, prompt="1").choices[0].text.startswith("stub-")
+    wait_for(lambda: segments() - left_by_others, 20, what="its shared memory")
+    ours = segments() - left_by_others
+
+    kill_engine(run)
+    again = run.wait_for_state("starting")
+    assert again.stage.startswith("starting the engine again (1 of 3)")
+    assert again.reason == KILLED
+    assert again.measured == first.measured
+    second = wait_for_start(run, 1)
+    assert second.port != first.port
+    assert (second.reason, second.last_log_lines, second.certificate) == (None, (), first.certificate)
+    answer = client.completions.create(model=client.model, prompt="1")
+    assert answer.choices[0].text.startswith(f"stub-{second.port}")
+    assert not ours & segments()
+    assert "starting the engine again (1 of 3), 1 s after this end: engine exited with 137" in run.node_log()
+
+
+def test_one_that_hangs_is_ended_and_started_again(start):
+    run = start(variables={"HPC_SERVE_CANARY_S": "1", "HPC_SERVE_HANG_S": "1"})
+    wait_for_start(run, 0)
+    kill_engine(run, signal.SIGSTOP)
+    found = run.wait_for_state("unresponsive")
+    assert "its engine has left /health unanswered" in str(found.reason)
+    wait_for_start(run, 1)
+    assert len(run.engines()) == 1
+    why = r"1 s after this end: engine was unresponsive for \d+ s: its engine has left /health unanswered"
+    assert re.search(why, run.node_log())
+
+
+def test_after_the_last_start_the_run_ends_with_the_last_reason(start):
+    run = start("--stub-exit-after-s", "1", "--stub-exit-code", "9", engine_restarts=1)
+    record = run.wait_for_state("failed")
+    assert record.reason == "engine exited with 9 (it had been started again once)"
+    assert (record.failed_part, record.exit_code, record.engine_restarts) == ("engine", 9, 1)
+    assert run.process.wait(20) == 9
+    assert not run.engines()
+
+
+def test_without_restarts_the_run_ends_at_once(start):
+    run = start(engine_restarts=0)
+    run.wait_for_state("ready")
+    kill_engine(run)
+    record = run.wait_for_state("failed")
+    assert (record.reason, record.exit_code) == (KILLED, 137)
+
+
+def test_a_first_start_that_fails_is_not_repeated(start):
+    run = start("--stub-fail", "ValueError: no such model")
+    assert run.wait_for_state("failed").reason == "engine exited with 1: ValueError: no such model"
+    assert run.node_log().count("engine command:") == 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "loading"])
+def test_a_run_that_is_stopped_during_a_restart_ends_well(start, when):
+    run = start("--stub-load-s", "2")
+    wait_for_start(run, 0)
+    kill_engine(run)
+    if when == "loading":
+        wait_for(lambda: run.record and "loading weights" in run.record.stage, 20, what="the next start")
+        assert run.record is not None
+        assert run.record.stage.startswith("starting the engine again (1 of 3): loading weights")
+    else:
+        run.wait_for_state("starting")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(30) == 0, run.log.read_text()
+    record = run.wait_for_state("stopped")
+    assert str(record.reason).startswith("SIGTERM")
+    assert not run.engines()
