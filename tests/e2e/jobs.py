@@ -121,6 +121,7 @@ def layout_script(
     model: str = "405b",
     backend: Backend = "auto",
     engine_args: Sequence[str] = (),
+    engine_restarts: int | None = None,
     slurm: SlurmOptions | None = None,
 ) -> str:
     """A script for any layout of a scaled-down model; the planner is not asked whether the real one would fit."""
@@ -150,6 +151,7 @@ def layout_script(
         num_nodes=num_nodes,
         backend=backend,
         engine_args=tuple(engine_args),
+        engine_restarts=engine_restarts,
         allow_unknown_vllm_options=True,  # the stand-in engine has options of its own
         slurm=slurm or SlurmOptions(exclusive=False, cpus_per_task=4, mem="4G"),
     )

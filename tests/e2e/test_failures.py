@@ -20,8 +20,8 @@ from tests.e2e.jobs import User, stub_script
 pytestmark = [pytest.mark.slurm]
 
 
-def submit(alice: User, service: str, *stub_args: str, num_nodes: int = 2, env=None, edit=str) -> str:
-    layout = {"num_nodes": num_nodes, "tensor_parallel_size": 2, "pipeline_parallel_size": num_nodes}
+def submit(alice: User, service: str, *stub_args: str, num_nodes: int = 2, env=None, edit=str, **layout) -> str:
+    layout = {"num_nodes": num_nodes, "tensor_parallel_size": 2, "pipeline_parallel_size": num_nodes, **layout}
     script = alice.write(f"{service}.sh", edit(stub_script(service, *stub_args, **layout)))
     return alice.sbatch(script, env=env)
 
@@ -67,7 +67,9 @@ def test_a_load_that_stands_still_ends_though_ray_goes_on_reading(alice):
 
 
 def test_an_engine_that_exits_with_0_before_it_was_stopped_has_failed(alice):
-    job_id = submit(alice, "leaves", "--stub-exit-after-s", "2", "--stub-exit-code", "0", num_nodes=1)
+    job_id = submit(
+        alice, "leaves", "--stub-exit-after-s", "2", "--stub-exit-code", "0", num_nodes=1, engine_restarts=0
+    )
     record = failed(alice, "leaves", job_id)
     assert (record["failed_part"], record["exit_code"]) == ("engine", 1)
     assert "exited with 0 before it was stopped" in record["reason"]

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,14 @@ pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 ASK = Path(__file__).with_name("ask.py")
 STRANGER = Path(__file__).parents[1] / "security" / "stranger.py"
 HF_TOKEN = "hf_a-token-of-the-hub-that-is-a-secret"
+# Ranks that share two cores make a token in seconds.
+BUSY = {"HPC_SERVE_CANARY_S": "30"}
 START_S = 600.0  # 16 ranks on two cores: 100 to 140 s measured
 
 
 @pytest.fixture(scope="module")
 def alice(cluster, alice_env, tiny_models):
-    return User(cluster, {**alice_env, "HPC_SERVE_MODEL": str(tiny_models / "405b"), "HF_TOKEN": HF_TOKEN})
+    return User(cluster, {**alice_env, **BUSY, "HPC_SERVE_MODEL": str(tiny_models / "405b"), "HF_TOKEN": HF_TOKEN})
 
 
 @pytest.fixture(scope="module")
@@ -176,12 +179,36 @@ class TestTwoServicesOnTheSameNodes:
         for service in two:
             assert ask_from_a_job(alice, service, "n3")["chunks"] >= 2
 
+    def test_a_killed_engine_is_started_again_over_the_same_ray(self, alice, two):
+        before = two["over-ray"]
+        raylets = {p.pid for p in alice.processes() if p.argv[0].endswith("raylet/raylet")}
+        server = next(p for p in alice.processes() if _is_vllm(p.argv) and "over-ray" in p.argv)
+        os.kill(server.pid, signal.SIGKILL)
+        again = alice.wait_for_record(
+            "over-ray", before["job_id"], lambda record: record["engine_restarts"] == 1, timeout_s=60
+        )
+        assert again["reason"] == "engine exited with 137"
+        after = alice.wait_for_record(
+            "over-ray",
+            before["job_id"],
+            lambda record: record["state"] == "ready" and record["engine_restarts"] == 1,
+            START_S,
+        )
+        assert after["port"] != before["port"]
+        assert raylets == {p.pid for p in alice.processes() if p.argv[0].endswith("raylet/raylet")}
+        assert ask_from_a_job(alice, "over-ray", "n3")["chunks"] >= 2
+        assert alice.record("over-mp", two["over-mp"]["job_id"])["state"] == "ready"
+
     def test_stopping_one_leaves_the_other_alone(self, alice, two):
         alice.cancel(two["over-ray"]["job_id"])
         wait_for(lambda: not alice.is_queued(two["over-ray"]["job_id"]), 60, what="the end of one")
         assert ask_from_a_job(alice, "over-mp", "n3")["chunks"] >= 2
         wait_for(lambda: not [p for p in alice.processes() if "raylet" in p.argv[0]], 30, what="no Ray left")
         assert alice.record("over-mp", two["over-mp"]["job_id"])["state"] == "ready"
+
+
+def _is_vllm(argv: Sequence[str]) -> bool:
+    return any(word.endswith("/vllm") for word in argv[:2]) and "serve" in argv[:3]
 
 
 def _statuses(user: User, node: str, asked: dict[tuple[str, str], str], *headers: str) -> dict[tuple[str, str], int]:

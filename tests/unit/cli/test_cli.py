@@ -30,7 +30,17 @@ STATUS_KEYS = {
     *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "reason", "address", "nodes"),
     *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
     *("submitted_at", "started_at", "updated_at", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job"),
-    *("state_since", "log_dir", "batch_log", "scheduler_state", "time_left", "measured", "predicted", "logs"),
+    *(
+        "state_since",
+        "engine_restarts",
+        "log_dir",
+        "batch_log",
+        "scheduler_state",
+        "time_left",
+        "measured",
+        "predicted",
+        "logs",
+    ),
 }
 
 
@@ -409,11 +419,12 @@ def test_status_of_one_service_says_it_all(store, capsys):
 
 
 def test_status_says_since_when_an_engine_is_unresponsive(store, capsys):
-    words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0}
+    words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0, "engine_restarts": 2}
     store.write(make_record(service="8b", cluster="local", state="unresponsive", stage="unresponsive", **words))
     assert run(["status", "8b"]) == 0
     out = capsys.readouterr().out
     assert "  state      unresponsive: its engine leaves /health unanswered\n" in out
+    assert "  restarts   2, of the engine in place\n" in out
     assert re.search(r"^  since      2027-01-\d\d \d\d:\d\d:\d\d$", out, re.MULTILINE)
 
 

@@ -268,6 +268,16 @@ def test_the_header_says_how_to_get_the_script_again():
     )
 
 
+def test_how_often_an_engine_is_started_again_is_in_the_script_where_it_was_said():
+    assert "--engine-restarts" not in script()
+    text = script(engine_restarts=0)
+    assert " --engine-restarts 0 -- \\\n" in text.split("set -euo pipefail")[1]
+    assert "hpc-serve render --model 405b --nodes 2 --engine-restarts 0\n" in text
+    bash_accepts(text)
+    with pytest.raises(InvalidRequestError, match="engine-restarts is -1: it must be at least 0"):
+        script(engine_restarts=-1)
+
+
 def test_options_that_the_pinned_vllm_does_not_know_are_refused_unless_overruled():
     words = ("--new-option", "a", "b")
     with pytest.raises(InvalidRequestError, match=r"has no option --new-option.*--allow-unknown-vllm-options"):
