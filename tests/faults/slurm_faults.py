@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -137,23 +139,23 @@ def parted(service: SlurmService, host: str, other: str) -> Iterator[None]:
 @fault(needs_slurm=True, hold_s=5.0, ready_after=1)
 def scancel(service: SlurmService) -> None:
     """`scancel` of one replica."""
-    service.slurm("scancel", service.jobs[0])
+    service.on_cluster("scancel", service.jobs[0])
     hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=10.0, ready_after=1)
 def requeue(service: SlurmService) -> None:
     """`scontrol requeue` of one replica."""
-    service.slurm("scontrol", "requeue", service.jobs[0], user="root")
+    service.on_cluster("scontrol", "requeue", service.jobs[0], user="root")
     hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=5.0, ready_after=1)
 def time_limit(service: SlurmService) -> None:
     """One replica's job reaches its time limit."""
-    service.slurm("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
+    service.on_cluster("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
     wait_for(
-        lambda: service.slurm("squeue", "--noheader", "--jobs", service.jobs[0], "--format=%T") != "RUNNING",
+        lambda: service.on_cluster("squeue", "--noheader", "--jobs", service.jobs[0], "--format=%T") != "RUNNING",
         90 + GONE_S,
         what="the time limit",
         step_s=0.5,
@@ -175,12 +177,12 @@ def preempted_no_requeue(service: SlurmService) -> None:
 
 def _preempt(service: SlurmService) -> None:
     node = service.node(0)
-    job = service.slurm(
+    job = service.on_cluster(
         "sbatch", "--parsable", "--partition=gpu", f"--nodelist={node}", "--exclusive", "--output=/dev/null",
         "--wrap", "sleep 600",
     )  # fmt: skip
     wait_for(
-        lambda: service.slurm("squeue", "--noheader", "--jobs", job, "--format=%T") == "RUNNING",
+        lambda: service.on_cluster("squeue", "--noheader", "--jobs", job, "--format=%T") == "RUNNING",
         GONE_S,
         what="the job that preempts",
         step_s=0.5,
@@ -290,6 +292,7 @@ def home_full(service: SlurmService) -> None:
     """The home's disk is full, for longer than a record's lease."""
     assert isinstance(service.filesystem, OwnFilesystem)
     filler = service.filesystem.fill()
+    assert service.run(["cp", "/bin/true", str(service.home)]).returncode == 1, "the home is not full"
     try:
         hold(service.hold_s)
     finally:
@@ -300,13 +303,23 @@ def home_full(service: SlurmService) -> None:
 @fault(needs_slurm=True, filesystem="lagging", hold_s=3.0, ready_after=1)
 def engine_killed_home_lags(service: SlurmService) -> None:
     """kill -9 of one engine, where clients see changes of the home some 20 s late."""
+    _check_that_it_lags(service)
     engine_killed(service)
 
 
 @fault(needs_slurm=True, filesystem="lagging", hold_s=3.0, ready_after=1)
 def stop_home_lags(service: SlurmService) -> None:
     """`hpc-serve stop` of one replica, where clients see changes of the home some 20 s late."""
+    _check_that_it_lags(service)
     stop(service)
+
+
+def _check_that_it_lags(service: SlurmService) -> None:
+    path = service.home / "seen-late"
+    look = ["test", "-e", str(path)]
+    assert service.run(look).returncode == 1
+    service.on_cluster("touch", str(path), node=service.node(0))
+    assert service.run(look).returncode == 1, "a new file of another host was seen at once"
 
 
 # -- clocks
@@ -315,13 +328,21 @@ def stop_home_lags(service: SlurmService) -> None:
 @fault(needs_slurm=True, hold_s=15.0, clock_s=300)
 def clock_ahead(service: SlurmService) -> None:
     """The clock of one node is 5 minutes ahead from the start."""
+    _check_clock(service)
     hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=15.0, clock_s=-300)
 def clock_behind(service: SlurmService) -> None:
     """The clock of one node is 5 minutes behind from the start."""
+    _check_clock(service)
     hold(service.hold_s)
+
+
+def _check_clock(service: SlurmService) -> None:
+    records = [json.loads(path.read_text()) for path in service.records()]
+    (ahead_s,) = (record["updated_at"] - time.time() for record in records if record["job_id"] == service.jobs[0])
+    assert abs(ahead_s - service.fault.clock_s) < 60, f"the replica's clock is {ahead_s:.0f} s ahead"
 
 
 # -- streams that are longer than what Slurm leaves a job (KillWait, 30 s)

@@ -92,9 +92,9 @@ class SlurmService(Service):
         """The user's processes on a node."""
         return [process.pid for process in self.cluster.processes(USER) if process.host == node]
 
-    def slurm(self, *argv: str, user: str = USER) -> str:
-        """Run a command of Slurm's; raises RuntimeError with its words if it fails."""
-        done = self.cluster.run(argv, user=user)
+    def on_cluster(self, *argv: str, user: str = USER, node: str | None = None) -> str:
+        """Run a command of the cluster's; raises RuntimeError with its words if it fails."""
+        done = self.cluster.run(argv, user=user, node=node)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(argv)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout.strip()
