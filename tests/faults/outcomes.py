@@ -89,12 +89,15 @@ def count(
     before = [request for request in requests if request["outcome"] == "right" and request["ended"] < fault_at]
     usual_s = statistics.median(_took_s(request) for request in before) if before else 0.0
     after = [request for request in requests if request["ended"] >= fault_at]
-    affected = [
-        request
-        for request in after
-        if _took_s(request) > usual_s + max(NOTABLE_S, usual_s)
-        or (kinds[request["name"]] != "answered" and not (ends_service and request in due))
-    ]
+
+    def is_affected(request: Line) -> bool:
+        if hides_records and request["client"] == "fresh":
+            return False  # it can find no service until the end of the fault, whoever notices it
+        if ends_service and kinds[request["name"]] == "reported" and not is_needless(request):
+            return False
+        return kinds[request["name"]] != "answered" or _took_s(request) > usual_s + max(NOTABLE_S, usual_s)
+
+    affected = [request for request in after if is_affected(request)]
     is_hung = any(request["outcome"] == "hung" for request in affected)
     return Outcome(
         fault=fault,

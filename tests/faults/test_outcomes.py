@@ -126,3 +126,11 @@ def test_a_replica_that_stays_away_and_a_cluster_that_must_be_repaired_are_worse
     unwell = replace(outcome, unwell="hosts are down: n1: the cluster was made anew")
     assert surpasses(unwell) == "afterwards not well: hosts are down: n1: the cluster was made anew"
     assert "repaired after x: hosts are down: n1: the cluster was made anew" in remarks([unwell])
+
+
+def test_who_can_find_no_service_notices_nothing():
+    late = request("a-1", client="fresh", started=15.0, ended=40.0)
+    assert count("x", [late], [], fault_at=10.0).notice_s == 5.0
+    assert count("x", [late], [], fault_at=10.0, hides_records=True).notice_s is None
+    refused = request("a-2", **REFUSED, started=20.0, ended=20.1)
+    assert count("x", [refused], [], fault_at=10.0, ends_service=True).notice_s is None
