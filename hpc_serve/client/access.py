@@ -27,6 +27,7 @@ def connect(
 
     Without a name, the one service that is ready is taken. `wait` is how many seconds to wait for a replica that is
     coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless given.
+    With `resume=False` a stream whose replica is lost is not continued at another one.
     `options` are the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError,
     AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError.
     """

@@ -19,6 +19,7 @@ _MOST_ROUNDS = 3
 class _OfService:
     _watch: ServiceWatch
     _wait: Wait
+    _resume: bool
 
     @property
     def service(self) -> str:
@@ -32,17 +33,19 @@ class _OfService:
 
     @property
     def _inherited(self) -> dict[str, Any]:
-        return {"watch": self._watch, "wait": self._wait}
+        return {"watch": self._watch, "wait": self._wait, "resume": self._resume}
 
 
 class ServiceClient(_OfService, openai.OpenAI):
     """An `openai.OpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, **options: Any) -> None:
+    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
         self._watch = watch
         self._wait = wait
+        self._resume = resume
         if options.get("http_client") is None:
-            options["http_client"] = openai.DefaultHttpxClient(transport=ServiceTransport(watch), trust_env=False)
+            transport = ServiceTransport(watch, resume=resume, wait=wait)
+            options["http_client"] = openai.DefaultHttpxClient(transport=transport, trust_env=False)
         super().__init__(**_with_endpoint(watch, options))
 
     def copy(self, **changes: Any) -> ServiceClient:
@@ -66,11 +69,12 @@ class ServiceClient(_OfService, openai.OpenAI):
 class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
     """An `openai.AsyncOpenAI` for one service; `base_url` is that of one replica, requests go to any."""
 
-    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, **options: Any) -> None:
+    def __init__(self, *, watch: ServiceWatch, wait: Wait = None, resume: bool = True, **options: Any) -> None:
         self._watch = watch
         self._wait = wait
+        self._resume = resume
         if options.get("http_client") is None:
-            transport = AsyncServiceTransport(watch)
+            transport = AsyncServiceTransport(watch, resume=resume, wait=wait)
             options["http_client"] = openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
         super().__init__(**_with_endpoint(watch, options))
 

@@ -1,71 +1,90 @@
-"""Below the OpenAI client: every request goes to a ready replica, and to another one if no engine began to work on it.
+"""Below the OpenAI client: every request goes to a ready replica, and its answer comes from as many as that takes.
 
-This decides which requests are safe to repeat. No work was begun after a refused connection, after our gate's
-"draining", and after an error of an engine that is being stopped: the next replica gets the request at once. After any
-other failure the engine may have worked on it, so the failure goes to the SDK, whose `max_retries` decides. A replica
-that failed is not offered again before it was probed.
-
-Each attempt is watched while it is under way (`request_watch`): at a replica that is lost it fails at once.
+`exchange` decides where a request goes, when it is sent again and how a broken stream goes on. Here its steps are
+carried out, once in threads and once for asyncio and trio.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import anyio.to_thread
 
+from hpc_serve.client.attempt import AsyncAttemptBody, AttemptBody
 from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.exchange import (
+    Call,
+    Close,
+    Exchange,
+    Fetch,
+    NoReplicaError,
+    Read,
+    Send,
+    Step,
+    Steps,
+    broken_stream,
+)
+from hpc_serve.client.resume.received import CannotResumeError
+from hpc_serve.client.resume.relay import Relay
 from hpc_serve.client.sdk import http
-from hpc_serve.rendezvous.gate_headers import is_draining
+from hpc_serve.client.wait import Wait, wait_for_replica, wait_for_replica_async
 
-CONNECT_S = 5.0
+__all__ = ["AsyncServiceTransport", "NoReplicaError", "ServiceTransport"]
 
-
-class NoReplicaError(http.ConnectError):
-    """No ready replica is left for this request."""
-
-
-class ReplicaLostError(http.ReadError):
-    """The replica was lost while it had the request; the message says why that is believed."""
+T = TypeVar("T")
 
 
 class ServiceTransport(http.BaseTransport):
     """Sends requests to replicas of one service, whatever host their URL names."""
 
-    def __init__(self, watch: ServiceWatch) -> None:
+    def __init__(self, watch: ServiceWatch, *, resume: bool = True, wait: Wait = None) -> None:
         self._watch = watch
+        self._resume = resume
+        self._wait = wait
         self._origins = Origins()
         self._inner = make_transport(self._origins)
 
     def handle_request(self, request: http.Request) -> http.Response:
-        routing = _Routing(self._watch, request, self._origins)
-        while True:
-            attempt = routing.next_attempt()
-            if attempt is None:
-                self._watch.refresh()
-                attempt = routing.next_attempt_or_error()
-            try:
-                response = self._inner.handle_request(_on_connection_to(attempt.replica, request, self._origins))
-            except BaseException as error:
-                lost = attempt.end_with(error)
-                if _never_arrived(error):
-                    continue
-                if lost is not None:
-                    raise lost from error
-                raise
-            attempt.heard_at_s = time.monotonic()
-            body = _CountedBody(cast(http.SyncByteStream, response.stream), attempt)
-            if response.status_code >= 500:
-                self._watch.mark_suspect(attempt.replica)
-                if routing.may_go_elsewhere(attempt, response):
-                    body.close()
-                    continue
-            response.stream = body
+        exchange = Exchange(self._watch, self._origins, request, resume=self._resume, wait=self._wait)
+        response = self.carry_out(exchange.answer())
+        if exchange.relay is not None and exchange.goes_on(response):
+            response.stream = _ResumedBody(self, exchange, exchange.relay, cast(AttemptBody, response.stream))
+        return response
+
+    def carry_out(self, steps: Steps[T]) -> T:
+        """Carry out all steps; what they return."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = self._do(step)
+                except BaseException as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+    def _do(self, step: Step) -> Any:
+        if isinstance(step, Send):
+            response = self._inner.handle_request(step.request)
+            step.attempt.heard_at_s = time.monotonic()
+            response.stream = AttemptBody(cast(http.SyncByteStream, response.stream), step.attempt)
             return response
+        if isinstance(step, Call):
+            return step.function()
+        if isinstance(step, Fetch | Read):
+            response = step.response if isinstance(step, Read) else self._inner.handle_request(step.request)
+            try:
+                return response.read()
+            finally:
+                response.close()
+        if isinstance(step, Close):
+            return step.response.close()
+        return wait_for_replica(self._watch, step.policy)
 
     def close(self) -> None:
         self._inner.close()
@@ -74,202 +93,141 @@ class ServiceTransport(http.BaseTransport):
 class AsyncServiceTransport(http.AsyncBaseTransport):
     """The same for an AsyncOpenAI. Reading files and probing run in threads."""
 
-    def __init__(self, watch: ServiceWatch) -> None:
+    def __init__(self, watch: ServiceWatch, *, resume: bool = True, wait: Wait = None) -> None:
         self._watch = watch
+        self._resume = resume
+        self._wait = wait
         self._origins = Origins()
         self._inner = make_async_transport(self._origins)
 
     async def handle_async_request(self, request: http.Request) -> http.Response:
-        routing = _Routing(self._watch, request, self._origins)
-        while True:
-            attempt = routing.next_attempt()
-            if attempt is None:
-                await anyio.to_thread.run_sync(self._watch.refresh)
-                attempt = routing.next_attempt_or_error()
-            try:
-                response = await self._inner.handle_async_request(
-                    _on_connection_to(attempt.replica, request, self._origins)
-                )
-            except BaseException as error:
-                lost = attempt.end_with(error)
-                if _never_arrived(error):
-                    continue
-                if lost is not None:
-                    raise lost from error
-                raise
-            attempt.heard_at_s = time.monotonic()
-            body = _AsyncCountedBody(cast(http.AsyncByteStream, response.stream), attempt)
-            try:
-                if response.status_code >= 500:
-                    self._watch.mark_suspect(attempt.replica)
-                    if await anyio.to_thread.run_sync(routing.may_go_elsewhere, attempt, response):
-                        await body.aclose()
-                        continue
-            except BaseException:
-                await body.aclose()
-                raise
-            response.stream = body
+        exchange = Exchange(self._watch, self._origins, request, resume=self._resume, wait=self._wait)
+        response = await self.carry_out(exchange.answer())
+        if exchange.relay is not None and exchange.goes_on(response):
+            body = cast(AsyncAttemptBody, response.stream)
+            response.stream = _AsyncResumedBody(self, exchange, exchange.relay, body)
+        return response
+
+    async def carry_out(self, steps: Steps[T]) -> T:
+        """Carry out all steps; what they return."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    result = await self._do(step)
+                except BaseException as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(result)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+    async def _do(self, step: Step) -> Any:
+        if isinstance(step, Send):
+            response = await self._inner.handle_async_request(step.request)
+            step.attempt.heard_at_s = time.monotonic()
+            response.stream = AsyncAttemptBody(cast(http.AsyncByteStream, response.stream), step.attempt)
             return response
+        if isinstance(step, Call):
+            return await anyio.to_thread.run_sync(step.function)
+        if isinstance(step, Fetch | Read):
+            if isinstance(step, Read):
+                response = step.response
+            else:
+                response = await self._inner.handle_async_request(step.request)
+            try:
+                return await response.aread()
+            finally:
+                await response.aclose()
+        if isinstance(step, Close):
+            return await step.response.aclose()
+        return await wait_for_replica_async(self._watch, step.policy)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class _Attempt:
-    """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once.
+class _ResumedBody(http.SyncByteStream):
+    """A stream that goes on at another replica after a break. Raises StreamBrokenError where it cannot."""
 
-    `abandon` is called from another thread while it is under way.
-    """
-
-    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins) -> None:
-        self._watch = watch
-        self._origins = origins
-        self._is_under_way = True
-        self.why_lost: str | None = None
-        self.heard_at_s = float("-inf")
-        self.replica = replica
-        watch.requests.begin(self)
-
-    def abandon(self) -> None:
-        """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
-        self._origins.cut(self.replica)
-
-    def end(self, *, is_suspect: bool = False) -> None:
-        """The request is over; the replica may be at fault."""
-        if not self._is_under_way:
-            return
-        self._is_under_way = False
-        self._watch.requests.end(self)
-        self._watch.pool.give_back(self.replica)
-        if is_suspect:
-            self._watch.mark_suspect(self.replica)
-
-    def end_with(self, error: BaseException) -> ReplicaLostError | None:
-        """The request failed. A failed connection makes the replica suspect; a full connection pool is our own.
-
-        Returns the error to raise if it failed because it was abandoned.
-        """
-        is_failed_connection = isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout)
-        self.end(is_suspect=is_failed_connection)
-        if self.why_lost is None or not is_failed_connection:
-            return None
-        return ReplicaLostError(f"{self.replica.name} is lost: {self.why_lost}")
-
-
-class _Routing:
-    """One request and the replicas it was sent to."""
-
-    def __init__(self, watch: ServiceWatch, request: http.Request, origins: Origins) -> None:
-        self._watch = watch
-        self._request = request
-        self._origins = origins
-        self._tried: set[str] = set()
-
-    def next_attempt(self) -> _Attempt | None:
-        """Choose a replica that was not tried and address the request to it; None if none is known."""
-        replica = self._watch.pick(self._tried)
-        if replica is None:
-            return None
-        self._tried.add(replica.name)
-        _send_to(self._request, replica)
-        return _Attempt(self._watch, replica, self._origins)
-
-    def next_attempt_or_error(self) -> _Attempt:
-        """The same. Raises NoReplicaError if none is known."""
-        if (attempt := self.next_attempt()) is not None:
-            return attempt
-        tried = f" ({len(self._tried)} tried)" if self._tried else ""
-        raise NoReplicaError(f"no ready replica of {self._watch.service} is left for this request{tried}")
-
-    def may_go_elsewhere(self, attempt: _Attempt, response: http.Response) -> bool:
-        """Whether this 5xx means that no work was begun, so that another replica may get the request.
-
-        vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
-        which: a request that broke one engine must not be sent to the next. Reads the records for a 500.
-        """
-        if not _is_replayable(self._request):
-            return False
-        if response.status_code == 503:
-            return is_draining(response.headers)
-        return response.status_code == 500 and self._watch.is_being_stopped(attempt.replica)
-
-
-def _send_to(request: http.Request, replica: ReplicaAddress) -> None:
-    """Rewrite the request's URL and headers for that replica."""
-    scheme = "http" if replica.identity.certificate is None else "https"
-    request.url = request.url.copy_with(scheme=scheme, host=replica.host, port=replica.port)
-    request.headers["Host"] = request.url.netloc.decode("ascii")
-    # Always the service's own key: the SDK may have taken keys and headers meant for OpenAI from the environment.
-    request.headers["Authorization"] = f"Bearer {replica.identity.api_key}"
-    timeout = dict(request.extensions.get("timeout") or {})
-    timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
-    request.extensions = {**request.extensions, "timeout": timeout}
-
-
-def _on_connection_to(replica: ReplicaAddress, request: http.Request, origins: Origins) -> http.Request:
-    """The request as the inner transport takes it: its URL names the connections that are verified for this replica."""
-    url = request.url.copy_with(scheme="http", host=origins.origin_of(replica))
-    return http.Request(
-        request.method, url, headers=request.headers, stream=request.stream, extensions=request.extensions
-    )
-
-
-def _never_arrived(error: BaseException) -> bool:
-    """Whether no engine received anything of the request."""
-    return isinstance(error, http.ConnectError | http.ConnectTimeout)
-
-
-def _is_replayable(request: http.Request) -> bool:
-    """Whether the body is held in memory. An upload that was streamed is gone."""
-    try:
-        return request.content is not None
-    except http.RequestNotRead:
-        return False
-
-
-class _CountedBody(http.SyncByteStream):
-    """A response's body. Its end ends the attempt; a body that breaks makes the replica suspect."""
-
-    def __init__(self, body: http.SyncByteStream, attempt: _Attempt) -> None:
+    def __init__(self, transport: ServiceTransport, exchange: Exchange, relay: Relay, body: AttemptBody) -> None:
+        self._transport = transport
+        self._exchange = exchange
+        self._relay = relay
         self._body = body
-        self._attempt = attempt
 
     def __iter__(self) -> Iterator[bytes]:
-        try:
-            for chunk in self._body:
-                self._attempt.heard_at_s = time.monotonic()
-                yield chunk
-        except http.TransportError as error:
-            if (lost := self._attempt.end_with(error)) is not None:
-                raise lost from error
-            raise
+        relay = self._relay
+        while True:
+            failure: Exception = http.RemoteProtocolError("it ended early")
+            try:
+                for data in self._body:
+                    if passed := relay.feed(data):
+                        yield passed
+                    if relay.failure:
+                        failure = http.RemoteProtocolError(relay.failure)
+                        break
+            except http.TransportError as error:
+                failure = error
+            except CannotResumeError as error:
+                raise broken_stream(relay, self._replica, error, "it was resumed once") from None
+            if relay.is_done:
+                return
+            self._body.attempt.end(is_suspect=True)
+            self._body.close()
+            if (rest := relay.rest()) is not None:
+                yield rest
+                return
+            response = self._transport.carry_out(self._exchange.go_on(relay, self._replica, failure))
+            self._body = cast(AttemptBody, response.stream)
+
+    @property
+    def _replica(self) -> str:
+        return self._body.attempt.replica.name
 
     def close(self) -> None:
-        self._attempt.end()
         self._body.close()
 
-    def __del__(self) -> None:
-        self._attempt.end()
 
+class _AsyncResumedBody(http.AsyncByteStream):
+    """The same for asyncio and trio."""
 
-class _AsyncCountedBody(http.AsyncByteStream):
-    def __init__(self, body: http.AsyncByteStream, attempt: _Attempt) -> None:
+    def __init__(
+        self, transport: AsyncServiceTransport, exchange: Exchange, relay: Relay, body: AsyncAttemptBody
+    ) -> None:
+        self._transport = transport
+        self._exchange = exchange
+        self._relay = relay
         self._body = body
-        self._attempt = attempt
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._body:
-                self._attempt.heard_at_s = time.monotonic()
-                yield chunk
-        except http.TransportError as error:
-            if (lost := self._attempt.end_with(error)) is not None:
-                raise lost from error
-            raise
+        relay = self._relay
+        while True:
+            failure: Exception = http.RemoteProtocolError("it ended early")
+            try:
+                async for data in self._body:
+                    if passed := relay.feed(data):
+                        yield passed
+                    if relay.failure:
+                        failure = http.RemoteProtocolError(relay.failure)
+                        break
+            except http.TransportError as error:
+                failure = error
+            except CannotResumeError as error:
+                raise broken_stream(relay, self._replica, error, "it was resumed once") from None
+            if relay.is_done:
+                return
+            self._body.attempt.end(is_suspect=True)
+            await self._body.aclose()
+            if (rest := relay.rest()) is not None:
+                yield rest
+                return
+            response = await self._transport.carry_out(self._exchange.go_on(relay, self._replica, failure))
+            self._body = cast(AsyncAttemptBody, response.stream)
+
+    @property
+    def _replica(self) -> str:
+        return self._body.attempt.replica.name
 
     async def aclose(self) -> None:
-        self._attempt.end()
         await self._body.aclose()
-
-    def __del__(self) -> None:
-        self._attempt.end()

@@ -9,7 +9,8 @@ HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment
 
 With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
 all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
-`continue_final_message` in a chat) gets the rest of it. --stub-work-log writes down what was worked on.
+`continue_final_message` in a chat) gets the rest of it. A token of the answer has an id, as has each character of other
+text; a prompt may be given as ids, and `return_token_ids` returns them. --stub-work-log writes down what was worked on.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ WORKER = "VLLM::Worker"
 SHARDS = 5
 STEP_S = 0.05
 _LAST_TOKEN = re.compile(r"w(\d+)\.[0-9a-f]{4}$")
+_TOKEN = re.compile(r"( ?)w(\d+)\.([0-9a-f]{4})")
+END_ID, FIRST_ID, HALF_ID = 1, 0x110000, 1 << 40
+CONTEXT_LENGTH = 100_000
 
 
 def next_token(context: str, length: int, *, salt: str = "") -> str | None:
@@ -66,6 +70,35 @@ def greedy_answer(context: str, length: int) -> str:
     while (token := next_token(context + text, length)) is not None:
         text += token
     return text
+
+
+def encode(text: str) -> list[int]:
+    """The ids of a text's tokens.
+
+    >>> decode(encode("why? w0.12ab w1.ffff w1.zzzz")) == "why? w0.12ab w1.ffff w1.zzzz"
+    True
+    """
+    ids: list[int] = []
+    end = 0
+    for match in _TOKEN.finditer(text):
+        space, place, digest = match[1], int(match[2]), int(match[3], 16)
+        if bool(space) == bool(place):  # a token as `next_token` makes them
+            ids += map(ord, text[end : match.start()])
+            ids.append(FIRST_ID + place * 0x10000 + digest)
+            end = match.end()
+    return [*ids, *map(ord, text[end:])]
+
+
+def decode(ids: list[int]) -> str:
+    """The text of tokens. The first half of one has none."""
+    return "".join(map(_piece, ids))
+
+
+def _piece(token: int) -> str:
+    if token < FIRST_ID:
+        return "" if token == END_ID else chr(token)
+    place, digest = divmod(token - FIRST_ID, 0x10000)
+    return "" if token >= HALF_ID else f"{' ' if place else ''}w{place}.{digest:04x}"
 
 
 def chat_context(messages: list[dict[str, Any]], *, is_continued: bool = False) -> str:
@@ -103,6 +136,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-first-s", type=float, default=0.0, help="seconds before the first word")
     parser.add_argument("--stub-word-s", type=float, default=0.0, help="seconds between words")
     parser.add_argument("--stub-greedy", action="store_true", help="an answer at temperature 0 follows from its prompt")
+    parser.add_argument("--stub-halves", action="store_true", help="a word is two tokens, and the first has no text")
     parser.add_argument("--stub-slots", type=int, default=256, help="requests worked on at once; the others wait")
     parser.add_argument("--stub-hang-file", help="while this file exists no word comes, and /health answers 200")
     parser.add_argument("--stub-work-log", metavar="FOLDER", help="write a line for each request begun and ended")
@@ -310,7 +344,8 @@ class Handler(BaseHTTPRequestHandler):
             text = self.server.work.metrics(self.server.names[0])
             self.answer(200, text.encode(), {}, kind="text/plain; version=0.0.4; charset=utf-8")
         else:
-            models = [{"id": name, "object": "model", "owned_by": "stub"} for name in self.server.names]
+            model = {"object": "model", "owned_by": "stub", "max_model_len": CONTEXT_LENGTH}
+            models = [{"id": name, **model} for name in self.server.names]
             found = self.path == "/v1/models"
             self.answer_json(200, {"object": "list", "data": models}) if found else self.error(404, "Not Found")
 
@@ -375,7 +410,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             words, finish = [], ""
             try:
-                for word, reason in self.words(request):
+                for _, word, reason in self.shown(request):
                     words.append(word)
                     finish = reason
                     progress.add_token()
@@ -394,37 +429,64 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 choice["message"] = {"role": "assistant", "content": "".join(words)}
             kind = "chat.completion" if is_chat else "text_completion"
-            reply |= {"object": kind, "choices": [choice], "usage": usage(len(words))}
+            reply |= {"object": kind, "choices": [choice], "usage": self.usage(request, len(words))}
             self.answer_json(200, reply)
             progress.finish = finish
 
     def context(self, request: dict[str, Any]) -> str:
         """All the text that an answer follows from."""
         if not self.path.endswith("chat/completions"):
-            return str(request.get("prompt", ""))
+            prompt = request.get("prompt", "")
+            return decode(prompt) if isinstance(prompt, list) else str(prompt)
         return chat_context(request.get("messages", []), is_continued=bool(request.get("continue_final_message")))
 
-    def words(self, request: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """The tokens of the answer, each with the reason to stop after it, "" until the last."""
+    def words(self, request: dict[str, Any]) -> Iterator[tuple[int, str, str]]:
+        """The tokens of the answer: the id, the text, and the reason to stop after it, "" until the last."""
         options = self.server.options
-        most = min(request.get("max_completion_tokens") or request.get("max_tokens") or sys.maxsize, options.stub_words)
+        most = request.get("max_completion_tokens") or request.get("max_tokens") or sys.maxsize
         if not options.stub_greedy:
+            most = min(most, options.stub_words)
             for place in range(most):
                 word = " word" if place else f"stub-{self.server.server_address[1]}"
-                yield word, "stop" if place == most - 1 else ""
+                yield 0, word, "stop" if place == most - 1 else ""
             return
         is_greedy = request.get("temperature") == 0
         salt = "" if is_greedy else str(request.get("seed") or secrets.token_hex(4))
-        context = self.context(request)
+        context, prompt = self.context(request), request.get("prompt")
+        is_half = isinstance(prompt, list) and bool(prompt) and prompt[-1] >= HALF_ID
+        if is_half:  # vLLM's detokenizer loses its place there
+            yield END_ID, context, ""
         word = next_token(context, options.stub_words, salt=salt)
         if word is None:  # the text holds a whole answer: the one token that ends it
-            yield "", "stop"
+            yield END_ID, "", "stop"
         while word is not None and most > 0:
+            (token,) = encode(word)
+            if options.stub_halves and not is_half:
+                most -= 1
+                yield token + HALF_ID, "", "" if most else "length"
+            if not most:
+                return
+            is_half = False
             context += word
             most -= 1
             following = next_token(context, options.stub_words, salt=salt)
-            yield word, "stop" if following is None else "length" if not most else ""
+            yield token, word, "stop" if following is None else "length" if not most else ""
             word = following
+
+    def shown(self, request: dict[str, Any]) -> Iterator[tuple[int, str, str]]:
+        """The same with the text that is shown by then: the last characters wait, as a stop string may begin there."""
+        stop = request.get("stop") or []
+        stops = [stop] if isinstance(stop, str) else stop
+        held = max((len(stop) - 1 for stop in stops), default=0)
+        text, shown = "", 0
+        for token, word, finish in self.words(request):
+            text += word
+            if ends := [text.index(stop) for stop in stops if stop in text]:
+                yield token, text[shown : min(ends)], "stop"
+                return
+            until = len(text) if finish else max(shown, len(text) - held)
+            yield token, text[shown:until], finish
+            shown = until
 
     def pause(self, seconds: float) -> None:
         """The time that a word takes.
@@ -456,7 +518,7 @@ class Handler(BaseHTTPRequestHandler):
         self.pause(0)
         if is_chat and options.stub_greedy:  # as vLLM's first chunk
             first = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
-            self.event(json.dumps({**reply, "choices": [first]}))
+            self.event(json.dumps({**reply, "choices": [first], **self.prompt_ids(request)}))
         finish = "stop"
         try:
             finish = self.stream_words(reply, request, progress, is_chat=is_chat, dies=dies)
@@ -466,7 +528,7 @@ class Handler(BaseHTTPRequestHandler):
             finish = "error"
         else:
             if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
-                self.event(json.dumps({**reply, "choices": [], "usage": usage(progress.tokens)}))
+                self.event(json.dumps({**reply, "choices": [], "usage": self.usage(request, progress.tokens)}))
         self.event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
         progress.finish = finish
@@ -476,11 +538,15 @@ class Handler(BaseHTTPRequestHandler):
     ) -> str:
         """Send a chunk for each word; returns the reason to stop."""
         options, finish = self.server.options, "stop"
-        for place, (text, finish) in enumerate(self.words(request)):
+        prompt_ids = self.prompt_ids(request)
+        for place, (token, text, finish) in enumerate(self.shown(request)):
             progress.add_token()
+            ids = {"token_ids": [token]} if prompt_ids else {}
+            if not place and not is_chat:
+                ids |= prompt_ids
             for index in range(request.get("n") or 1):
                 choice = self.choice(request, place, text, finish, is_chat=is_chat)
-                self.event(json.dumps({**reply, "choices": [{"index": index, **choice}]}))
+                self.event(json.dumps({**reply, "choices": [{"index": index, **choice, **ids}]}))
             if dies and place == min(options.stub_words, request.get("max_tokens") or options.stub_words) // 2:
                 os._exit(options.stub_exit_code)
             self.pause(options.stub_word_s)
@@ -499,11 +565,21 @@ class Handler(BaseHTTPRequestHandler):
             finish = finish and "tool_calls"
             choice = {"delta": {"tool_calls": [call]}}
         else:
-            choice = {"delta": {"role": "assistant", "content": text}}
+            role = {} if self.server.options.stub_greedy else {"role": "assistant"}
+            choice = {"delta": {**role, "content": text}}
         if request.get("logprobs"):
             of_chat = {"content": [{"token": text, "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
             choice["logprobs"] = of_chat if is_chat else {"tokens": [text], "token_logprobs": [-0.5]}
         return {**choice, "finish_reason": finish or None}
+
+    def prompt_ids(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The ids of the prompt's tokens, where they are asked for."""
+        asked = self.server.options.stub_greedy and request.get("return_token_ids")
+        return {"prompt_token_ids": encode(self.context(request))} if asked else {}
+
+    def usage(self, request: dict[str, Any], tokens: int) -> dict[str, int]:
+        prompt = len(encode(self.context(request))) if self.server.options.stub_greedy else 1
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
     def event(self, data: str) -> None:
         content = f"data: {data}\n\n".encode()
@@ -525,10 +601,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
-
-
-def usage(tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ class Relay:
 
     def rest(self) -> bytes | None:
         """The end of the stream, where all tokens had come; None where they had not."""
-        received = self._received
+        received = self.read()
         if len(received.finished) < self.request.answers:
             return None
         usage = b""
@@ -123,7 +123,7 @@ class Relay:
 
     def steps(self) -> Steps:
         """What to ask another replica. Raises CannotResumeError if the stream cannot go on."""
-        request, received = self.request, self._received
+        request, received = self.request, self.read()
         if received.is_begun and received.obstacle:
             raise CannotResumeError(received.obstacle)
         place = received.find_place() if received.is_begun else START

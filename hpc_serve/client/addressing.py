@@ -1,0 +1,55 @@
+"""Requests as they are sent: to which address, with whose key, on which connections. `exchange` decides when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_serve.client.connections import Origins
+from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.resume.relay import Ask
+from hpc_serve.client.sdk import http
+
+CONNECT_S = 5.0
+
+
+def addressed(
+    request: http.Request, replica: ReplicaAddress, origins: Origins, *, content: bytes | None = None
+) -> http.Request:
+    """A user's request as the inner transport takes it: its URL names connections that are verified for this replica.
+
+    `content` takes the place of its body.
+    """
+    url = request.url.copy_with(scheme="http", host=origins.origin_of(replica))
+    headers, extensions = _headers(request, replica), _extensions(request)
+    if content is None:
+        return http.Request(request.method, url, headers=headers, stream=request.stream, extensions=extensions)
+    headers["Content-Length"] = str(len(content))
+    return http.Request(request.method, url, headers=headers, content=content, extensions=extensions)
+
+
+def own_request(request: http.Request, replica: ReplicaAddress, origins: Origins, ask: Ask) -> http.Request:
+    """A request of our own, with the headers and timeouts of the user's."""
+    headers, extensions = _headers(request, replica), _extensions(request)
+    headers["Content-Length"] = str(len(ask.content))
+    url = f"http://{origins.origin_of(replica)}:{replica.port}{ask.path}"
+    return http.Request(ask.method, url, headers=headers, content=ask.content, extensions=extensions)
+
+
+def shown_url(url: http.URL, replica: ReplicaAddress) -> http.URL:
+    """The request's URL as its user sees it, in errors and answers."""
+    scheme = "http" if replica.identity.certificate is None else "https"
+    return url.copy_with(scheme=scheme, host=replica.host, port=replica.port)
+
+
+def _headers(request: http.Request, replica: ReplicaAddress) -> http.Headers:
+    headers = request.headers.copy()
+    headers["Host"] = request.url.netloc.decode("ascii")
+    # Always the service's own key: the SDK may have taken keys and headers meant for OpenAI from the environment.
+    headers["Authorization"] = f"Bearer {replica.identity.api_key}"
+    return headers
+
+
+def _extensions(request: http.Request) -> dict[str, Any]:
+    timeout = dict(request.extensions.get("timeout") or {})
+    timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
+    return {**request.extensions, "timeout": timeout}

@@ -1,0 +1,108 @@
+"""One request at one replica: it counts as under way until it ends, and fails at once when its replica is lost.
+
+Each attempt is watched while it is under way (`request_watch`). What a failed attempt means for the request is decided
+in `exchange`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from hpc_serve.client.connections import Origins
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.sdk import http
+
+
+class ReplicaLostError(http.ReadError):
+    """The replica was lost while it had the request; the message says why that is believed."""
+
+
+class Attempt:
+    """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once.
+
+    `abandon` is called from another thread while it is under way.
+    """
+
+    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins) -> None:
+        self._watch = watch
+        self._origins = origins
+        self._is_under_way = True
+        self.why_lost: str | None = None
+        self.heard_at_s = float("-inf")
+        self.replica = replica
+        watch.requests.begin(self)
+
+    def abandon(self) -> None:
+        """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
+        self._origins.cut(self.replica)
+
+    def end(self, *, is_suspect: bool = False) -> None:
+        """The request is over; the replica may be at fault."""
+        if not self._is_under_way:
+            return
+        self._is_under_way = False
+        self._watch.requests.end(self)
+        self._watch.pool.give_back(self.replica)
+        if is_suspect:
+            self._watch.mark_suspect(self.replica)
+
+    def end_with(self, error: BaseException) -> BaseException:
+        """The request failed. A failed connection makes the replica suspect; a full connection pool is our own.
+
+        Returns the error that it failed with: ReplicaLostError if it was abandoned.
+        """
+        is_failed_connection = isinstance(error, http.TransportError) and not isinstance(error, http.PoolTimeout)
+        self.end(is_suspect=is_failed_connection)
+        if self.why_lost is None or not is_failed_connection:
+            return error
+        lost = ReplicaLostError(f"{self.replica.name} is lost: {self.why_lost}")
+        lost.__cause__ = error
+        return lost
+
+
+class AttemptBody(http.SyncByteStream):
+    """A response's body. Its end ends the attempt; a body that breaks makes the replica suspect."""
+
+    def __init__(self, body: http.SyncByteStream, attempt: Attempt) -> None:
+        self._body = body
+        self.attempt = attempt
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._body:
+                self.attempt.heard_at_s = time.monotonic()
+                yield chunk
+        except http.TransportError as error:
+            raise self.attempt.end_with(error) from error.__cause__
+
+    def close(self) -> None:
+        self.attempt.end()
+        self._body.close()
+
+    def __del__(self) -> None:
+        self.attempt.end()
+
+
+class AsyncAttemptBody(http.AsyncByteStream):
+    """The same for asyncio and trio."""
+
+    def __init__(self, body: http.AsyncByteStream, attempt: Attempt) -> None:
+        self._body = body
+        self.attempt = attempt
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._body:
+                self.attempt.heard_at_s = time.monotonic()
+                yield chunk
+        except http.TransportError as error:
+            raise self.attempt.end_with(error) from error.__cause__
+
+    async def aclose(self) -> None:
+        self.attempt.end()
+        await self._body.aclose()
+
+    def __del__(self) -> None:
+        self.attempt.end()

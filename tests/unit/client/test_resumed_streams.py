@@ -1,0 +1,323 @@
+"""Streams whose engines are lost half-way: stub engines that die, and clients that go on at others."""
+
+import asyncio
+import re
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from hpc_serve.client import connect, connect_async, exchange
+from hpc_serve.client import wait as waiting
+from hpc_serve.client.connections import Origins
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.exchange import Exchange, Send
+from hpc_serve.client.sdk import http
+from hpc_serve.errors import StreamBrokenError
+from tests.cluster import wait_for
+from tests.support.stub_engine import chat_context, greedy_answer
+from tests.support.stubs import StubService
+
+QUESTION = "Why is the sky blue?"
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+WORDS = 12
+GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
+MORTAL = (*GREEDY, "--stub-die-at-request", "1")
+USAGE: Any = {"include_usage": True}
+TOOLS: Any = [{"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.5)
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def arguments(*, is_chat: bool, **options: Any) -> dict[str, Any]:
+    prompt = {"messages": MESSAGES} if is_chat else {"prompt": QUESTION, "max_tokens": 100}
+    return {"model": "405b", "temperature": 0, "stream": True, **prompt, **options}
+
+
+def api(client, *, is_chat: bool):
+    return client.chat.completions if is_chat else client.completions
+
+
+def answer(*, is_chat: bool) -> str:
+    return greedy_answer(chat_context(MESSAGES) if is_chat else QUESTION, WORDS)
+
+
+def text_of(choice) -> str:
+    return (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+
+
+def begin(service, *flags: str, **options: Any):
+    """A stream from the only engine, which is to die, and its chunks up to the first with text; then another comes."""
+    service.start(*MORTAL, *flags)
+    stream = api(connect("405b", max_retries=0), is_chat=options["is_chat"]).create(**arguments(**options))
+    chunks: list[Any] = []
+    while not any(text_of(choice) for chunk in chunks for choice in chunk.choices):
+        chunks.append(next(stream))
+    service.start(*GREEDY, *flags)
+    return stream, chunks
+
+
+def judge(chunks, *, is_chat: bool, has_usage: bool, halves: int = 1) -> None:
+    """That these are the chunks of one stream, with the whole answer."""
+    assert len({(chunk.id, chunk.object, chunk.created, chunk.model) for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(map(text_of, choices)) == answer(is_chat=is_chat)
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+    ids = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
+    assert len(ids) == len(set(ids)) == halves * WORDS
+    if is_chat:
+        assert [choice.delta.role for choice in choices if choice.delta.role] == ["assistant"]
+    (mark,) = [chunk.resumed for chunk in chunks if hasattr(chunk, "resumed")]
+    assert mark["exact"] is True
+    assert mark["replica"] == "101-r0-0.json"
+    if has_usage:
+        prompt = len(chat_context(MESSAGES) if is_chat else QUESTION)
+        usage = chunks[-1].usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, halves * WORDS)
+        assert usage.total_tokens == prompt + halves * WORDS
+
+
+def dead(engines, count: int):
+    """The engines that ended, once there are so many."""
+    found: list[Any] = []
+
+    def are_there() -> bool:
+        found[:] = [engine for engine in engines if engine.process.poll() is not None]
+        return len(found) >= count
+
+    wait_for(are_there, 10, what="the ends of engines", step_s=0.05)
+    return found
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+@pytest.mark.parametrize("has_usage", [True, False], ids=["usage", "no usage"])
+def test_a_greedy_stream_goes_on_at_another_replica(service, is_chat, has_usage):
+    options = {"stream_options": USAGE} if has_usage else {}
+    stream, chunks = begin(service, is_chat=is_chat, **options)
+    judge([*chunks, *stream], is_chat=is_chat, has_usage=has_usage)
+    assert service.engines[0].process.wait(10) == 1
+    assert stream._client._watch.pool._under_way == {}
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+def test_an_async_stream_goes_on_too(service, is_chat):
+    async def talk():
+        service.start(*MORTAL)
+        client = await connect_async("405b", max_retries=0)
+        stream = await api(client, is_chat=is_chat).create(**arguments(is_chat=is_chat, stream_options=USAGE))
+        chunks = [await stream.__anext__()]
+        service.start(*GREEDY)
+        chunks += [chunk async for chunk in stream]
+        judge(chunks, is_chat=is_chat, has_usage=True)
+        assert client._watch.pool._under_way == {}
+        await client.close()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+def test_a_token_whose_text_had_not_come_is_made_again(service, is_chat):
+    stream, chunks = begin(service, "--stub-halves", is_chat=is_chat, stream_options=USAGE)
+    judge([*chunks, *stream], is_chat=is_chat, has_usage=True, halves=2)
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+def test_text_that_a_stop_string_holds_back_is_not_lost(service, is_chat):
+    stop = " ".join(answer(is_chat=is_chat).split(" ")[8:10])[:-1]
+    stream, chunks = begin(service, is_chat=is_chat, stop=[stop, "x" * 9])
+    choices = [choice for chunk in [*chunks, *stream] for choice in chunk.choices]
+    assert "".join(map(text_of, choices)) == answer(is_chat=is_chat).partition(stop)[0]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_a_killed_engine_is_replaced_half_way(service):
+    slow = (*GREEDY, "--stub-word-s", "0.1")
+    first, second = service.start(*slow), service.start(*slow)
+    client = connect("405b", max_retries=0)
+    stream = client.chat.completions.create(**arguments(is_chat=True))
+    chunks = [next(stream), next(stream)]
+    (busy,) = client._watch.pool._under_way
+    (first if busy == "100-r0-0.json" else second).kill()
+    chunks += stream
+    assert "".join(text_of(chunk.choices[0]) for chunk in chunks) == answer(is_chat=True)
+
+
+def test_a_stream_may_break_again(service):
+    service.start(*MORTAL)
+    client = connect("405b", max_retries=0)
+    stream = client.completions.create(**arguments(is_chat=False, max_tokens=WORDS))
+    chunks = [next(stream)]
+    service.start(*MORTAL)
+    chunks.append(next(chunk for chunk in stream if hasattr(chunk, "resumed")))
+    chunks = chunks[:1]
+    service.start(*GREEDY)
+    marks = [chunk.resumed["replica"] for chunk in stream if hasattr(chunk, "resumed")]
+    assert marks == ["102-r0-0.json"]
+
+
+def test_the_sdks_own_accumulation_takes_a_resumed_stream(service):
+    service.start(*MORTAL)
+    client = connect("405b", max_retries=0)
+    with client.chat.completions.stream(model="405b", temperature=0, messages=MESSAGES) as stream:
+        events = iter(stream)
+        next(events)
+        service.start(*GREEDY)
+        for _ in events:
+            pass
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == answer(is_chat=True)
+
+
+def test_a_sampled_stream_goes_on_and_says_so(service):
+    stream, chunks = begin(service, is_chat=True, temperature=0.8)
+    chunks += stream
+    text = "".join(text_of(chunk.choices[0]) for chunk in chunks)
+    assert [int(place) for place in re.findall(r"w(\d+)\.", text)] == list(range(WORDS))
+    assert text != answer(is_chat=True)
+    (mark,) = [chunk.resumed for chunk in chunks if hasattr(chunk, "resumed")]
+    assert mark == {"at_token": WORDS // 2 + 1, "exact": False, "replica": "101-r0-0.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"n": 2}, "asks for n"), ({"logprobs": True}, "asks for logprobs"), ({"tools": TOOLS}, "may call tools")],
+    ids=["n", "logprobs", "tools"],
+)
+def test_what_cannot_go_on_is_an_error_that_holds_what_had_come(service, options, why):
+    service.start(*MORTAL)
+    client = connect("405b", max_retries=0)
+    stream = client.chat.completions.create(**arguments(is_chat=True, **options))
+    chunks = [next(stream)]
+    service.start(*GREEDY)
+    with pytest.raises(StreamBrokenError, match=f"cannot go on at another replica: it {why}") as broken:
+        chunks += stream
+    assert broken.value.replica == "100-r0-0.json"
+    if "tools" not in options:
+        assert broken.value.text
+        assert answer(is_chat=True).startswith(broken.value.text)
+    assert len(broken.value.chunks) > WORDS // 2
+    assert broken.value.chunks[1]["choices"][0]["delta"]
+
+
+def test_an_async_stream_that_cannot_go_on_is_the_same_error(service):
+    async def talk():
+        service.start(*MORTAL)
+        client = await connect_async("405b", max_retries=0)
+        stream = await client.completions.create(**arguments(is_chat=False, n=2))
+        with pytest.raises(StreamBrokenError, match="asks for n"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"n": 2}], ids=["plain", "tools", "n"])
+def test_a_stream_without_a_token_is_simply_repeated(service, options):
+    engine = service.start(*GREEDY, "--stub-first-s", "30")
+    client = connect("405b", max_retries=0)
+    answers: list[list[Any]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(list(client.chat.completions.create(**arguments(is_chat=True, **options))))
+    )
+    asking.start()
+    while not client._watch.pool._under_way:
+        asking.join(0.01)
+    service.start(*GREEDY)
+    engine.kill()
+    asking.join(60)
+    choices = [choice for chunk in answers[0] for choice in chunk.choices if not choice.index]
+    assert not any(hasattr(chunk, "resumed") for chunk in answers[0])
+    if "tools" not in options:
+        assert "".join(map(text_of, choices)) == answer(is_chat=True)
+    assert next(choice.delta.role for choice in choices if choice.delta.role) == "assistant"
+
+
+def test_nobody_is_left_to_go_on(service):
+    service.start(*MORTAL)
+    client = connect("405b", max_retries=0)
+    with pytest.raises(StreamBrokenError, match="no other one is ready") as broken:
+        list(client.completions.create(**arguments(is_chat=False)))
+    assert broken.value.text == " ".join(answer(is_chat=False).split(" ")[: WORDS // 2 + 1])
+    assert len(broken.value.token_ids) == WORDS // 2 + 1
+
+
+def test_a_successor_that_comes_is_waited_for(service, monkeypatch):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 60.0)
+    service.start(*MORTAL)
+    successor = service.start(*GREEDY, state="starting", stage="loading weights")
+    client = connect("405b", max_retries=0)
+    coming = threading.Timer(1.0, lambda: service.publish(successor, counter=2))
+    stream = client.completions.create(**arguments(is_chat=False))
+    coming.start()
+    assert "".join(text_of(chunk.choices[0]) for chunk in stream) == answer(is_chat=False)
+    coming.join()
+
+
+def test_without_resume_a_broken_stream_is_the_sdks_error(service):
+    service.start(*MORTAL)
+    client = connect("405b", max_retries=0, resume=False)
+    stream = client.completions.create(**arguments(is_chat=False))
+    first = next(stream)
+    service.start(*GREEDY)
+    assert not hasattr(first.choices[0], "token_ids")
+    with pytest.raises((openai.APIConnectionError, http.TransportError)):
+        list(stream)
+    assert client.with_options(timeout=5)._resume is False
+
+
+def test_a_request_that_ends_engines_does_not_end_them_all(service):
+    engines = [service.start(*MORTAL) for _ in range(5)]
+    client = connect("405b")
+    with pytest.raises(openai.APIConnectionError, match="3 replicas were lost with it"):
+        client.completions.create(model="405b", prompt=QUESTION)
+    assert len(dead(engines, 3)) == 3
+
+
+def test_a_stream_that_ends_engines_does_not_end_them_all(service):
+    engines = [service.start(*MORTAL, "--stub-words", "40") for _ in range(5)]
+    client = connect("405b")
+    with pytest.raises(StreamBrokenError, match="3 replicas were lost with it"):
+        list(client.completions.create(**arguments(is_chat=False, max_tokens=40)))
+    assert len(dead(engines, 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "raised"),
+    [
+        ("/v1/responses", http.ReadError("reset"), openai.APIConnectionError),
+        ("/v1/responses", http.ReadTimeout("slow"), openai.APITimeoutError),
+        ("/v1/responses", http.ConnectTimeout("slow"), exchange.NoReplicaError),
+        ("/v1/embeddings", http.ReadTimeout("slow"), http.ReadTimeout),
+    ],
+)
+def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, raised):
+    service.start()
+    service.start()
+    watch = ServiceWatch(service.store, "405b")
+    watch.refresh()
+    request = http.Request("POST", f"http://x{path}", content=b"{}")
+    steps = Exchange(watch, Origins(), request, resume=True, wait=None).answer()
+    sent = []
+
+    def carry_out():
+        step = next(steps)
+        while True:
+            if isinstance(step, Send):
+                sent.append(step)
+                step = steps.throw(error)
+            else:
+                step = steps.send(None)
+
+    with pytest.raises(raised):
+        carry_out()
+    assert len(sent) == (2 if isinstance(error, http.ConnectTimeout) else 1)
+    assert watch.pool._under_way == {}
