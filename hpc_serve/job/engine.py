@@ -72,13 +72,16 @@ class Engine:
         self._parts.add(StopOrder.ENGINE, self._stop)
         while True:
             outcome, ready_s = await self._run_once(environ)
-            self._restart = restarts.after_end(ready_s)
-            await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
-            if self._restart is None or self._run_end.is_decided:
+            restart = restarts.after_end(ready_s)
+            if restart is None:
                 raise PartFailedError(_after_restarts(outcome, restarts.total))
-            self._publish_restart(self._restart, outcome, restarts.total)
+            await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
+            if self._run_end.is_decided:
+                raise PartFailedError(outcome)
+            self._restart = restart
+            self._publish_restart(restart, outcome, restarts.total)
             await self._clear_up()
-            await asyncio.sleep(self._restart.wait_s)
+            await asyncio.sleep(restart.wait_s)
             self._endpoint = move_endpoint(self._node, self._endpoint)
             self._keeper.update(port=self._endpoint.record.port)
             environ = self._node.environ_of_restart(environ)

@@ -47,12 +47,15 @@ class EngineWatch:
     _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
     async def run(self) -> str:
-        """Ask until cancelled, or until the engine is given up; returns why it is."""
-        if self.limit_s <= 0:
-            await asyncio.Event().wait()
+        """Ask until cancelled, or until the engine is given up; returns why it is.
+
+        An engine that drains is asked nothing.
+        """
         judge = EngineJudge(self.limit_s, time.monotonic())
         while True:
             await asyncio.sleep(judge.next_look_s)
+            if self.limit_s <= 0 or self.keeper.record.state not in ("ready", "unresponsive"):
+                await asyncio.Event().wait()
             seen = await asyncio.to_thread(look, self.address, self._ports.append)
             judge.note(seen, time.monotonic())
             self._publish(judge.complaint)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -100,27 +99,6 @@ def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goe
     Scene(service, "--stub-hang-file", str(hang)).run(test)
 
 
-def test_a_replica_that_drains_is_not_called_unresponsive(service):
-    scene = Scene(service)
-    seen = threading.Event()
-
-    class Watch(EngineWatch):
-        def _publish(self, complaint: str) -> None:
-            super()._publish(complaint)
-            if complaint:
-                seen.set()
-
-    scene.watch = Watch(address=scene.address, request=REQUEST, limit_s=1.0, give_up_s=60.0, keeper=scene.keeper)
-
-    async def test(scene: Scene) -> None:
-        scene.keeper.update(state="draining")
-        scene.signal(signal.SIGSTOP)
-        assert await asyncio.to_thread(seen.wait, 20)
-        assert scene.record.state == "draining"
-
-    scene.run(test)
-
-
 def test_one_that_stays_unresponsive_is_given_up(service):
     scene = Scene(service, give_up_s=1.0)
     scene.signal(signal.SIGSTOP)
@@ -128,14 +106,23 @@ def test_one_that_stays_unresponsive_is_given_up(service):
     assert re.fullmatch(r"was unresponsive for \d s: its engine has left /health unanswered for \d s", reason)
 
 
-def test_with_a_limit_of_0_nobody_asks(service, monkeypatch):
+@pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
+def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
     asked = []
     monkeypatch.setattr("hpc_serve.job.engine_watch.look", lambda *question: asked.append(question))
-    scene = Scene(service, limit_s=0)
+    scene = Scene(service, limit_s=limit_s)
+    scene.keeper.update(state=state)
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(scene.watch.run(), 0.5))
     assert not asked
-    assert not scene.watch.is_noise("Avg prompt throughput: 0.1 tokens/s, Avg generation throughput: 0.4 tokens/s")
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 1.0])
+def test_where_nobody_asks_no_line_is_noise(service, limit_s):
+    report = (
+        "Avg prompt throughput: 0.1 tokens/s, Avg generation throughput: 0.4 tokens/s, Running: 0 reqs, Waiting: 0 reqs"
+    )
+    assert Scene(service, limit_s=limit_s).watch.is_noise(report) is bool(limit_s)
 
 
 def test_lines_that_tell_of_its_own_questions_are_no_news(service):
