@@ -33,7 +33,6 @@ NO_GAP_GOAL = ("client-frozen",)
 _STREAMS = IN_FLIGHT // 2
 _BROKEN_STREAM = "a stream that has begun is not resumed, and the SDK repeats no stream"
 _ENGINE_ERROR = "an engine whose worker has ended says so in the stream, and the stream is not resumed"
-_NO_CANARY = "a request at an engine that answers no more waits for the SDK's timeout of 600 s, and others follow it"
 _LOSSY = "a network that comes and goes answers the probes now and then, and a stream in it stands still for long"
 
 KNOWN: dict[str, Known] = {
@@ -41,14 +40,13 @@ KNOWN: dict[str, Known] = {
         name: Known(needless=_STREAMS, why=_BROKEN_STREAM)
         for name in (
             *("engine-killed", "engine-killed-home-lags", "launcher-killed", "raylet-killed", "gcs-killed"),
-            *("engine-stopped", "node-off", "node-frozen", "network-parted", "link-down", "link-slow"),
+            *("engine-stopped", "engine-hung", "node-off", "node-frozen", "network-parted", "link-down", "link-slow"),
         )
     },
     "worker-killed": Known(needless=_STREAMS, why=_ENGINE_ERROR),
     "scancel-of-ranks": Known(needless=_STREAMS, why=_ENGINE_ERROR),
     "link-flaps": Known(lost=4, needless=_STREAMS, why=_LOSSY),
     "scancel-long-streams": Known(needless=_STREAMS, why=f"Slurm kills what is left after 30 s: {_BROKEN_STREAM}"),
-    "engine-hung": Known(lost=None, why=_NO_CANARY),
 }
 
 NOTHING = Known(why="")

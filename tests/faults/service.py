@@ -111,6 +111,7 @@ class Service:
         return {
             "HPC_SERVE_HOME": str(self.home),
             "HPC_SERVE_ENV": str(self.environment),
+            "HPC_SERVE_CANARY_S": "5",  # as on accelerators
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         }
 

@@ -395,8 +395,7 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         is_chat = self.path.endswith("chat/completions")
         with self.server.work.request(self.context(request)) as progress:
-            if options.stub_first_s:
-                time.sleep(options.stub_first_s)
+            self.pause(options.stub_first_s)
             if dies and not request.get("stream"):
                 os._exit(options.stub_exit_code)
             reply: dict[str, Any] = {
