@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.client.discovery import ServiceWatch, discover_services
+from hpc_serve.client.all_services import discover_services, find_ready_services
+from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.messages import listing
 from hpc_serve.client.status import ServiceStatus
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
@@ -34,7 +35,7 @@ def connect(
     from hpc_serve.client.openai_client import ServiceClient
 
     store, policy = _store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=policy.waits))
+    watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
     wait_for_replica(watch, policy)
     return ServiceClient(watch=watch, wait=wait, **options)
 
@@ -49,7 +50,7 @@ async def connect_async(
 
     store, policy = _store(home), WaitPolicy(wait)
     if service is None:
-        service = pick_service(await anyio.to_thread.run_sync(discover_services, store), store, waits=policy.waits)
+        service = pick_service(await anyio.to_thread.run_sync(find_ready_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service)
     await wait_for_replica_async(watch, policy)
     return AsyncServiceClient(watch=watch, wait=wait, **options)
@@ -80,7 +81,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
     Waits and raises as `connect` does.
     """
     store, policy = _store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(discover_services(store), store, waits=policy.waits))
+    watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
     wait_for_replica(watch, policy)
     replica = watch.status.ready[-1]
     speaks_tls = replica.record is not None and replica.record.certificate is not None

@@ -42,6 +42,11 @@ class ReplicaPool:
             self._replicas = {replica.name: replica for replica in replicas}
             self._doubtful = doubtful
 
+    def offer(self, replica: ReplicaAddress) -> None:
+        """Offer one more replica, or another address of one."""
+        with self._lock:
+            self._replicas[replica.name] = replica
+
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:

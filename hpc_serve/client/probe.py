@@ -22,6 +22,8 @@ from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConn
 
 PROBE_TIMEOUT_S = 3.0
 
+_MOST_AT_ONCE = 64
+
 # After one address has answered, how long to wait for an address that the record prefers.
 _PREFERENCE_S = 0.1
 
@@ -65,13 +67,15 @@ def _get(
 def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
     """Ask all addresses of a replica at once. Of those that are its engine, the one that the record prefers counts."""
     hosts, identity = record.hosts, Identity.of(record, api_key)
+    if len(hosts) == 1:
+        return probe(hosts[0], record.port, identity, timeout_s=timeout_s)
     results: queue.SimpleQueue[tuple[int, ProbeResult]] = queue.SimpleQueue()
 
     def ask(rank: int) -> None:
         results.put((rank, probe(hosts[rank], record.port, identity, timeout_s=timeout_s)))
 
     for rank in range(len(hosts)):
-        _in_background(ask, rank)
+        in_background(ask, rank)
     heard: dict[int, ProbeResult] = {}
     # Connecting, sending and reading may each take `timeout_s`.
     deadline = time.monotonic() + 2 * timeout_s
@@ -94,11 +98,13 @@ def probe_records(
 ) -> dict[str, ProbeResult]:
     """Ask several replicas at once; the results by record name."""
     results: dict[str, ProbeResult] = {}
+    left = iter(list(records))
 
-    def ask(record: EndpointRecord) -> None:
-        results[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
+    def ask() -> None:
+        for record in left:
+            results[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
 
-    for thread in [_in_background(ask, record) for record in records]:
+    for thread in [in_background(ask) for _ in range(min(len(records), _MOST_AT_ONCE))]:
         thread.join()
     return results
 
@@ -118,7 +124,8 @@ class LeaseWatch:
         return now_s - since_s
 
 
-def _in_background(call: Callable[..., None], *args: object) -> threading.Thread:
+def in_background(call: Callable[..., None], *args: object) -> threading.Thread:
+    """Call a function in a thread of its own."""
     # Daemons: a probe of an address that drops packets must not delay the end of the program.
     thread = threading.Thread(target=call, args=args, daemon=True, name="hpc-serve-probe")
     thread.start()

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from hpc_serve.client.discovery import ServiceWatch, discover_services
+from hpc_serve.client.all_services import discover_services
+from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.messages import not_found, summary
 from hpc_serve.client.status import ServiceStatus
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, StoreError, WaitTimeoutError
@@ -78,6 +79,8 @@ def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
     """Return once a ready replica is known. Raises what WaitPolicy.next_step_s raises, and StoreError."""
     while not watch.pool:
         try:
+            if watch.find_one():
+                return
             status = watch.refresh()
         except StoreError as error:
             time.sleep(policy.step_after_s(error))
@@ -94,6 +97,8 @@ async def wait_for_replica_async(watch: ServiceWatch, policy: WaitPolicy) -> Non
 
     while not watch.pool:
         try:
+            if await anyio.to_thread.run_sync(watch.find_one):
+                return
             status = await anyio.to_thread.run_sync(watch.refresh)
         except StoreError as error:
             await anyio.sleep(policy.step_after_s(error))

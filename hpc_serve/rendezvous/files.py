@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,9 @@ from hpc_serve.rendezvous.names import check_log_path
 from hpc_serve.rendezvous.ownership import check_log_dir, fault, stat_fault
 
 T = TypeVar("T")
+
+FileVersion = tuple[int, int, int]
+"""Time of the last change, inode and size: of two files of one name and one version, one is the other."""
 
 _MAX_FILE_BYTES = 1 << 20
 _STALE_HANDLE_TRIES = 3
@@ -124,6 +128,30 @@ def read_private(path: Path, *, secret: bool = False) -> str:
         raise RecordError(f"{path} is not text: it is damaged or not ours; remove it.") from None
 
 
+def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:
+    """The names in a folder with their versions, the file that was written last first; none if it does not exist.
+
+    Raises StoreError.
+    """
+
+    def look() -> list[tuple[str, FileVersion]]:
+        found = []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                found.append((entry.name, (status.st_mtime_ns, status.st_ino, status.st_size)))
+        found.sort(key=itemgetter(1), reverse=True)
+        return found
+
+    try:
+        return _retry_stale_handle(look, "list", path)
+    except FileNotFoundError:
+        return []
+
+
 def list_folder(path: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist. Raises StoreError."""
     try:
@@ -171,7 +199,11 @@ def _read_own(path: Path, *, secret: bool) -> bytes:
             raise RecordError(
                 f"{reason}, so it is not secret any more: remove it to have a new one made, and restart what uses it."
             )
-        content = file.read(_MAX_FILE_BYTES + 1)
+        # A buffer for the longest file would cost more than the reading. A cached size may be too small.
+        expected = min(found.st_size, _MAX_FILE_BYTES) + 1
+        content = file.read(expected)
+        if len(content) == expected:
+            content += file.read(_MAX_FILE_BYTES + 1 - expected)
     if len(content) > _MAX_FILE_BYTES:
         raise RecordError(f"{path} is longer than {_MAX_FILE_BYTES} bytes: it is no record of ours.")
     return content

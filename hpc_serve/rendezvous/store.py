@@ -122,18 +122,18 @@ class ServiceStore:
         records = [
             record
             for name in names
-            if (record := _read_entry(folder / name, EndpointRecord, service, problems)) is not None
+            if (record := read_entry(folder / name, EndpointRecord, service, problems)) is not None
         ]
         submitted = [
             job
             for name in list_folder(folder / "submitted")
             if name.endswith(".json")
             and not name.startswith(".")
-            and (job := _read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
+            and (job := read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
         ]
         return ServiceRecords(
             service=service,
-            records=tuple(sorted(records, key=_began_or_ended_at)),
+            records=tuple(sorted(records, key=began_or_ended_at)),
             submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
             problems=tuple(problems),
             unreadable=frozenset(names) - {record.name for record in records},
@@ -212,21 +212,27 @@ class ServiceStore:
         return len(removed)
 
 
-def _began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
+def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
     """When a replica began or, if it is over, when it ended; and its name, for replicas of the same moment."""
     return record.updated_at if record.is_final else record.started_at, record.name
 
 
-def _read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
+def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
+    """A record or a submitted job; None if it is gone or not to be trusted. `problems` gets the reason for that."""
     try:
-        entry = kind.from_json(read_private(path), source=str(path))
-        if entry.service != service or entry.name != path.name:
-            raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
+        return parse_entry(read_private(path), path, kind, service)
     except FileNotFoundError:  # listed from a stale cache, or swept a moment ago
         return None
     except HpcServeError as error:
         problems.append(str(error))
         return None
+
+
+def parse_entry(text: str, path: Path, kind: type[_Entry], service: str) -> _Entry:
+    """What is written in a file. Raises RecordError."""
+    entry = kind.from_json(text, source=str(path))
+    if entry.service != service or entry.name != path.name:
+        raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
     return entry
 
 

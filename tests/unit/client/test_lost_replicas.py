@@ -148,7 +148,7 @@ def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(
         wait_until(lambda: len(looks) > seen + 4)
         assert not answer.done(), "its engine answers: the record may only not be seen"
         freeze(engine)
-        assert "no answer from" in why_lost(answer.exception(60))
+        assert "its record was removed, and its engine does not answer" in why_lost(answer.exception(60))
     assert other.process.poll() is None
     client._watch.refresh()
     assert [replica.job_id for replica in client._watch.status.replicas] == ["101"]

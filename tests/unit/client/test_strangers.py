@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.client import connect, connect_async, discovery
+from hpc_serve.client import connect, connect_async, discovery, proofs
 from hpc_serve.client import wait as waiting
 from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.pool import ReplicaAddress
@@ -319,7 +319,7 @@ def test_a_certificate_that_cannot_be_read_is_a_failed_connection(service):
 def test_every_connection_is_verified_not_the_address(service, monkeypatch):
     """However lately an engine was probed, a new connection to it is verified."""
     monkeypatch.setattr(discovery, "REFRESH_S", 1e9)
-    monkeypatch.setattr(discovery, "REVERIFY_S", 1e9)
+    monkeypatch.setattr(proofs, "REVERIFY_S", 1e9)
     engine = service.start()
     client = connect("405b", max_retries=0)
     assert ask(client).choices

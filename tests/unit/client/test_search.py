@@ -1,0 +1,139 @@
+"""connect() among replicas that do not answer: the first one that does is enough. Real sockets and processes."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hpc_serve.client import connect, connect_async, discovery, endpoint
+from hpc_serve.client import wait as waiting
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.errors import ServiceNotFoundError
+from tests.support.listener import Listener
+from tests.support.stubs import StubService, make_record
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+class Silent(Listener):
+    """Takes connections and says nothing, as a node whose engine is stuck."""
+
+    def __init__(self):
+        self.held = []
+        super().__init__()
+
+    def handle(self, connection: socket.socket) -> None:
+        self.held.append(connection)
+
+
+@pytest.fixture
+def silent():
+    listener = Silent()
+    yield listener
+    listener.close()
+    for connection in listener.held:
+        connection.close()
+
+
+def say(client):
+    answer = client.chat.completions.create(model=client.model, messages=HELLO)
+    return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+
+
+def wait_until(condition, *, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch):
+    monkeypatch.setattr(discovery, "PROBE_S", 3600.0)
+    engine = service.start()
+    record = service.publish(engine)
+    service.store.write(make_record(job_id="7", port=silent.port, certificate=record.certificate))
+    with ThreadPoolExecutor(1) as threads:
+        client = threads.submit(connect, "405b", max_retries=0).result(60)
+        assert say(client) == engine.port
+        assert threads.submit(lambda: connect().service).result(60) == "405b", "nor without a name"
+        assert threads.submit(endpoint, "405b").result(60).base_url == f"https://127.0.0.1:{engine.port}/v1"
+    assert say(asyncio.run(as_sync("405b"))) == engine.port
+    assert silent.held
+
+
+async def as_sync(name):
+    client = await connect_async(name)
+    return connect(client.service)
+
+
+def test_one_that_answers_later_is_used_from_then_on(service):
+    first, second = service.start(), service.start()
+    os.kill(second.process.pid, signal.SIGSTOP)
+    client = connect("405b", max_retries=0)
+    assert {say(client) for _ in range(5)} == {first.port}
+    assert client.model == "meta-llama/Llama-3.1-405B-Instruct"
+    os.kill(second.process.pid, signal.SIGCONT)
+    wait_until(lambda: say(client) == second.port)
+
+
+def test_one_live_replica_is_found_among_many_that_are_not(service):
+    engine = service.start()
+    for number in range(60):
+        service.store.write(make_record(job_id=str(1000 + number), port=1, certificate=engine.certificate))
+    for number in range(60):
+        service.store.write(make_record(job_id=str(2000 + number), state="stopped"))
+    client = connect("405b", max_retries=0)
+    assert say(client) == engine.port
+    engine.kill()
+    with pytest.raises(ServiceNotFoundError, match="unresponsive"):
+        say(client)
+
+
+def test_all_live_replicas_are_found_among_many_records(service):
+    ports = {service.start().port for _ in range(3)}
+    for number in range(200):
+        service.store.write(make_record(job_id=str(2000 + number), state="failed", reason="x"))
+    client = connect("405b", max_retries=0)
+    wait_until(lambda: len(client._watch.pool) == 3)
+    found = set()
+    wait_until(lambda: found.add(say(client)) or found == ports)
+
+
+def test_why_there_is_none_is_told_with_what_has_ended(service):
+    service.store.write(make_record(job_id="7", state="failed", failed_part="engine", reason="CUDA out of memory"))
+    with pytest.raises(ServiceNotFoundError, match=r"405b is failed: engine: CUDA out of memory \(job 7\)"):
+        connect("405b")
+    watch = ServiceWatch(service.store, "405b")
+    assert not watch.find_one()
+    assert [replica.state for replica in watch.refresh().replicas] == ["failed"]
+
+
+def test_threads_that_search_at_once_share_one_search(service, monkeypatch):
+    service.start()
+    watch = ServiceWatch(service.store, "405b")
+    reads = []
+    reading = watch._live.files
+
+    def slow_read():
+        reads.append(1)
+        time.sleep(0.1)
+        return reading()
+
+    monkeypatch.setattr(watch._live, "files", slow_read)
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(lambda _: watch.find_one(), range(16)))
+    assert len(reads) < 8
