@@ -13,7 +13,6 @@ from pathlib import Path
 from hpc_serve.job.health import EngineAddress
 from hpc_serve.job.network import choose_ports
 from hpc_serve.job.node import Node
-from hpc_serve.rendezvous.files import write_private
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
@@ -22,15 +21,11 @@ from hpc_serve.trust.connection import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear.
-
-    `port_file` tells the engine its port, and nobody else.
-    """
+    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear."""
 
     record: EndpointRecord
     address: EngineAddress
     certificate: RunCertificate | None
-    port_file: Path
 
     @property
     def url(self) -> str:
@@ -59,10 +54,8 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
         record = replace(record, certificate=certificate.certificate)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
-    port_file = node.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
-    endpoint = Endpoint(record=record, address=address, certificate=certificate, port_file=port_file)
-    _write_port(endpoint)
-    return endpoint
+    node.write_settings(port=record.port)
+    return Endpoint(record=record, address=address, certificate=certificate)
 
 
 def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
@@ -71,10 +64,5 @@ def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
     The old port may be somebody else's by then. One that the command names stays. Raises StoreError.
     """
     port = node.command.port or choose_ports(1)[0]
-    moved = replace(endpoint, record=replace(endpoint.record, port=port), address=replace(endpoint.address, port=port))
-    _write_port(moved)
-    return moved
-
-
-def _write_port(endpoint: Endpoint) -> None:
-    write_private(endpoint.port_file, f"port: {endpoint.record.port}\n")
+    node.write_settings(port=port)
+    return replace(endpoint, record=replace(endpoint.record, port=port), address=replace(endpoint.address, port=port))

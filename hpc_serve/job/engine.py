@@ -130,7 +130,7 @@ class Engine:
         added = head_args(
             command,
             host=host,
-            port_file=str(self._endpoint.port_file),
+            settings_file=str(node.settings_file),
             device=node.options.device,
             backend=node.backend,
             tls_files=self._endpoint.tls_files,

@@ -20,12 +20,12 @@ from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.engine import Engine
 from hpc_serve.job.link import Link
-from hpc_serve.job.network import choose_ports, listen_on
+from hpc_serve.job.network import hold_port, listen_on
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import start_child
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, watch_nodes_argv
+from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, read_gcs_port, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.claims import claim
@@ -121,15 +121,15 @@ class Head:
         )
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
-        uses_ray = node.backend == "ray"
-        if uses_ray:
+        if node.backend == "ray":
             environ = node.ray_environ(address=node.internal_head)
-            await self._start_ray(environ)
+            gcs = await self._start_ray(environ)
+            environ["RAY_ADDRESS"] = gcs
+            await self._workers.start_all(gcs)
+            await self._wait_for_ray_nodes(environ)
         else:
             environ = node.child_environ(address=node.internal_head)
-        await self._workers.start_all()
-        if uses_ray:
-            await self._wait_for_ray_nodes(environ)
+            await self._workers.start_all(None)
         await self._engine.serve(environ)
 
     async def _wait_for_workers(self) -> None:
@@ -147,21 +147,20 @@ class Head:
 
         await self._wait_until_complete(missing, part="nodes")
 
-    async def _start_ray(self, environ: dict[str, str]) -> None:
+    async def _start_ray(self, environ: dict[str, str]) -> str:
+        """Start Ray's head; returns the "address:port" of its GCS."""
         node = self._node
         self._keeper.set_stage("starting Ray's head")
-        (client_port,) = choose_ports(1)
+        self._client_port = hold_port()
         options = node.ray_options(address=node.internal_head)
-        argv = head_argv(options, gcs_port=node.head_ports.gcs, client_port=client_port)
+        argv = head_argv(options, client_port=self._client_port.getsockname()[1])
         await self._parts.start("ray head", argv, environ, order=StopOrder.RAY, grace_s=_RAY_GRACE_S)
 
         def missing() -> str | None:
-            gcs = (node.internal_head, node.head_ports.gcs)
-            with socket.socket() as probe:
-                probe.settimeout(1)
-                return "Ray's GCS does not listen" if probe.connect_ex(gcs) else None
+            return None if read_gcs_port(node.ray_dir) else "Ray's GCS does not listen"
 
         await self._wait_until_complete(missing, part="ray head")
+        return f"{node.internal_head}:{read_gcs_port(node.ray_dir)}"
 
     async def _wait_for_ray_nodes(self, environ: dict[str, str]) -> None:
         node = self._node

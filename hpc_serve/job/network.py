@@ -42,27 +42,26 @@ class HeadPorts:
     """
 
     control: int
-    gcs: int
     torch_master: int
     """vLLM's multi-node executor without Ray meets here (`--master-port`)."""
 
     @classmethod
     def choose(cls) -> HeadPorts:
         """Ports that are free now. Raises PortsInUseError if this node has none."""
-        control, gcs, torch_master = choose_ports(3)
-        return cls(control=control, gcs=gcs, torch_master=torch_master)
+        control, torch_master = choose_ports(2)
+        return cls(control=control, torch_master=torch_master)
 
     @classmethod
     def from_text(cls, text: str) -> HeadPorts:
         """What `to_text` wrote. Raises InvalidRequestError."""
         try:
-            control, gcs, torch_master = map(int, text.split(","))
+            control, torch_master = map(int, text.split(","))
         except ValueError:
-            raise InvalidRequestError(f"HPC_SERVE_HEAD_PORTS={text!r} are not three ports.") from None
-        return cls(control=control, gcs=gcs, torch_master=torch_master)
+            raise InvalidRequestError(f"HPC_SERVE_HEAD_PORTS={text!r} are not two ports.") from None
+        return cls(control=control, torch_master=torch_master)
 
     def to_text(self) -> str:
-        return f"{self.control},{self.gcs},{self.torch_master}"
+        return f"{self.control},{self.torch_master}"
 
 
 def choose_ports(count: int) -> tuple[int, ...]:
@@ -79,6 +78,27 @@ def choose_ports(count: int) -> tuple[int, ...]:
         if not _in_use(port):
             found.append(port)
     return (*found, *_ports_from_the_kernel(count - len(found)))
+
+
+def hold_port() -> socket.socket:
+    """A socket on a free port. While it is open, this user's programs that set SO_REUSEPORT can listen on that port.
+
+    Nobody else's can. It is for a program that is told its port on its command line, where everybody can read it long
+    before the program listens. Raises PortsInUseError.
+    """
+    while True:
+        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            holder.bind(("", choose_ports(1)[0]))
+            return holder
+        except OSError as error:
+            holder.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        except BaseException:
+            holder.close()
+            raise
 
 
 def listen_on(port: int) -> socket.socket:

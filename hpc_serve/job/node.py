@@ -17,7 +17,7 @@ from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.job.restarts import DEFAULT_RESTARTS
-from hpc_serve.rendezvous.files import check_folder, read_private
+from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.trust.peers import make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
@@ -91,11 +91,6 @@ class Node:
         return LOOPBACK
 
     @property
-    def gcs(self) -> str:
-        """Where Ray's GCS listens, on the head."""
-        return f"{self.internal_head}:{self.head_ports.gcs}"
-
-    @property
     def ray_dir(self) -> str:
         """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
         return ray_dir(str(self.node_dir))
@@ -126,8 +121,20 @@ class Node:
         return multi_node_args(
             num_nodes=self.allocation.num_nodes,
             node_rank=self.allocation.node_rank,
-            master=(self.head, self.head_ports.torch_master),
+            master_address=self.head,
+            settings_file=None if self.allocation.is_head and self.command.port is None else str(self.settings_file),
         )
+
+    @property
+    def settings_file(self) -> Path:
+        """A file that tells this node's engine its ports, and nobody else."""
+        return self.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
+
+    def write_settings(self, *, port: int | None) -> None:
+        """`port` is that of the engine's API, which the head has. Raises StoreError."""
+        has_master = self.backend == "mp" and self.allocation.num_nodes > 1
+        settings = {"port": port, "master-port": self.head_ports.torch_master if has_master else None}
+        write_private(self.settings_file, "".join(f"{name}: {it}\n" for name, it in settings.items() if it is not None))
 
     def child_environ(self, *, address: str) -> dict[str, str]:
         """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set.
@@ -138,7 +145,6 @@ class Node:
         ours = {
             **mark_environ(self.run_mark),
             "TMPDIR": str(self.node_dir),
-            "RAY_ADDRESS": self.gcs,
             "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
             "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
@@ -161,7 +167,8 @@ class Node:
         if self.options.device == "TPU" and self.backend == "ray":
             # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
-        return {**defaults, **self.environ, **ours}
+        given = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}  # of another Ray
+        return {**defaults, **given, **ours}
 
     def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of an engine that is started again, from that of its last start."""

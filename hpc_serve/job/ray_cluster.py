@@ -6,11 +6,13 @@ memory are all given explicitly. It is ended as a process: `ray stop` would end 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.sizes import GIB, MIB
@@ -57,12 +59,12 @@ def ray_start_options(
     )
 
 
-def head_argv(options: RayStartOptions, *, gcs_port: int, client_port: int) -> list[str]:
-    """`client_port` is Ray Client's, which nobody uses here and which cannot be turned off."""
+def head_argv(options: RayStartOptions, *, client_port: int) -> list[str]:
+    """`client_port` is Ray Client's, which nobody uses here. It can be neither turned off nor left to the kernel."""
     return [
         *_start_argv(options),
         "--head",
-        f"--port={gcs_port}",
+        "--port=0",
         f"--ray-client-server-port={client_port}",
         "--include-dashboard=false",
         "--no-monitor",  # the autoscaler: nothing to scale, and its metrics answer anybody on a fixed port
@@ -72,6 +74,14 @@ def head_argv(options: RayStartOptions, *, gcs_port: int, client_port: int) -> l
 def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
     """`head` is "address:port" of the head's GCS."""
     return [*_start_argv(options), f"--address={head}"]
+
+
+def read_gcs_port(temp_dir: str) -> int | None:
+    """The port of the GCS that `head_argv` has started, once it listens; Ray writes it into a file of its session."""
+    for path in Path(temp_dir).glob("session_latest/gcs_server_port*"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text())
+    return None
 
 
 def _start_argv(options: RayStartOptions) -> list[str]:

@@ -51,25 +51,27 @@ async def run_worker(node: Node) -> int:
 async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) -> None:
     """Start this node's part at the head's "go". Any other message, and the loss of the head, end the run here."""
     try:
-        if (await link.receive())["kind"] == "go":
-            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts)))
+        message = await link.receive()
+        if message["kind"] == "go":
+            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, str(message.get("gcs")))))
             await link.receive()
         run_end.stop("the head ended the run")
     except LinkLostError as error:
         run_end.stop(str(error))
 
 
-async def _start_part(node: Node, parts: Parts) -> None:
-    """Start this node's share of Ray, or of the engine where there is no Ray."""
+async def _start_part(node: Node, parts: Parts, gcs: str) -> None:
+    """Start this node's share of Ray, whose GCS is at `gcs`, or of the engine where there is no Ray."""
     node.check_gpus()
     address = _own_address(node)
     if node.backend == "ray":
-        argv = worker_argv(node.ray_options(address=address), head=node.gcs)
+        argv = worker_argv(node.ray_options(address=address), head=gcs)
         environ = node.ray_environ(address=address)
         await parts.start("ray worker", argv, environ, order=StopOrder.RAY, grace_s=_GRACE_S)
     else:
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
         environ = node.child_environ(address=address)
+        node.write_settings(port=None)
         await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
 
 

@@ -56,10 +56,10 @@ class WorkerLinks:
         self._parts.run_in_background(self._fail_with(link))
         self._on_join(link)
 
-    async def start_all(self) -> None:
-        """Tell every worker to start its part."""
+    async def start_all(self, gcs: str | None) -> None:
+        """Tell every worker to start its part. `gcs` is the "address:port" of Ray's GCS, where there is Ray."""
         for link in self._links.values():
-            await link.send("go")
+            await link.send("go", gcs=gcs)
 
     async def _fail_with(self, link: Link) -> None:
         """Wait until the worker reports a failure or is lost, and fail the run."""

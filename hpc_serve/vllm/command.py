@@ -124,7 +124,7 @@ def head_args(
     command: ServeCommand,
     *,
     host: str,
-    port_file: str,
+    settings_file: str,
     device: Device,
     backend: str,
     tls_files: tuple[str, str] | None,
@@ -132,8 +132,8 @@ def head_args(
 ) -> list[str]:
     """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
 
-    `port_file` is a YAML file that holds the port. On the command line every user of the node could read the port, and
-    take it in the seconds until the engine listens on it.
+    `settings_file` is a YAML file that holds the port. On the command line every user of the node could read the port,
+    and take it in the seconds until the engine listens on it.
     `tls_files` are the files of the run's key and certificate; without them the engine speaks in the clear.
     After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
@@ -144,14 +144,18 @@ def head_args(
     if shutdown_timeout_s > 0:
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
     if command.port is None:
-        added += ["--config", port_file]
+        added += ["--config", settings_file]
     if device != "TPU" and command.world_size > 1 and command.executor is None:
         added += ["--distributed-executor-backend", backend]
     return added
 
 
-def multi_node_args(*, num_nodes: int, node_rank: int, master: tuple[str, int]) -> list[str]:
-    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone."""
-    args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank)]
-    args += ["--master-addr", master[0], "--master-port", str(master[1])]
+def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, settings_file: str | None) -> list[str]:
+    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone.
+
+    The port at `master_address` is in `settings_file`, for the reason of `head_args`; None: that is given already.
+    """
+    args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--master-addr", master_address]
+    if settings_file is not None:
+        args += ["--config", settings_file]
     return args if node_rank == 0 else [*args, "--headless"]

@@ -232,6 +232,6 @@ def _statuses(user: User, node: str, asked: dict[tuple[str, str], str], *headers
 
 
 def _gcs_port(user: User) -> str:
-    """What anybody on the node can see in the process list."""
-    argv = next(p.argv for p in user.cluster.processes() if p.argv[0].endswith("gcs_server"))
-    return next(word.split("=")[1] for word in argv if word.startswith("--gcs_server_port="))
+    """What anybody on the node can see in the process list, once the GCS listens."""
+    argv = next(p.argv for p in user.cluster.processes() if p.argv[0].endswith("raylet/raylet"))
+    return next(word.rpartition(":")[2] for word in argv if word.startswith("--gcs-address="))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import resource
 import socket
 import ssl
@@ -75,6 +76,29 @@ def take_a_port_in_every_block() -> dict[str, int]:
     print(json.dumps({"held": len(held)}), flush=True)
     time.sleep(3600)
     return {}
+
+
+def take_ports_seen_in_command_lines(enough: str) -> dict[str, bool]:
+    """Listen on every port that is named in a process's command line, as soon as it is seen, until a file is there.
+
+    Tells of each port that was seen whether it could be taken.
+    """
+    taken: dict[int, bool] = {}
+    held = []
+    print(json.dumps({"began": True}), flush=True)
+    while not Path(enough).exists():
+        for process in Path("/proc").iterdir():
+            try:
+                line = (process / "cmdline").read_bytes().decode(errors="replace") if process.name.isdigit() else ""
+            except OSError:
+                continue
+            for port in {int(number) for number in re.findall(r"port\W(\d{4,5})\b", line)} - set(taken):
+                try:
+                    held.append(socket.create_server(("", port)))
+                    taken[port] = True
+                except (OSError, OverflowError):
+                    taken[port] = False
+    return {str(port): was_taken for port, was_taken in taken.items()}
 
 
 def reach(host: str, port: str, scheme: str) -> socket.socket:

@@ -230,6 +230,40 @@ def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice
     wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
 
 
+def test_a_stranger_who_takes_the_ports_that_command_lines_name_stops_no_start_of_ray(alice, mallory):
+    """He watches on both nodes from before the start. Ray is real, the engine a stub."""
+    text = stub_script("watched", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2, backend="ray")
+    enough = mallory.home / "enough"
+    watchers = [
+        mallory.cluster.popen(
+            [sys.executable, STRANGER, "take_ports_seen_in_command_lines", str(enough)],
+            user="mallory",
+            node=node,
+            env=mallory.environ,
+        )
+        for node in ("n1", "n2")
+    ]
+    try:
+        for watcher in watchers:
+            assert watcher.stdout is not None
+            assert json.loads(watcher.stdout.readline())["began"]
+        job_id = alice.sbatch(alice.write("watched.sh", text), "--nodelist=n1,n2")
+        alice.wait_until_ready("watched", job_id, 240)
+        enough.touch()
+        seen = [json.loads(watcher.communicate(timeout=60)[0]) for watcher in watchers]
+    finally:
+        for watcher in watchers:
+            watcher.kill()
+            watcher.wait()
+    named = [word for process in alice.processes() for word in process.argv if "client-server-port" in word]
+    assert named
+    assert seen[0][named[0].partition("=")[2]] is False, "he saw the port, and could not take it"
+    log = (alice.home / f"hpc-serve-watched-{job_id}.log").read_text()
+    assert "attempt" not in log, log
+    alice.cancel(job_id)
+    alice.wait_until_gone(job_id)
+
+
 def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, mallory):
     """The second node's launcher begins when the stranger is at it on both nodes."""
     text = stub_script("besieged", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2, backend="mp")

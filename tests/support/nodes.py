@@ -33,7 +33,7 @@ def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve 
         command=read_command(words.split()),
         backend=backend,
         head="127.0.0.1",
-        head_ports=HeadPorts(control=1, gcs=2, torch_master=3),
+        head_ports=HeadPorts(control=1, torch_master=3),
         silence_s=60,
         node_dir=node_dir,
         run_mark="m",

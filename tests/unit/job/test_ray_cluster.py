@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, ray_environ, ray_start_options, worker_argv
+from hpc_serve.job.ray_cluster import (
+    RayNodes,
+    head_argv,
+    parse_nodes,
+    ray_environ,
+    ray_start_options,
+    read_gcs_port,
+    worker_argv,
+)
 from hpc_serve.sizes import GIB
 from hpc_serve.trust.peers import PeerFiles
 from tests.support.nodes import ALLOCATION
@@ -29,7 +37,7 @@ def options(argv: list[str]) -> dict[str, str]:
 
 
 def test_ray_gets_the_jobs_share_and_not_the_machines():
-    said = options(head_argv(NODE, gcs_port=20_001, client_port=20_002))
+    said = options(head_argv(NODE, client_port=20_002))
     assert (said["num-cpus"], said["num-gpus"]) == ("16", "8")
     assert int(said["memory"]) + int(said["object-store-memory"]) == 64 * GIB
     unlimited = ray_start_options(
@@ -78,18 +86,30 @@ def test_ray_still_refuses_rocms_own_name(monkeypatch):
         manager.get_visible_accelerator_ids_env_var()
 
 
-def test_every_port_is_given_the_heads_two_and_zero_for_what_tells_the_others_by_itself():
-    for argv in (head_argv(NODE, gcs_port=20_001, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+def test_every_port_is_given_and_zero_for_all_but_ray_clients():
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
         ports = {name: int(value) for name, value in options(argv).items() if name.endswith("port")}
         chosen = {name: port for name, port in ports.items() if port}
-        assert chosen in ({}, {"port": 20_001, "ray-client-server-port": 20_002})
-        assert len(ports) - len(chosen) == 8
+        assert chosen in ({}, {"ray-client-server-port": 20_002})
+        assert len(ports) - len(chosen) == (9 if chosen else 8)
+
+
+def test_the_port_of_the_gcs_is_known_once_ray_has_written_it(tmp_path):
+    session = tmp_path / "session_1"
+    session.mkdir()
+    assert read_gcs_port(str(tmp_path)) is None
+    (tmp_path / "session_latest").symlink_to("session_1")
+    assert read_gcs_port(str(tmp_path)) is None
+    (session / "gcs_server_port_17bf").write_text("")
+    assert read_gcs_port(str(tmp_path)) is None
+    (session / "gcs_server_port_17bf").write_text("38589")
+    assert read_gcs_port(str(tmp_path)) == 38_589
 
 
 def test_ray_knows_every_port_option():
     scripts = pytest.importorskip("ray.scripts.scripts")
     known = {name for option in scripts.start.params for name in option.opts}
-    for argv in (head_argv(NODE, gcs_port=20_001, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
+    for argv in (head_argv(NODE, client_port=20_002), worker_argv(NODE, head="10.0.0.9:1")):
         assert {word.partition("=")[0] for word in argv if word.startswith("--")} <= known
 
 
@@ -111,7 +131,7 @@ def test_rays_connections_show_certificates_and_its_metrics_do_not_listen():
     constants = pytest.importorskip("ray._common.tls_utils")
     source = Path(constants.__file__).read_text()
     assert all(name in source for name in environ if name.startswith("RAY_TLS_"))
-    assert "--no-monitor" in head_argv(NODE, gcs_port=1, client_port=2)
+    assert "--no-monitor" in head_argv(NODE, client_port=2)
 
 
 def test_who_is_missing_is_named():

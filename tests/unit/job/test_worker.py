@@ -74,7 +74,7 @@ async def wait_for_arguments(tmp_path):
 
 def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path):
     async def scenario(link):
-        await link.send("go")
+        await link.send("go", gcs="127.0.0.1:4321")
         arguments = await wait_for_arguments(tmp_path)
         await link.send("stop")
         with pytest.raises(LinkLostError):
@@ -84,7 +84,7 @@ def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path)
     arguments, code = over_a_connection(scenario, RUNS)
     assert code == 0
     assert arguments.startswith("start --block")
-    assert "--address=127.0.0.1:" in arguments
+    assert "--address=127.0.0.1:4321" in arguments
 
 
 def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tmp_path):

@@ -139,7 +139,9 @@ def gated(line: str, port_file: Path) -> list[str]:
     """The words of the engine as the head starts it."""
     command = read_command(["vllm", "serve", "model", *line.split()])
     files = ("/run/endpoint.key", "/run/endpoint.pem")
-    added = head_args(command, host="127.0.0.1", port_file=str(port_file), device="GPU", backend="mp", tls_files=files)
+    added = head_args(
+        command, host="127.0.0.1", settings_file=str(port_file), device="GPU", backend="mp", tls_files=files
+    )
     return [*command.argv[3:], *added]
 
 

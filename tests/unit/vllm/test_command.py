@@ -101,7 +101,7 @@ def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
     argv = [
         *command.argv,
-        *head_args(command, host="h", port_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=None),
+        *head_args(command, host="h", settings_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=None),
     ]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
@@ -159,7 +159,7 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
-    given: dict[str, Any] = {"host": "0.0.0.0", "port_file": "/node/engine.yaml", "device": "GPU"}
+    given: dict[str, Any] = {"host": "0.0.0.0", "settings_file": "/node/engine.yaml", "device": "GPU"}
     assert head_args(command, **given, backend="ray", tls_files=None) == words(
         "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
     )
@@ -176,14 +176,17 @@ def test_the_head_is_told_only_what_the_line_leaves_open():
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
     command = read_command(words("vllm serve m -tp 8"))
-    args = head_args(command, host="h", port_file="/node/engine.yaml", device=device, backend="ray", tls_files=None)
+    args = head_args(command, host="h", settings_file="/node/engine.yaml", device=device, backend="ray", tls_files=None)
     assert ("--distributed-executor-backend" in args) == is_told
 
 
 def test_only_the_first_of_several_nodes_has_a_server():
-    first, second = (multi_node_args(num_nodes=2, node_rank=rank, master=("10.0.0.1", 5)) for rank in (0, 1))
-    assert "--headless" not in first
-    assert second == [*words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 5"), "--headless"]
+    first, second = (
+        multi_node_args(num_nodes=2, node_rank=rank, master_address="10.0.0.1", settings_file=file)
+        for rank, file in ((0, None), (1, "/node/engine.yaml"))
+    )
+    assert first == words("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
+    assert second == words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --config /node/engine.yaml --headless")
 
 
 @pytest.mark.parametrize("text", ["--api-key s3cret", "--api_key=s3cret", "--uds /x", "--headless", "--ssl-keyfile k"])
