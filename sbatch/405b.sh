@@ -16,6 +16,8 @@
 set -euo pipefail
 umask 077  # logs and private files are the owner's alone
 export PYTHONSAFEPATH=1  # Python imports nothing from the folder of submission: others may write to it
+# Python 3.10 does not read that. This leaves the folder out as well, and then refuses one that others may write to.
+prepare='import sys; sys.path[:] = filter(None, sys.path); import hpc_serve.job.prepare as it; sys.exit(it.main())'
 # Slurm opened this script's log with the umask of whoever submitted it.
 for log in /proc/self/fd/1 /proc/self/fd/2; do [[ ! -f $log ]] || chmod go= "$log"; done
 
@@ -42,7 +44,7 @@ trap 'cancelled=yes signalled=yes
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
-    exports=$(python -m hpc_serve.job.prepare --service 405b)
+    exports=$(python -c "$prepare" --service 405b)
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"
     status=0 launcher=''

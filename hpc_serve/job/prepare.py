@@ -25,6 +25,7 @@ from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
 from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir
+from hpc_serve.rendezvous.ownership import require
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) -> dict[str, str]:
     """Make what a run needs; returns the variables that its processes must have."""
+    _check_working_folder()
     store = ServiceStore(default_home(environ))
     api_key_file = store.ensure_api_key(service)
     log_dir = _make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))
@@ -80,6 +82,22 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(run_dir / "ray_token"),
     }
+
+
+def _check_working_folder() -> None:
+    """Raises InvalidRequestError if Python would import from the working folder what another user has put there.
+
+    Python 3.11 and later do not import from it, since the script sets PYTHONSAFEPATH.
+    """
+    if sys.version_info < (3, 11):
+        folder = Path.cwd()
+        require(
+            folder,
+            "read",
+            called=f"the working folder {folder}",
+            advice=f"Python {sys.version_info[0]}.{sys.version_info[1]} imports modules from it, which run as you: "
+            "submit from a folder of your own, or use an environment with Python 3.11 or later.",
+        )
 
 
 def _make_log_dir(path: Path) -> Path:
