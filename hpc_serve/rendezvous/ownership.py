@@ -7,6 +7,7 @@ needed for secrets, for code, and for words that decide what runs. It leaves to 
 
 from __future__ import annotations
 
+import functools
 import grp
 import os
 import pwd
@@ -63,11 +64,14 @@ def check_args_file(path: Path, opened: os.stat_result) -> None:
 
 def fault(path: Path, use: Use) -> str | None:
     """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it."""
+    modes: dict[Path, int] = {}
     try:
         for step, found, is_last in _walk(path.absolute()):
-            reason = stat_fault(step, found, use) if is_last else _folder_fault(step, found)
+            is_roots = _is_unseen_root(found, holder_mode=modes.get(step.parent, 0))
+            reason = stat_fault(step, found, use, is_roots) if is_last else _folder_fault(step, found, is_roots)
             if reason:
                 return reason
+            modes[step] = found.st_mode
     except (FileNotFoundError, NotADirectoryError):  # whoever makes it or opens it is told
         return None
     except OSError as error:
@@ -75,20 +79,28 @@ def fault(path: Path, use: Use) -> str | None:
     return None
 
 
-def stat_fault(path: Path, found: os.stat_result, use: Use) -> str | None:
-    """The same of what an open file's `fstat` found, without the folders above it."""
+def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = False) -> str | None:
+    """The same of what an open file's `fstat` found, without the folders above it.
+
+    `is_roots`: it is root's, in a container that does not show that.
+    """
+    if os.geteuid() == _unseen_owner():
+        return (
+            f"{path} cannot be judged: this container (user namespace) shows you and all other users as user "
+            f"{os.geteuid()}. Start it so that it keeps your own user"
+        )
     owners = {os.geteuid()} if use in ("own", "private") else {os.geteuid(), 0}
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in owners:
+    if found.st_uid not in owners and not (is_roots and use == "scratch"):
         return f"{path} belongs to {_user(found.st_uid)}, not to you"
     if use == "private" and mode & 0o077:
         return f"{path} can be read by others (mode {mode:04o})"
     return _write_fault(path, found, sticky_counts=use == "scratch")
 
 
-def _folder_fault(path: Path, found: os.stat_result) -> str | None:
+def _folder_fault(path: Path, found: os.stat_result, is_roots: bool) -> str | None:
     """Whether others can replace what is in a folder, or where a link leads."""
-    if found.st_uid not in _owners_of_parents():
+    if found.st_uid not in (os.geteuid(), 0) and not is_roots:
         return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
     if stat.S_ISLNK(found.st_mode):
         return None
@@ -134,16 +146,25 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
             yield here, found, not rest
 
 
-def _owners_of_parents() -> set[int]:
-    """This user and root; in a container that shows no root, root is the kernel's number for unknown users."""
-    owners = {os.geteuid(), 0}
+def _is_unseen_root(found: os.stat_result, *, holder_mode: int) -> bool:
+    """Whether this is taken for root's in a container that shows no root. `holder_mode` is that of the folder it is in.
+
+    There files of root and of every other user show one number. What lies in a folder that nobody but root may write
+    to was put there by root; where others may write, as in /tmp, anybody may have made it.
+    """
+    return found.st_uid == _unseen_owner() and not holder_mode & _OTHERS_WRITE
+
+
+@functools.cache
+def _unseen_owner() -> int | None:
+    """The number that users have who are not of this container, root among them; None where root is shown."""
     try:
-        inside_of_0 = Path("/proc/self/uid_map").read_text().split()
-        if inside_of_0[:2] != ["0", "0"]:
-            owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+        lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if any(inside == "0" == outside for inside, outside, _ in lines):
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
-        pass
-    return owners
+        return None
 
 
 def _is_own_group(number: int) -> bool:
@@ -156,6 +177,8 @@ def _is_own_group(number: int) -> bool:
 
 
 def _user(number: int) -> str:
+    if number == _unseen_owner():
+        return f"a user that this container does not show (user {number})"
     try:
         return f"user {number} ({pwd.getpwuid(number).pw_name})"
     except KeyError:

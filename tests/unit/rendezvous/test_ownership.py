@@ -5,7 +5,13 @@ As root, files are given away for real.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from hpc_serve.rendezvous import ownership
 from hpc_serve.rendezvous.ownership import fault, require
 
 STRANGER = 64_999
+CHECKOUT = Path(__file__).parents[3]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
@@ -109,7 +116,7 @@ def test_in_a_container_that_shows_no_root_the_unknown_owner_of_a_parent_is_root
     below.mkdir(mode=0o700)
     os.chown(home, 65_534, 65_534)
     assert fault(below, "own")
-    monkeypatch.setattr(ownership, "_owners_of_parents", lambda: {0, 65_534})
+    monkeypatch.setattr(ownership, "_unseen_owner", lambda: 65_534)
     assert fault(below, "own") is None
     assert fault(home, "own") is not None  # as the last of a path it is nobody's
 
@@ -120,3 +127,80 @@ def test_the_error_says_what_and_what_next(home):
         InvalidRequestError, match=r"^HPC_SERVE_X=\S+ is not used: .* by everybody .* Set it elsewhere\.$"
     ):
         require(home, "own", called=f"HPC_SERVE_X={home}", advice="Set it elsewhere.")
+
+
+# -- containers that show no root: a user namespace in which one user is mapped
+
+JUDGE = """
+import json, os, sys
+from pathlib import Path
+sys.path[:0] = json.loads(os.environ["LIBRARIES"])
+from hpc_serve.rendezvous.ownership import fault
+print(json.dumps({f"{path} {use}": fault(Path(path), use) for path, use in json.loads(sys.argv[1])}))
+"""
+
+
+def judged_in_a_namespace(asked: list[tuple[Path, str]], *, maps_user: bool) -> dict[str, str | None]:
+    """What `fault` says to an ordinary user in a user namespace that shows no root."""
+    options = ["--map-current-user"] if maps_user else []
+    as_user = ["setpriv", "--reuid", str(STRANGER), "--regid", str(STRANGER), "--clear-groups"]
+    questions = json.dumps([(str(path), use) for path, use in asked])
+    done = subprocess.run(
+        [*as_user, "unshare", "--user", *options, sys.executable, "-I", "-S", "-c", JUDGE, questions],
+        env={"LIBRARIES": json.dumps([str(CHECKOUT)]), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if "unshare:" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip(f"no user namespaces for users here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder of root's, below folders of root's that nobody else can write to."""
+    folder = Path(tempfile.mkdtemp(dir="/var/lib", prefix="hs-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@needs_root
+def test_in_a_container_without_root_ones_own_folders_below_roots_are_used(shared):
+    home = shared / "home"
+    home.mkdir(mode=0o700)
+    os.chown(home, STRANGER, STRANGER)
+    told = judged_in_a_namespace([(home, "own"), (home / "new", "private"), (Path("/tmp"), "scratch")], maps_user=True)
+    assert set(told.values()) == {None}, told
+
+
+@needs_root
+def test_in_a_container_without_root_an_unseen_users_folder_where_all_may_write_is_not_roots(shared):
+    """Root and strangers show one number there, so what anybody may have made counts as a stranger's."""
+    shared.chmod(0o1777)
+    strangers = shared / "strangers"
+    below = strangers / "of-mine"
+    below.mkdir(parents=True, mode=0o755)
+    os.chown(below, STRANGER, STRANGER)
+    for owner in (0, STRANGER + 1):
+        os.chown(strangers, owner, owner)
+        told = judged_in_a_namespace([(below, "own"), (strangers, "scratch")], maps_user=True)
+        assert all("a user that this container does not show" in str(reason) for reason in told.values()), told
+
+
+@needs_root
+def test_in_a_container_without_root_words_that_run_as_the_user_must_be_the_users(shared):
+    (shared / "hpc-serve-args.txt").write_text("")
+    told = judged_in_a_namespace([(shared / "hpc-serve-args.txt", "read")], maps_user=True)
+    assert "a user that this container does not show" in str(told.popitem()[1])
+
+
+@needs_root
+def test_in_a_container_that_shows_the_user_as_nobody_nothing_is_used(shared):
+    home = shared / "home"
+    home.mkdir(mode=0o755)
+    os.chown(home, STRANGER + 1, STRANGER + 1)
+    told = judged_in_a_namespace([(home, "own"), (Path("/tmp"), "scratch")], maps_user=False)
+    assert all("shows you and all other users as user 65534" in str(reason) for reason in told.values()), told
