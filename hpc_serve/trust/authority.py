@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 _AUTHORITY_LIFETIME = timedelta(days=20 * 365)
-_ANYWHERE = ("0.0.0.0/0", "::/0")
 _ALWAYS = ("127.0.0.1", "::1")
 _LOCAL_NAME = "localhost"
 
@@ -101,20 +100,19 @@ def _new_authority() -> str:
     """A key and a certificate that signs for it, in one text.
 
     It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
-    its holder who a web site is.
+    its holder who a web site is. A name of localhost alone says so: constraints bind the kinds of names that they
+    list. One that lists all addresses as well is refused by BoringSSL ("unsupported name constraint type").
     """
     making.require_cryptography()
     import secrets
 
     from cryptography import x509
 
-    networks = [x509.IPAddress(ipaddress.ip_network(network)) for network in _ANYWHERE]
-    allowed: list[x509.GeneralName] = [x509.DNSName(_LOCAL_NAME), *networks]
     return making.new_authority(
         # Names of their own: two authorities of one name confuse whoever looks for an issuer by its name.
         f"hpc-serve authority {secrets.token_hex(4)}",
         lifetime=_AUTHORITY_LIFETIME,
-        constraints=x509.NameConstraints(permitted_subtrees=allowed, excluded_subtrees=None),
+        constraints=x509.NameConstraints(permitted_subtrees=[x509.DNSName(_LOCAL_NAME)], excluded_subtrees=None),
     )
 
 

@@ -68,8 +68,7 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
 def _authority(run_dir: Path) -> tuple[EllipticCurvePrivateKey, str]:
     """The key and the certificate (PEM) of the run's authority, made if it is missing.
 
-    It may sign for anybody, since only this run trusts it. gRPC refuses one that is limited to addresses ("unsupported
-    name constraint type").
+    It may sign for anybody, since only this run trusts it.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key

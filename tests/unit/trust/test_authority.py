@@ -8,6 +8,7 @@ import os
 import ssl
 import stat
 import threading
+from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hpc_serve.trust.authority import (
     ensure_authority,
     make_run_certificate,
 )
+from tests.support.tls_servers import RecordingServer, server_context
 
 ADDRESSES = ("10.77.0.11", "fd00::11")
 
@@ -77,7 +79,7 @@ def test_makers_at_the_same_time_end_with_one_authority(home: Path) -> None:
     assert [path.name for path in authority_file(home).parent.iterdir()] == ["authority.pem"]
 
 
-def test_the_authority_signs_for_addresses_alone(home: Path) -> None:
+def test_the_authority_signs_for_addresses_and_localhost_alone(home: Path) -> None:
     ensure_authority(home)
     certificate = parsed(authority_certificate(home))
     limits = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
@@ -207,3 +209,28 @@ def test_an_address_that_is_none_is_refused(home: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="not-an-address"):
         make_run_certificate(home, folder, run="1-r0", addresses=["not-an-address"])
     assert ipaddress.ip_address("10.77.0.11")
+
+
+def ask_by_boringssl(authority: str, port: int, name: str) -> str:
+    """Why a gRPC client, which has BoringSSL, gets no answer from what is no gRPC server."""
+    grpc = pytest.importorskip("grpc")
+    credentials = grpc.ssl_channel_credentials(authority.encode())
+    options = (("grpc.ssl_target_name_override", name),)
+    at = f"127.0.0.1:{port}"
+    with grpc.secure_channel(at, credentials, options=options) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/a/b")(b"", timeout=10)
+    return str(refused.value.details())
+
+
+@pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("localhost", True), ("www.example.org", False)])
+def test_boringssl_takes_the_endpoint_and_no_web_site(
+    home: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_trusted: bool
+) -> None:
+    ensure_authority(home)
+    if not is_trusted:
+        monkeypatch.setattr(authority, "_LOCAL_NAME", name)  # of the certificate that is made now
+    made = make(home, folder)
+    with closing(RecordingServer(server_context(made.certificate_file, made.key_file))) as server:
+        why = ask_by_boringssl(authority_certificate(home), server.port, name)
+    assert ("ALPN" in why) == is_trusted, why  # asked for once the certificate is accepted
+    assert ("handshake failed" in why) != is_trusted, why
