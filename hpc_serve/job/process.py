@@ -20,6 +20,9 @@ from hpc_serve.vllm.log import is_consequence, is_server_up, read_error
 
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
+_EXIT_INTERVAL_S = 0.1
+_LAST_LINES_S = 2.0
+_PIPE_CLOSES_S = 0.5
 RUN_MARK = "HPC_SERVE_RUN_MARK"
 ENGINE_MARK = "HPC_SERVE_ENGINE_MARK"
 """The same for the processes of a run that are its engine's; Ray's are not."""
@@ -69,9 +72,8 @@ class Child:
 
         A descendant that is still alive may keep the pipe open.
         """
-        await self._process.wait()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._reading), timeout=2)
+        await self._wait_for_exit()
+        await asyncio.wait({self._reading}, timeout=_LAST_LINES_S)
         assert self.exit_code is not None
         return self.exit_code
 
@@ -84,10 +86,18 @@ class Child:
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout=grace_s)
+                await asyncio.wait_for(self._wait_for_exit(), timeout=grace_s)
         self._signal(signal.SIGKILL)
-        await self._process.wait()
+        await self._wait_for_exit()
+        await asyncio.wait({self._reading}, timeout=_PIPE_CLOSES_S)
         self._reading.cancel()
+
+    async def _wait_for_exit(self) -> None:
+        # In several versions of Python, wait() of asyncio's process returns once its pipe is closed, and not before.
+        while True:
+            if self._process.returncode is not None:
+                return
+            await asyncio.sleep(_EXIT_INTERVAL_S)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 
@@ -31,6 +32,22 @@ def test_lines_exit_code_and_last_lines_are_kept():
 
     assert asyncio.run(run()) == (3, ["a", "b", "c"])
     assert lines == ["a", "b", "c"]
+
+
+def test_the_end_of_a_child_is_seen_though_a_process_that_it_started_keeps_its_pipe_open():
+    """As an engine's core does, whose API server was killed."""
+
+    async def run():
+        started = asyncio.Event()
+        code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
+        child = await start_child("x", python(code), environ(), lambda line: started.set())
+        await asyncio.wait_for(started.wait(), 20)
+        os.kill(child.pid, signal.SIGKILL)
+        exit_code = await asyncio.wait_for(child.wait(), 20)
+        await child.stop(0)
+        return exit_code
+
+    assert asyncio.run(run()) == 137
 
 
 def test_noise_is_neither_told_nor_kept():
