@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.faults.outcomes import Outcome
-from tests.faults.service import IN_FLIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +28,10 @@ GAP_S = 2.0
 NO_GAP_GOAL = ("client-frozen",)
 
 
-# Half of the requests in flight are streams; at worst all of them are with the replica that breaks.
-_STREAMS = IN_FLIGHT // 2
-_BROKEN_STREAM = "a stream that has begun is not resumed, and the SDK repeats no stream"
-_ENGINE_ERROR = "an engine whose worker has ended says so in the stream, and the stream is not resumed"
 _LOSSY = "a network that comes and goes answers the probes now and then, and a stream in it stands still for long"
 
 KNOWN: dict[str, Known] = {
-    **{
-        name: Known(needless=_STREAMS, why=_BROKEN_STREAM)
-        for name in (
-            *("engine-killed", "engine-killed-home-lags", "launcher-killed", "raylet-killed", "gcs-killed"),
-            *("engine-stopped", "engine-hung", "node-off", "node-frozen", "network-parted", "link-down", "link-slow"),
-        )
-    },
-    "worker-killed": Known(needless=_STREAMS, why=_ENGINE_ERROR),
-    "scancel-of-ranks": Known(needless=_STREAMS, why=_ENGINE_ERROR),
-    "link-flaps": Known(lost=4, needless=_STREAMS, why=_LOSSY),
-    "scancel-long-streams": Known(needless=_STREAMS, why=f"Slurm kills what is left after 30 s: {_BROKEN_STREAM}"),
+    "link-flaps": Known(lost=4, why=_LOSSY),
 }
 
 NOTHING = Known(why="")

@@ -24,14 +24,14 @@ def nothing(service: Service) -> None:
 # -- processes
 
 
-@fault(is_short=True, hold_s=3.0, ready_after=1)
+@fault(is_short=True, hold_s=3.0)
 def engine_killed(service: Service) -> None:
     """kill -9 of one engine."""
     service.signal(service.engine(0), signal.SIGKILL)
     hold(service.hold_s)
 
 
-@fault(is_short=True, hold_s=3.0, has_worker=True, ready_after=1)
+@fault(is_short=True, hold_s=3.0, has_worker=True)
 def worker_killed(service: Service) -> None:
     """kill -9 of one engine's worker: the engine tells each client of an error, and ends."""
     service.signal(service.worker(0), signal.SIGKILL)

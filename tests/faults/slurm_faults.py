@@ -300,7 +300,7 @@ def home_full(service: SlurmService) -> None:
     hold(3.0)
 
 
-@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0, ready_after=1)
+@fault(needs_slurm=True, filesystem="lagging", hold_s=3.0)
 def engine_killed_home_lags(service: SlurmService) -> None:
     """kill -9 of one engine, where clients see changes of the home some 20 s late."""
     _check_that_it_lags(service)
