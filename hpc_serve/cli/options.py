@@ -118,6 +118,11 @@ _JOB_OPTIONS = (
         help="Jobs of the service, one array [default: as --target takes, or 1].",
     ),
     click.option(
+        "--keep-up",
+        is_flag=True,
+        help="Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
+    ),
+    click.option(
         "--backend",
         type=click.Choice(get_args(Backend)),
         default="auto",
@@ -233,6 +238,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         cluster=options["cluster"],
         tls=options["tls"],
         engine_restarts=options["engine_restarts"],
+        keep_up=options["keep_up"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),

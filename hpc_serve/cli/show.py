@@ -191,6 +191,7 @@ def print_details(status: ReplicaStatus) -> None:
         "submitted": _when(status.submitted_at) if status.started_at is None else "",
         "started": _when(status.started_at),
         "time left": status.time_left or "",
+        "successor": status.successor,
         "exit code": "" if status.exit_code is None else str(status.exit_code),
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
@@ -224,10 +225,11 @@ def _stage(status: ReplicaStatus) -> str:
 
 
 def _state_detail(status: ReplicaStatus) -> str:
+    successor = f"; successor {status.successor}" if status.successor else ""
     if status.state == "ready":
         left = f", {status.time_left} left" if status.time_left else ""
-        return f"{status.model} at {status.address}{left}"
-    return status.detail
+        return f"{status.model} at {status.address}{left}{successor}"
+    return f"{status.detail}{successor}"
 
 
 def _clock(seconds: float) -> str:

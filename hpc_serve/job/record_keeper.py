@@ -115,6 +115,9 @@ class RecordKeeper:
         if changed == self.record:
             return
         if changed.state != self.record.state:
+            if changed.state == "ready" and "start_s" not in changed.measured:
+                start_s = time.time() - changed.started_at
+                changed = replace(changed, measured={**changed.measured, "start_s": start_s})
             self.record = replace(changed, state_since=time.time())
             self._write()
         else:

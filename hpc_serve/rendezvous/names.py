@@ -68,6 +68,15 @@ def drain_file_name(job_id: str, restart: int, replica: int) -> str:
     return record_file_name(job_id, restart, replica).removesuffix(".json") + ".drain"
 
 
+def successor_file_name(job_id: str, replica: int) -> str:
+    """The file that says which job takes over from that replica. It is one for all runs of a job.
+
+    >>> successor_file_name("123_4", 0)
+    '123_4-0.successor'
+    """
+    return f"{validate_job_id(job_id)}-{replica}.successor"
+
+
 def is_record_file_name(name: str) -> bool:
     """Whether a file of that name in a service's folder is a record."""
     return _RECORD_FILE.fullmatch(name) is not None

@@ -45,9 +45,10 @@ class EndpointRecord:
     `hosts` are addresses of the head in order of preference, `port` is the engine's. The record is renewed every
     `lease_s / 3` seconds at the latest, and `counter` grows with every renewal. `started_at`, `updated_at` and
     `state_since`, when the present state began, are seconds since the epoch by the writer's clock. `measured` and
-    `predicted` hold figures by name, in bytes, seconds and tokens. `reason` says why a replica is unresponsive, drains
-    or has ended, or why its engine is started again, which has happened `engine_restarts` times. `last_log_lines` are
-    the last lines of the part that failed. `certificate` (PEM) is what the engine
+    `predicted` hold figures by name, in bytes, seconds and tokens; `start_s` is the time from `started_at` until it was
+    ready for the first time. `reason` says why a replica is unresponsive, drains or has ended, or why its engine is
+    started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
+    failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
     """
 

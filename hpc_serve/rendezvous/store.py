@@ -185,7 +185,7 @@ class ServiceStore:
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:
         """Remove records that were not renewed for `older_than_s`, temporary files of writers that died,
-        and requests to drain that nobody took back.
+        requests to drain that nobody took back, and what is written about successors.
 
         A submitted job of that age is removed only if `is_over` says so: it may still wait in the queue. Returns the
         number of files removed. Raises StoreError.
@@ -204,7 +204,7 @@ class ServiceStore:
             parent / name
             for parent in (folder, folder / "submitted")
             for name in list_folder(parent)
-            if (name.endswith(".drain") or (name.startswith(".") and name.endswith(".tmp")))
+            if (name.endswith((".drain", ".successor")) or (name.startswith(".") and name.endswith(".tmp")))
             and _modified_at(parent / name) < oldest
         ]
         for path in removed:

@@ -87,6 +87,8 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
+        "keep_up": request.keep_up,
+        "notice_s": request.slurm.notice_s or 0,
         "backend": request.backend,
         "tls": request.tls,
         "engine_restarts": request.engine_restarts,
@@ -215,6 +217,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
             words += [option, str(value)]
     if not request.tls:
         words.append("--no-tls")
+    if request.keep_up:
+        words.append("--keep-up")
     if request.allow_unknown_vllm_options:
         words.append(OVERRULE)
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))

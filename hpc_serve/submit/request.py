@@ -213,8 +213,9 @@ class ServeRequest:
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
-    know are refused unless `allow_unknown_vllm_options`. Without `tls` the endpoint speaks in the clear. An engine that
-    was ready is started again in place `engine_restarts` times (None: as often as the launcher does). `log_dir` is
+    know are refused unless `allow_unknown_vllm_options`. With `keep_up` a job submits the next before its time limit.
+    Without `tls` the endpoint speaks in the clear. An engine that was ready is started again in place `engine_restarts`
+    times (None: as often as the launcher does). `log_dir` is
     absolute, or None for the service's own folder. Templates in `templates_dir` win over our own.
     """
 
@@ -236,6 +237,7 @@ class ServeRequest:
     cluster: Cluster = "slurm"
     tls: bool = True
     engine_restarts: int | None = None
+    keep_up: bool = False
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
@@ -277,9 +279,24 @@ class ServeRequest:
                     f"--cluster local runs on this machine alone, but {count} {name} were asked for; "
                     f"leave --{name} out, or use --cluster slurm."
                 )
+        if self.keep_up:
+            self._check_keep_up()
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
             check_log_path(self.log_dir, "log-dir")
+
+    def _check_keep_up(self) -> None:
+        """Refuse what cannot submit its successor."""
+        if self.cluster == "local":
+            raise InvalidRequestError(
+                "--keep-up is for jobs that have a time limit, and --cluster local has none; leave it out."
+            )
+        if self.environment.kind == "apptainer":
+            raise InvalidRequestError(
+                "--keep-up needs hpc-serve beside the container, where the job can call sbatch, and the environment "
+                f"here is the image {self.environment.path}. Use venv, conda or modules, or submit the next job "
+                "ahead yourself: this command without --keep-up, and again with --sbatch=--begin=now+11hours."
+            )

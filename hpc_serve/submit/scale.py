@@ -34,14 +34,17 @@ def scale(
     drain_s: float = 120.0,
     on_stop: Callable[[ReplicaStatus], None] = lambda status: None,
 ) -> Scaled:
-    """Bring the service to so many replicas that wait, start or serve; those that drain count no more.
+    """Bring the service to so many replicas that wait, start or serve; those that drain count no more, and those that
+    take over from one that lives count not yet. They end with it.
 
     `on_stop` is told of each replica before it ends. Raises ServiceNotFoundError, and what `add_replicas` and `stop`
     raise; InvalidRequestError for a number below one.
     """
     if replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
-    live = [status for status in find(store, service) if not status.is_over and status.state != "draining"]
+    found = [status for status in find(store, service) if not status.is_over and status.state != "draining"]
+    successors = {status.successor_job_id for status in found}
+    live = [status for status in found if status.job_id not in successors]
     if replicas > len(live):
         return Scaled(before=len(live), added=add_replicas(store, service, replicas - len(live)))
     newest_first = live[::-1]

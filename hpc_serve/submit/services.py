@@ -73,17 +73,18 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     return Submission(job_id=job_id, jobs=jobs, plan=plan)
 
 
-def add_replicas(store: ServiceStore, service: str, count: int) -> tuple[SubmittedJob, ...]:
-    """Submit `count` more jobs of a service, with the script and the log folder of the last one that was submitted.
+def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:
+    """Submit `count` more jobs of a service, with the script and the log folder of the last one that was submitted, or
+    of the job `like`.
 
     Raises HpcServeError of every kind; InvalidRequestError if there is no script of `submit`.
     """
-    of_slurm = [job for job in store.read_submitted(service) if job.cluster == "slurm"]
+    of_slurm = [job for job in store.read_submitted(service) if job.cluster == "slurm" and like in (None, job.job_id)]
     last = max(of_slurm, key=lambda job: job.submitted_at, default=None)
     if last is None or not last.script or not Path(last.script).exists():
         raise InvalidRequestError(
-            f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, on this "
-            "machine alone, or its files are gone. Start replicas as you started the first."
+            f"There is no script of `hpc-serve submit` for {like or service} to submit again: it was started by hand, "
+            "on this machine alone, or its files are gone. Start replicas as you started the first."
         )
     with _claimed(store, service, last.model):
         script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent

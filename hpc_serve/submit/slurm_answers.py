@@ -74,6 +74,7 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 node_list=_value(values.get("NodeList", "")) or "",
                 start_time=_value(values.get("StartTime", "")),
                 submitted_at=_seconds(values.get("SubmitTime", "")),
+                started_at=_seconds(values.get("StartTime", "")),
                 ended_at=_seconds(values.get("EndTime", "")),
                 exit_code=exit_code,
                 signal=signal,

@@ -18,7 +18,9 @@ from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.rendezvous.names import is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.successor import successor_of
 from hpc_serve.submit import scheduler
+from hpc_serve.submit.handover import successor_sentence
 from hpc_serve.submit.job_status import (
     RECORD_EXPECTED_WITHIN_S,
     StatusReport,
@@ -43,7 +45,7 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
     replicas += _by_hand(store, slurm, service, known={status.job_id for status in replicas})
-    replicas = [_with_logs(store, status) for status in replicas]
+    replicas = [_with_logs(store, status) for status in _with_successors(store, replicas)]
     replicas.sort(key=lambda status: status.began_or_ended_at)
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
@@ -119,6 +121,20 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
         status, job = assess_submitted(entry), scheduled_job(entry, entry, slurm)
         status = add_job_state(status, job)
         yield explain_missing_record(status, job, home=store.home) if job is not None else status
+
+
+def _with_successors(store: ServiceStore, replicas: Sequence[ReplicaStatus]) -> Iterator[ReplicaStatus]:
+    """The same, those that are not over with the job that takes over from them."""
+    states = {status.job_id: status.state for status in replicas}
+    for status in replicas:
+        found = None
+        if status.cluster == "slurm" and not status.is_over:
+            found = successor_of(store, status.service, job_id=status.job_id, replica=status.replica)
+        if found is None:
+            yield status
+            continue
+        sentence = successor_sentence(found, states.get(found.job_id, ""))
+        yield replace(status, successor=sentence, successor_job_id=found.job_id if found.is_submitted else "")
 
 
 def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:
