@@ -82,6 +82,8 @@ def was_stopped(request: DrainRequest | None, record: EndpointRecord | None) -> 
 
 def successor_sentence(successor: Successor, state: str) -> str:
     """How it stands with a successor, for people; `state` is its replica's, "" where it is not known."""
+    if successor.tries == 0 and not successor.problem:
+        return ""
     if not successor.problem:
         return f"{successor.job_id} {state or 'submitted'}" if successor.job_id else "is being submitted"
     which = f"{successor.job_id} " if successor.job_id else ""

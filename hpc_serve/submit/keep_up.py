@@ -35,6 +35,7 @@ from hpc_serve.rendezvous.successor import (
 )
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.handover import KEEP_UP, JobTimes, due_at, pause_s, times_of, was_stopped
+from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.script_environ import take_over_submission_environ
 from hpc_serve.submit.slurm import UNKNOWN
 from hpc_serve.submit.slurm_messages import ended_sentence
@@ -64,7 +65,7 @@ class KeepUp:
     began_at: float = field(default_factory=time.time)
     _times: JobTimes | None = field(default=None, init=False)
     _times_at: float = field(default=-_TIMES_ARE_OLD_S, init=False)
-    _asked_slurm_at: float = field(default=0.0, init=False)
+    _slurm: SchedulerView = field(default_factory=lambda: SchedulerView(max_age_s=_ASK_SLURM_S), init=False)
     _submitted_at: float | None = field(default=None, init=False)
 
     def step(self, now: float) -> float | None:
@@ -82,6 +83,7 @@ class KeepUp:
             return None
         if wait_s > 0:
             return min(wait_s, _LONGEST_LOOK_S)
+        seen = read_successor(self._file)
         if seen is not None and not seen.may_be_tried(now):
             return _FOLLOW_S
         return self._submit(seen, now)
@@ -184,13 +186,11 @@ class KeepUp:
         if record is not None and record.state == "ready" and self._answers(record):
             self._hand_over(record, now)
             return None
-        if now - self._asked_slurm_at > _ASK_SLURM_S or (record is not None and record.is_final):
-            self._asked_slurm_at = now
-            job = scheduler.job_state(seen.job_id)
-            if job.is_over:
-                is_told = record is not None and record.is_final
-                said = f"{record.state}: {record.reason}" if is_told and record is not None else ended_sentence(job)
-                self._try_again(seen, said, now)
+        job = self._slurm.state(seen.job_id)
+        if job.is_over:
+            is_told = record is not None and record.is_final
+            said = f"{record.state}: {record.reason}" if is_told and record is not None else ended_sentence(job)
+            self._try_again(seen, said, now)
         return _LOOK_S if record is None else _FOLLOW_S
 
     def _answers(self, record: EndpointRecord) -> bool:

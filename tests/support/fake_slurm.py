@@ -5,6 +5,7 @@ They answer in the words of a real Slurm (slurm_outputs/); the real one itself i
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 from hpc_serve.rendezvous.user import user_name
@@ -99,6 +100,14 @@ class FakeSlurm:
         if state not in ("PENDING", "RUNNING"):
             listed = self._folder / (f"later-line-{job_id}" if after_cancel else f"ended-lines/{job_id}")
             listed.write_text(_line(job_id, state, "None", name=name, nodes=nodes))
+
+    def job_times(self, job_id: str, *, submitted_at: float, started_at: float, ends_at: float) -> None:
+        """What scontrol shows of a job that runs, with its times in seconds since the epoch."""
+        self.job(job_id, "RUNNING")
+        times = {"SubmitTime": submitted_at, "StartTime": started_at, "EndTime": ends_at}
+        words = (f"{name}={datetime.fromtimestamp(at).isoformat(timespec='seconds')}" for name, at in times.items())
+        shown = self._folder / f"job-{job_id}"
+        shown.write_text(f"{shown.read_text().strip()} {' '.join(words)}\n")
 
     def account(self, *lines: str) -> None:
         """What sacct has recorded; without it there is no accounting."""

@@ -37,6 +37,8 @@ STATUS_KEYS = {
         "batch_log",
         "scheduler_state",
         "time_left",
+        "successor",
+        "successor_job_id",
         "measured",
         "predicted",
         "logs",

@@ -1,0 +1,175 @@
+"""A service of one replica that is kept up loses nothing across time limits, on a real Slurm.
+
+The engine is the stub, and the load that of the fault suite: streams and whole answers, through one client in threads,
+one in asyncio, and programs that connect anew. Every answer is compared with the unbroken one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.submit.slurm_answers import parse_scontrol_job
+from tests.cluster import wait_for
+from tests.cluster.config import CHECKOUT
+from tests.e2e.jobs import User
+from tests.faults.outcomes import count
+from tests.faults.service import read_lines
+
+pytestmark = [pytest.mark.slurm]
+
+SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
+IN_FLIGHT, TOKENS, TOKEN_S, LOAD_S = 10, 40, 0.1, 20
+LONG = "HPC_SERVE_FIVE_TIME_LIMITS"
+MOST_S = 180.0
+Jobs = dict[str, dict]
+
+
+@pytest.fixture
+def alice(cluster, alice_env, stub_env):
+    """Alice, whose stub engines take a while to load, and answer with a text that follows from the prompt."""
+    words = f"--stub-greedy --stub-words {TOKENS} --stub-word-s {TOKEN_S} --stub-load-s {LOAD_S}"
+    user = User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
+    yield user
+    user.run("scancel", "--user", "alice")
+    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
+
+
+def run(alice: User, *words: str) -> str:
+    done = alice.hpc_serve(*words, timeout=MOST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def jobs(alice: User, service: str) -> Jobs:
+    """What `status` says of each job of the service."""
+    return {one["job_id"]: one for one in json.loads(run(alice, "status", service, "--json"))["services"]}
+
+
+def times(alice: User, job_id: str) -> tuple[float, float]:
+    """When the job began and ended, by Slurm."""
+    job = parse_scontrol_job(alice.run("scontrol", "--oneliner", "show", "job", job_id).stdout, job_id)
+    return job.started_at, job.ended_at
+
+
+def start_load(alice: User, service: str):
+    """The load's program, once it has had answers, and its file of outcomes."""
+    out = alice.home / "load" / f"{service}.jsonl"
+    argv = [sys.executable, "-m", "tests.faults.load", service, "--out", str(out)]
+    argv += ["--in-flight", str(IN_FLIGHT), "--tokens", str(TOKENS), "--bound", "60"]
+    done = alice.run("mkdir", "-p", str(out.parent))
+    assert done.returncode == 0, done.stderr
+    program = alice.cluster.popen(argv, user="alice", env=dict(alice.environ), cwd=CHECKOUT)
+    wait_for(lambda: program.poll() is not None or len(read_lines(out)) >= IN_FLIGHT, 60, what="the load's answers")
+    assert program.poll() is None, program.stdout.read()
+    return program, out
+
+
+@pytest.mark.parametrize(
+    ("limits", "minutes"),
+    [
+        (1, 2),
+        pytest.param(
+            5, 3, marks=pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes ten minutes: {LONG}=1 runs it")
+        ),
+    ],
+    ids=["one-limit", "five-limits"],
+)
+def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, show_table):
+    service = f"kept-{limits}"
+    model = ("8b", "--name", service, "--time", str(minutes), "--signal", "B:USR1@30")
+    submitted = run(alice, "submit", *model, "--keep-up", *SMALL, "--json")
+    first = json.loads(submitted)["job_id"]
+    run(alice, "wait", service, "--timeout", "3m")
+    program, out = start_load(alice, service)
+    began_at = time.monotonic()
+    sentences: set[str] = set()
+
+    def ended() -> list[dict]:
+        found = jobs(alice, service)
+        sentences.update(one["successor"] for one in found.values() if one["successor"])
+        return [one for one in found.values() if one["state"] in ("stopped", "failed")]
+
+    # One limit: until it has passed. Five: until five jobs have ended in a row, each before its own.
+    wait_for(lambda: len(ended()) >= limits, limits * (60 * minutes + 60), what=f"{limits} handovers", step_s=2.0)
+    _, limit_at = times(alice, first)[0], times(alice, first)[0] + 60 * minutes
+    if limits == 1:
+        wait_for(lambda: time.time() > limit_at + 5, 60 * minutes + 60, what="the time limit", step_s=2.0)
+    in_order = sorted(ended(), key=lambda one: one["started_at"])
+    program.send_signal(signal.SIGTERM)
+    program.wait(timeout=90)
+
+    rows = []
+    everything = sorted(jobs(alice, service).values(), key=lambda one: one["started_at"] or time.time())
+    for one, after in zip(in_order, everything[1:], strict=False):
+        assert (one["state"], one["exit_code"]) == ("stopped", 0), one["reason"]
+        assert one["reason"].startswith(f"hpc-serve keep-up: job {after['job_id']} has taken over"), one["reason"]
+        begun, end = times(alice, one["job_id"])
+        overlap_s, start_s = end - times(alice, after["job_id"])[0], after["measured"]["start_s"]
+        rows.append(f"{one['job_id']:>8} ran {end - begun:4.0f} s  overlap {overlap_s:4.0f} s  start {start_s:5.1f} s")
+        assert end - begun < 60 * minutes
+    assert any(f"{everything[1]['job_id']} starting" in sentence for sentence in sentences), sentences
+
+    outcome = count(service, read_lines(out), [], fault_at=began_at)
+    show_table("\n".join([*rows, f"{outcome.sent} requests, {outcome.answered} answered, lost: {outcome.reasons}"]))
+    assert outcome.answered == outcome.sent, outcome.reasons
+    assert outcome.sent > 2 * IN_FLIGHT
+
+    run(alice, "stop", service)
+    states = {one["state"] for one in jobs(alice, service).values()}
+    assert states == {"stopped"}
+    assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
+    wait_for(lambda: not alice.processes(), 30, what="no process left")
+
+
+def batch_log(alice: User, service: str, job_id: str) -> str:
+    return (alice.home / ".hpc-serve" / "services" / service / "logs" / f"{job_id}.log").read_text()
+
+
+def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
+    """The successor is cancelled while it waits, as an administrator may; `stop` ends the next, which waits too."""
+    service = "kept-again"
+    submitted = run(
+        alice,
+        "submit",
+        "8b",
+        "--name",
+        service,
+        "--time",
+        "2",
+        "--keep-up",
+        "--nodelist",
+        "n1",
+        "--exclusive",
+        "--json",
+    )
+    first = json.loads(submitted)["job_id"]
+    run(alice, "wait", service, "--timeout", "3m")
+
+    def successor() -> str:
+        return jobs(alice, service)[first]["successor_job_id"]
+
+    waiting = wait_for(successor, 60, what="a successor")
+    assert waiting == f"{int(first) + 1}_0"
+    assert f"successor {waiting} pending" in run(alice, "status")
+    alice.cancel(waiting)
+    sentence = wait_for(
+        lambda: (said := jobs(alice, service)[first]["successor"]) and "trying again at" in said and said,
+        40,
+        what="a successor that is tried again",
+    )
+    assert str(sentence).startswith(waiting), sentence
+    again = wait_for(successor, 60, what="another successor")
+    assert again != waiting
+    run(alice, "stop", service)
+    assert {one["state"] for one in jobs(alice, service).values()} == {"stopped"}
+    assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
+    assert "submitted the successor" in batch_log(alice, service, first)
+    alice.wait_until_gone(first)
+    assert not list(Path(alice.home / ".hpc-serve" / "services" / service).glob("*.drain"))
