@@ -291,9 +291,7 @@ class ServeRequest:
     def _check_keep_up(self) -> None:
         """Refuse what cannot submit its successor."""
         if self.cluster == "local":
-            raise InvalidRequestError(
-                "--keep-up is for jobs that have a time limit, and --cluster local has none; leave it out."
-            )
+            raise InvalidRequestError("--keep-up is for jobs with a time limit; leave it out with --cluster local.")
         if self.environment.kind == "apptainer":
             raise InvalidRequestError(
                 "--keep-up needs hpc-serve beside the container, where the job can call sbatch, and the environment "

@@ -398,7 +398,7 @@ class TestScript:
         assert subprocess.run(["bash", "-c", script], timeout=20, check=False).returncode == code
 
     def test_refused_where_it_cannot_work(self):
-        with pytest.raises(InvalidRequestError, match="--cluster local has none"):
+        with pytest.raises(InvalidRequestError, match="leave it out with --cluster local"):
             ServeRequest(model="8b", service="8b", keep_up=True, cluster="local")
         image = Environment(kind="apptainer", path="/images/vllm.sif")
         with pytest.raises(InvalidRequestError, match=r"image /images/vllm\.sif.*--begin=now"):
