@@ -11,7 +11,7 @@ FAULTS = fault.FAULTS
 
 # What is to be shown here too, once it is built.
 MISSING = {
-    "time limit with --keep-up, two handovers at once": "there is no handover yet",
+    "two handovers at once": "a unit test shows that one of ten submits (tests/unit/submit/test_keep_up.py)",
     "gateway killed": "there is no gateway yet",
     "the same with real vLLM": "all engines here are stubs",
 }

@@ -38,6 +38,6 @@ def _measure(fault: Fault, service: Service) -> Outcome:
         service.work_lines(),
         fault_at=fault_at,
         hides_records=fault.hides_records,
-        ends_service=fault.replicas == 1,
+        ends_service=fault.ready_after == 0,
     )
     return replace(outcome, ready=service.count_ready(fault.ready_after), ready_due=fault.ready_after)

@@ -154,13 +154,17 @@ def requeue(service: SlurmService) -> None:
 def time_limit(service: SlurmService) -> None:
     """One replica's job reaches its time limit."""
     service.on_cluster("scontrol", "update", f"jobid={service.jobs[0]}", "timelimit=1", user="root")
+    _wait_for_end_of_first(service)
+    hold(service.hold_s)
+
+
+def _wait_for_end_of_first(service: SlurmService) -> None:
     wait_for(
         lambda: service.on_cluster("squeue", "--noheader", "--jobs", service.jobs[0], "--format=%T") != "RUNNING",
-        90 + GONE_S,
+        120 + GONE_S,
         what="the time limit",
         step_s=0.5,
     )
-    hold(service.hold_s)
 
 
 @fault(needs_slurm=True, hold_s=10.0, first=("--partition", "lowprio", "--sbatch", "--requeue"), ready_after=1)
@@ -215,6 +219,16 @@ def scancel_only(service: SlurmService) -> None:
 def time_limit_only(service: SlurmService) -> None:
     """The only replica's job reaches its time limit."""
     time_limit(service)
+
+
+_KEPT_UP = ("--time", "2", "--signal", "B:USR1@30", "--keep-up")
+
+
+@fault(needs_slurm=True, hold_s=5.0, replicas=1, ready_after=1, first=_KEPT_UP)
+def time_limit_kept_up(service: SlurmService) -> None:
+    """The only replica's job reaches its time limit, with --keep-up."""
+    _wait_for_end_of_first(service)
+    hold(service.hold_s)
 
 
 # -- Slurm's own programs

@@ -422,6 +422,42 @@ def test_the_successor_gets_the_environment_of_the_submission(slurm):
     assert submission_environ(ours, of_script | {"PATH": "/nowhere"})["PATH"] == f"/env/bin:{slurm.bin}"
 
 
+def test_the_program_as_a_script_starts_it(kept, slurm, store, tmp_path):
+    """It submits from the folder and with the environment of the submission, and ends when its script does."""
+    set_time_limit(slurm, ends_in_s=60)
+    sbatch = slurm.bin / "sbatch"
+    told = tmp_path / "sbatch-environment"
+    sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n(pwd; env) > {told}\n"))
+    script = tmp_path / "script.sh"
+    script.write_text(
+        f"""export PATH=/added:$PATH VIRTUAL_ENV=/added HPC_SERVE_JOB_ID=101 HPC_SERVE_JOB_DIR=/run
+{sys.executable} -m hpc_serve.submit.keep_up --service 8b --notice-s 120 &
+until grep -qs 102_0 {file_of(kept)}; do sleep 0.1; done
+kill -HUP $!
+wait $!
+"""
+    )
+    folder = tmp_path / "submitted-here"
+    folder.mkdir()
+    environ = os.environ | {
+        "SLURM_JOB_ID": "101",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "HPC_SERVE_MODEL": "mine",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    done = subprocess.run(
+        ["bash", str(script)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "submitted the successor, job 102_0" in done.stderr
+    where, *variables = told.read_text().splitlines()
+    assert where == str(folder)
+    assert {"HPC_SERVE_MODEL=mine", f"PATH={os.environ['PATH']}"} <= set(variables)
+    unwanted = ("VIRTUAL_ENV=", "HPC_SERVE_JOB_", "CUDA_VISIBLE_DEVICES=", "SLURM_JOB_ID=", "SLURM_SUBMIT_DIR=")
+    assert [line for line in variables if line.startswith(unwanted)] == []
+    assert {job.job_id for job in store.read_submitted("8b")} == {"101", "102_0"}
+
+
 def test_the_waiting_program_has_loaded_neither_plans_nor_submitit():
     code = """
 import sys
