@@ -275,7 +275,7 @@ def run(keep_up: KeepUp, ending: Ending) -> int:
         except InvalidRequestError as error:
             _log.error("%s has no successor: %s", keep_up.job_id, error)
             return error.exit_code
-        except HpcServeError as error:
+        except (HpcServeError, OSError) as error:
             if str(error) != complaint:
                 complaint = str(error)
                 _log.warning("%s", error)
@@ -284,7 +284,7 @@ def run(keep_up: KeepUp, ending: Ending) -> int:
         return 0
     try:
         keep_up.finish(was_cancelled=ending.by_slurm)
-    except HpcServeError as error:
+    except (HpcServeError, OSError) as error:
         _log.error("%s", error)
     return 0
 

@@ -26,6 +26,7 @@ PURE = (
     "hpc_serve.errors",
     "hpc_serve.sizes",
     "hpc_serve.rendezvous.names",
+    "hpc_serve.submit.handover",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",
     "hpc_serve.submit.slurm_answers",
