@@ -79,14 +79,14 @@ class KeepUp:
         seen = read_successor(self._file)
         if seen is not None and seen.is_submitted:
             return self._follow(seen, now)
+        if seen is not None and not seen.may_be_tried(now):
+            return _LOOK_S
         if (wait_s := self._due_in_s(now)) is None:
             return None
         if wait_s > 0:
             return min(wait_s, _LONGEST_LOOK_S)
-        seen = read_successor(self._file)
-        if seen is not None and not seen.may_be_tried(now):
-            return _FOLLOW_S
-        return self._submit(seen, now)
+        seen = read_successor(self._file)  # asking Slurm took a while
+        return self._submit(seen, now) if seen is None or seen.may_be_tried(now) else _FOLLOW_S
 
     def finish(self, *, was_cancelled: bool) -> None:
         """The run ends, maybe in the moment in which the successor was submitted. Raises HpcServeError.

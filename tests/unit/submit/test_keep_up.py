@@ -181,7 +181,7 @@ class TestSteps:
     def test_a_claim_whose_owner_died_is_taken_after_a_while(self, kept, slurm):
         at = late()
         write_successor(file_of(kept), Successor(tries=1, claimed_at=at - 100))
-        assert kept.step(at) == keep_up._FOLLOW_S
+        assert kept.step(at) == keep_up._LOOK_S
         assert len(slurm.scripts) == 1
         assert kept.step(at + 100) == 0
         assert read_successor(file_of(kept)) == Successor(job_id="102_0", tries=2, claimed_at=at + 100)
@@ -234,7 +234,7 @@ class TestFailingSuccessor:
             found = read_successor(file_of(kept))
             assert (found.tries, found.problem) == (tries, "failed: no memory")
             assert found.next_try_at == at + pause
-            assert kept.step(at + pause - 1) == keep_up._FOLLOW_S
+            assert kept.step(at + pause - 1) == keep_up._LOOK_S
             at += pause
         assert len(slurm.scripts) == 4
         old = next(one for one in read_status(store, "8b").replicas if one.job_id == "101")
