@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.faults.expected import KNOWN, missed, surpasses
+from tests.faults.expected import KNOWN, SLOW, missed, surpasses
 from tests.faults.outcomes import Outcome
 
 COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "needless", "lost")
@@ -38,7 +38,9 @@ def _row(outcome: Outcome) -> list[str]:
     if outcome.broken:
         return [outcome.fault, *counts, *times, "-", "NOT MEASURED"]
     misses = missed(outcome)
-    verdict = "WORSE than known" if surpasses(outcome) else f"known, goals missed: {misses}" if misses else "goals met"
+    is_known = outcome.fault in KNOWN or outcome.fault in SLOW
+    said = f"{'known, ' if is_known else ''}goals missed: {misses}" if misses else "goals met"
+    verdict = "WORSE than known" if surpasses(outcome) else said
     return [outcome.fault, *counts, *times, f"{outcome.ready}/{outcome.ready_due}", verdict]
 
 
@@ -63,6 +65,8 @@ def remarks(outcomes: Sequence[Outcome]) -> str:
             lines.append(f"{outcome.fault}: known: {known.why}")
         elif known is not None:
             lines.append(f"{outcome.fault}: nothing lost this time, though known: {known.why}")
+        if missed(outcome) and outcome.fault in SLOW:
+            lines.append(f"{outcome.fault}: slow, as known: {SLOW[outcome.fault]}")
         lines += [f"    {number} x {reason}" for reason, number in outcome.reasons.items()]
         if outcome.unwell:
             lines.append(f"    repaired after {outcome.fault}: {outcome.unwell}")

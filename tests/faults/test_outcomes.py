@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults.catalogue import FAULTS
-from tests.faults.expected import KNOWN, Known, missed, surpasses
+from tests.faults.expected import KNOWN, SLOW, Known, missed, surpasses
 from tests.faults.outcomes import Outcome, count
 from tests.faults.table import remarks, table
 
@@ -106,7 +106,7 @@ def test_the_table_names_each_loss_as_known_or_worse(monkeypatch):
 
 
 def test_every_known_loss_is_of_a_fault_that_there_is():
-    assert set(KNOWN) <= set(FAULTS)
+    assert {*KNOWN, *SLOW} <= set(FAULTS)
     assert all(fault.words for fault in FAULTS.values())
 
 
@@ -134,3 +134,11 @@ def test_who_can_find_no_service_notices_nothing():
     assert count("x", [late], [], fault_at=10.0, hides_records=True).notice_s is None
     refused = request("a-2", **REFUSED, started=20.0, ended=20.1)
     assert count("x", [refused], [], fault_at=10.0, ends_service=True).notice_s is None
+
+
+def test_a_missed_time_is_said_as_known_or_not(monkeypatch):
+    monkeypatch.setitem(SLOW, "x", "it probes twice")
+    known, new = (Outcome(fault=name, sent=9, answered=9, gap_s=5.0) for name in ("x", "y"))
+    assert table([known]).endswith("known, goals missed: a gap of 5.0 s")
+    assert table([new]).endswith("0/0  goals missed: a gap of 5.0 s")
+    assert remarks([known, new]) == "x: slow, as known: it probes twice"
