@@ -38,13 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of two processes (`make test`) one has the tests that use the cluster, in their order, and the other the rest.
-
-    Further modules with engines stay whole, so that their fixtures are set up once.
+    """Of two processes (`make test`) one begins with the tests of real engines on a cluster, the other with those that
+    need a cluster alone; each has a cluster of its own. Whoever is done takes from the rest, where modules that start
+    engines stay whole.
     """
     for item in items:
         if item.get_closest_marker("slurm") or "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+            item.add_marker(pytest.mark.xdist_group("engines" if item.get_closest_marker("engine") else "cluster"))
         elif UNIT not in item.path.parents:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
