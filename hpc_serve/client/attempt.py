@@ -38,6 +38,11 @@ class Attempt:
         """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
         self._origins.cut(self.replica)
 
+    def answered(self) -> None:
+        """The replica's answer has begun."""
+        self.heard_at_s = time.monotonic()
+        self._watch.last_replica.note(self.replica.name)
+
     def end(self, *, is_suspect: bool = False) -> None:
         """The request is over; the replica may be at fault."""
         if not self._is_under_way:

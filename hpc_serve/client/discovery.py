@@ -17,6 +17,7 @@ from hpc_serve.client.fork import renew_after_fork
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
 from hpc_serve.client.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
+from hpc_serve.client.replicas import LastReplica
 from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.search import Search
 from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
@@ -55,6 +56,7 @@ class ServiceWatch:
         self.service = service
         self.pool = ReplicaPool()
         self.requests = RequestWatch(self._look_after)
+        self.last_replica = LastReplica()
         self.status = ServiceStatus(service=service, home=str(store.home))
         self.api_key = ""
         self._probe = probe or _probe

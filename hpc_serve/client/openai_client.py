@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.replicas import Replica, known_replicas
 from hpc_serve.client.sdk import openai
 from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
@@ -30,6 +31,16 @@ class _OfService:
     def model(self) -> str:
         """The name of its model, for `model=client.model`."""
         return self._watch.model
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The replicas that are known, and how each is. Looks at nothing anew."""
+        return known_replicas(self._watch.status, self._watch.pool)
+
+    @property
+    def last_replica(self) -> str | None:
+        """The name of the replica that answered last in this thread or task, or else in any; None before that."""
+        return self._watch.last_replica.name
 
     @property
     def _inherited(self) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class ReplicaPool:
     def __len__(self) -> int:
         return len(self._replicas)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a replica is offered."""
+        return name in self._replicas
+
     def fill(self, replicas: Iterable[ReplicaAddress], *, doubtful: Set[str] = frozenset()) -> None:
         """Offer these replicas and no others, the doubtful ones last. Counts of replicas that stay go on."""
         with self._lock:

@@ -6,7 +6,6 @@ carried out, once in threads and once for asyncio and trio.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeVar, cast
 
@@ -71,7 +70,7 @@ class ServiceTransport(http.BaseTransport):
     def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
             response = self._inner.handle_request(step.request)
-            step.attempt.heard_at_s = time.monotonic()
+            step.attempt.answered()
             response.stream = AttemptBody(cast(http.SyncByteStream, response.stream), step.attempt)
             return response
         if isinstance(step, Call):
@@ -125,7 +124,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
             response = await self._inner.handle_async_request(step.request)
-            step.attempt.heard_at_s = time.monotonic()
+            step.attempt.answered()
             response.stream = AsyncAttemptBody(cast(http.AsyncByteStream, response.stream), step.attempt)
             return response
         if isinstance(step, Call):

@@ -1,0 +1,104 @@
+"""What a client says of its replicas: which it knows, and which one answered."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from hpc_serve.client import Replica, connect, connect_async
+from hpc_serve.client import wait as waiting
+from tests.support.stubs import StubService, make_record, make_submitted
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+    service = StubService(tmp_path / "home")
+    yield service
+    service.close()
+
+
+def name_of(service, answer):
+    """The name of the replica whose engine answered: the stub says its port."""
+    port = int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
+    (place,) = (place for place, engine in enumerate(service.engines) if engine.port == port)
+    return f"{100 + place}-r0-0"
+
+
+def test_the_replicas_are_those_that_are_known(service):
+    first, second = service.start(started_at=1000.0), service.start(started_at=2000.0)
+    service.store.write(make_record(job_id="7", state="starting", stage="loading weights", started_at=3000.0))
+    service.store.write_submitted(make_submitted(job_id="8"))
+    client = connect("405b", max_retries=0)
+    client._watch.refresh()
+    ready = (
+        Replica(name="100-r0-0", state="ready", address=f"127.0.0.1:{first.port}"),
+        Replica(name="101-r0-0", state="ready", address=f"127.0.0.1:{second.port}"),
+    )
+    assert client.replicas[:2] == ready
+    starting, pending = client.replicas[2:]
+    assert (starting.name, starting.state, starting.reason) == ("7-r0-0", "starting", "loading weights")
+    assert (pending.name, pending.state, pending.address) == ("8", "pending", "")
+    suspect = client._watch.pool.take()
+    client._watch.mark_suspect(suspect)
+    assert [replica.state for replica in client.replicas if f"{replica.name}.json" == suspect.name] == ["unknown"]
+    client._watch.pool.give_back(suspect)
+    service.publish(first, state="failed", reason="engine exited with -9", counter=2)
+    client._watch.refresh()
+    assert [replica.name for replica in client.replicas if replica.state == "ready"] == ["101-r0-0"]
+
+
+def test_the_last_replica_is_the_one_that_answered_in_this_thread(service):
+    service.start()
+    service.start()
+    client = connect("405b")
+    assert client.last_replica is None
+    together = threading.Barrier(8)
+    wrong = []
+
+    def ask():
+        for _ in range(10):
+            together.wait(60)
+            answer = client.chat.completions.create(model=client.model, messages=HELLO)
+            if client.last_replica != name_of(service, answer):
+                wrong.append(client.last_replica)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert client.last_replica in ("100-r0-0", "101-r0-0"), "it answered in another thread"
+    stream = client.chat.completions.create(model=client.model, messages=HELLO, stream=True)
+    first = client.last_replica
+    assert {chunk.choices[0].delta.content for chunk in stream if chunk.choices} > {" word"}
+    assert client.last_replica == first
+
+
+def test_the_last_replica_is_the_one_that_answered_in_this_task(service):
+    service.start()
+    service.start()
+
+    async def ask(client):
+        answer = await client.chat.completions.create(model=client.model, messages=HELLO)
+        await asyncio.sleep(0)
+        return client.last_replica == name_of(service, answer)
+
+    async def talk():
+        client = await connect_async("405b")
+        assert all(await asyncio.gather(*(ask(client) for _ in range(40))))
+
+    asyncio.run(talk())
+
+
+def test_clients_do_not_take_each_others_answers(service):
+    service.start()
+    one, other = connect("405b"), connect("405b")
+    one.chat.completions.create(model="405b", messages=HELLO)
+    assert (one.last_replica, other.last_replica) == ("100-r0-0", None)
+    assert one.with_options(timeout=5).last_replica == "100-r0-0"
