@@ -17,12 +17,12 @@ from hpc_serve.client.fork import renew_after_fork
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probe import LeaseWatch, probe_records
 from hpc_serve.client.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
+from hpc_serve.client.reading import RecordReader
 from hpc_serve.client.replicas import LastReplica
 from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.search import Search
 from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
-from hpc_serve.errors import HpcServeError, RecordError, StoreError
-from hpc_serve.rendezvous.live import LiveRecords
+from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
 from hpc_serve.trust.connection import Identity
@@ -62,9 +62,9 @@ class ServiceWatch:
         self._probe = probe or _probe
         self._clock = clock
         self._wall_clock = wall_clock
-        self._live = LiveRecords(store, service)
         self._lease = LeaseWatch()
         self._proofs = Proofs()
+        self._reader = RecordReader(store, service, self._proofs)
         self._search: Search | None = None
         self._refreshed_at_s = float("-inf")
         self._searched_at_s = float("-inf")
@@ -108,10 +108,10 @@ class ServiceWatch:
             if self._searched_at_s > asked_at_s:  # another thread searched while this one waited for the lock
                 return bool(self.pool)
             self._searched_at_s = self._clock()
-            search = Search(read=lambda files: self._ready_ones(self._live.read(files, [])), ask=self._ask)
+            search = Search(read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask)
             try:
-                self.api_key = self.store.read_api_key(self.service)
-                search.run(self._live.files()[0])
+                self.api_key = self._reader.api_key(self.api_key)
+                search.run(self._reader.files())
             except HpcServeError:  # `refresh` knows what that means
                 return False
             if not search.is_ready:
@@ -163,11 +163,8 @@ class ServiceWatch:
 
     def is_being_stopped(self, replica: ReplicaAddress) -> bool:
         """Whether the replica's record says that it drains or was stopped. Reads the record."""
-        try:
-            records = self._live.read_all({replica.name}).records
-        except HpcServeError:
-            return False
-        return any(record.name == replica.name and record.state in ("draining", "stopped") for record in records)
+        record = self._reader.record(replica.name)
+        return record is not None and record.state in ("draining", "stopped")
 
     def _look_after(self, names: Set[str]) -> Verdict:
         """Look at the replicas in `names`, which have requests under way: which of them are lost. Raises StoreError."""
@@ -205,20 +202,17 @@ class ServiceWatch:
     def _refresh(
         self, *, asked_for: Set[str] = frozenset(), only_those: bool = False, is_complete: bool = False
     ) -> ServiceStatus:
-        found = self._read_records(asked_for, is_complete=is_complete)
-        probes = self._probe_ready(self._ready_ones(found.records), asked_for, only_those=only_those)
+        found = self._reader.records(asked_for, is_complete=is_complete)
+        probes = self._probe_ready(_ready_ones(found.records), asked_for, only_those=only_those)
         status = self._assess(found, probes)
         if not status.ready and not is_complete:
-            status = self._assess(self._read_records(asked_for, is_complete=True), probes)
+            status = self._assess(self._reader.records(asked_for, is_complete=True), probes)
         self.status = status
         self._search = None
         ready = [(replica.record, replica.probe) for replica in status.ready]
         addresses = [_address(record, probe, self.api_key) for record, probe in ready if record and probe]
         self.pool.fill(addresses, doubtful=self._proofs.doubtful)
         return status
-
-    def _ready_ones(self, records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
-        return [record for record in records if record.state == "ready"]
 
     def _assess(self, found: ServiceRecords, probes: dict[str, ProbeResult]) -> ServiceStatus:
         now_s, wall_s = self._clock(), self._wall_clock()
@@ -239,28 +233,6 @@ class ServiceWatch:
             problems=found.problems,
         )
 
-    def _read_records(self, wanted: Set[str], *, is_complete: bool) -> ServiceRecords:
-        """What can be read, with the last records of proven replicas for those that cannot. Raises StoreError."""
-        try:
-            if is_complete:
-                found = self.store.read(self.service)
-            else:
-                found = self._live.read_all(self._proofs.proven.keys() | wanted)
-        except StoreError as error:
-            if not self._proofs.proven:
-                raise
-            found = ServiceRecords(service=self.service, problems=(str(error),))
-        return self._proofs.keep_known(found)
-
-    def _read_api_key(self) -> str:
-        """The service's key; the one that the proven replicas took, while the file cannot be read."""
-        try:
-            return self.store.read_api_key(self.service)
-        except (StoreError, RecordError):
-            if not self._proofs.proven:
-                raise
-            return self.api_key
-
     def _probe_ready(
         self, records: Sequence[EndpointRecord], asked_for: Set[str], *, only_those: bool
     ) -> dict[str, ProbeResult]:
@@ -270,12 +242,12 @@ class ServiceWatch:
         """
         if not records:
             return {}
-        self.api_key = self._read_api_key()
+        self.api_key = self._reader.api_key(self.api_key)
         now_s = self._clock()
         results = {}
         for record in records:
             known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
-            known = known or self._proofs.last(record.name, now_s, within_s=math.inf if only_those else FRESH_S)
+            known = known or self._proofs.last(record, now_s, within_s=math.inf if only_those else FRESH_S)
             if known is not None and record.name not in asked_for:
                 results[record.name] = known
         to_ask = {record.name: record for record in records if record.name not in results}
@@ -291,6 +263,10 @@ class ServiceWatch:
 
 def _probe(records: Sequence[EndpointRecord], api_key: str) -> dict[str, ProbeResult]:
     return probe_records(records, api_key, timeout_s=PROBE_S)
+
+
+def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
+    return [record for record in records if record.state == "ready"]
 
 
 def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> ReplicaAddress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hpc_serve.client.status import ProbeResult
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -28,13 +28,22 @@ _IS_MISSED = ("no answer", "not ours")
 WITHOUT_ENGINE: Set[str] = frozenset({"starting", "unresponsive", "stopped", "failed"})
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What a probe brought, when, and from which engine: one that is started again has the same record's name."""
+
+    result: ProbeResult
+    at_s: float
+    engine: tuple[int, str | None]
+
+
 class Proofs:
     """Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._verified: dict[str, tuple[ProbeResult, float]] = {}
-        self._asked: dict[str, tuple[ProbeResult, float]] = {}
+        self._verified: dict[str, _Answer] = {}
+        self._asked: dict[str, _Answer] = {}
         self._missed: dict[str, int] = {}
         self._proven: dict[str, EndpointRecord] = {}
 
@@ -55,14 +64,18 @@ class Proofs:
 
     def known(self, record: EndpointRecord, lease_age_s: float, now_s: float) -> ProbeResult | None:
         """What was proved lately by a replica that renews its record."""
-        result, at_s = self._verified.get(record.name, (None, 0.0))
-        is_valid = result is not None and now_s - at_s < REVERIFY_S and lease_age_s <= record.lease_s
-        return result if is_valid else None
+        answer = self._of_engine(self._verified, record)
+        is_valid = answer is not None and now_s - answer.at_s < REVERIFY_S and lease_age_s <= record.lease_s
+        return answer.result if answer is not None and is_valid else None
 
-    def last(self, name: str, now_s: float, *, within_s: float = FRESH_S) -> ProbeResult | None:
+    def last(self, record: EndpointRecord, now_s: float, *, within_s: float = FRESH_S) -> ProbeResult | None:
         """What a probe brought a moment ago, whoever asked for it."""
-        result, at_s = self._asked.get(name, (None, 0.0))
-        return result if now_s - at_s < within_s else None
+        answer = self._of_engine(self._asked, record)
+        return answer.result if answer is not None and now_s - answer.at_s < within_s else None
+
+    def _of_engine(self, answers: Mapping[str, _Answer], record: EndpointRecord) -> _Answer | None:
+        answer = answers.get(record.name)
+        return answer if answer is not None and answer.engine == _engine(record) else None
 
     def judge(self, record: EndpointRecord, result: ProbeResult, now_s: float, *, was_heard: bool) -> ProbeResult:
         """What to believe after a probe: its result, or the last good one if it is the first probe that was missed.
@@ -73,20 +86,20 @@ class Proofs:
         with self._lock:
             if result.status == "ready":
                 self._missed.pop(name, None)
-                self._verified[name] = (result, now_s)
+                self._verified[name] = _Answer(result, now_s, _engine(record))
                 self._proven[name] = record
-                return self._remember(name, result, now_s)
+                return self._remember(record, result, now_s)
             if result.status in _IS_MISSED:
                 self._missed[name] = 0 if was_heard else self.missed(name) + 1
-            if name in self._verified and result.status in _IS_MISSED and self.missed(name) < MOST_MISSED:
-                good, _ = self._verified[name]
-                self._verified[name] = (good, float("-inf"))
-                return good
+            good = self._of_engine(self._verified, record)
+            if good is not None and result.status in _IS_MISSED and self.missed(name) < MOST_MISSED:
+                self._verified[name] = replace(good, at_s=float("-inf"))
+                return good.result
             self._verified.pop(name, None)
-            return self._remember(name, result, now_s)
+            return self._remember(record, result, now_s)
 
-    def _remember(self, name: str, result: ProbeResult, now_s: float) -> ProbeResult:
-        self._asked[name] = (result, now_s)
+    def _remember(self, record: EndpointRecord, result: ProbeResult, now_s: float) -> ProbeResult:
+        self._asked[record.name] = _Answer(result, now_s, _engine(record))
         return result
 
     def doubt(self, name: str) -> None:
@@ -100,11 +113,10 @@ class Proofs:
         names = {record.name for record in found.records}
         with self._lock:
             for record in found.records:
-                if record.name in self._proven:
-                    if record.state in WITHOUT_ENGINE:
-                        del self._proven[record.name]
-                    else:
-                        self._proven[record.name] = record
+                if record.state in WITHOUT_ENGINE:
+                    self._forget(record.name)
+                elif record.name in self._proven:
+                    self._proven[record.name] = record
             for name in self._proven.keys() - names - found.unreadable:
                 if found.records and self.missed(name) >= MOST_MISSED:
                     del self._proven[name]
@@ -112,11 +124,20 @@ class Proofs:
             self._forget_all_but(names | found.unreadable | self._proven.keys())
         return replace(found, records=(*found.records, *kept))
 
+    def _forget(self, name: str) -> None:
+        self._proven.pop(name, None)
+        self._verified.pop(name, None)
+        self._asked.pop(name, None)
+        self._missed.pop(name, None)
+
     def _forget_all_but(self, names: Collection[str]) -> None:
-        for known in (self._verified, self._asked, self._missed):
-            for name in known.keys() - names:
-                del known[name]
+        for name in (self._verified.keys() | self._asked.keys() | self._missed.keys()) - set(names):
+            self._forget(name)
 
     def after_fork(self) -> None:
         """In a forked process the lock may be one that a thread of the other process holds."""
         self._lock = threading.RLock()
+
+
+def _engine(record: EndpointRecord) -> tuple[int, str | None]:
+    return record.port, record.certificate

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -212,6 +213,26 @@ def test_one_probe_that_is_missed_costs_an_engine_nothing(service):
     assert not watch._look_after(names).lost
     assert list(watch._look_after(names).lost) == [first.name]
     assert watch.pool.take({second.name}) is None
+
+
+def test_an_engine_that_was_started_again_proves_itself_anew(service):
+    """It has the name of the one before, and another port."""
+    record = service.publish(service.start())
+    again = replace(record, port=record.port - 1, counter=2)
+    asked: list[int] = []
+
+    def ask(records, key):
+        asked.extend(record.port for record in records)
+        status: Any = "ready" if records[0].port == again.port else "no answer"
+        return {record.name: ProbeResult(status=status, host="127.0.0.1") for record in records}
+
+    watch = ServiceWatch(service.store, "405b", probe=ask)
+    assert not watch.refresh().ready
+    service.store.write(again)
+    assert [replica.record.port for replica in watch.refresh().ready] == [again.port]
+    assert asked == [record.port, again.port], "what the other one did not answer says nothing"
+    service.store.write(replace(record, counter=9))
+    assert not watch.refresh().ready
 
 
 def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch):

@@ -126,14 +126,14 @@ def test_threads_that_search_at_once_share_one_search(service, monkeypatch):
     service.start()
     watch = ServiceWatch(service.store, "405b")
     reads = []
-    reading = watch._live.files
+    reading = watch._reader.files
 
     def slow_read():
         reads.append(1)
         time.sleep(0.1)
         return reading()
 
-    monkeypatch.setattr(watch._live, "files", slow_read)
+    monkeypatch.setattr(watch._reader, "files", slow_read)
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(lambda _: watch.find_one(), range(16)))
     assert len(reads) < 8

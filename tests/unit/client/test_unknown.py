@@ -2,13 +2,15 @@
 
 import asyncio
 import os
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async, discovery, request_watch
+from hpc_serve.client import connect, connect_async, discovery, reading, request_watch
 from hpc_serve.client import wait as waiting
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.stubs import StubService
@@ -203,6 +205,26 @@ def test_a_new_client_that_waits_does_so_until_it_can_be_read(service, way):
     seen.start()
     assert say(connect("405b", wait=60)) == engine.port
     thread.join()
+
+
+def test_a_filesystem_that_hangs_does_not_stop_a_client(service, monkeypatch):
+    monkeypatch.setattr(reading, "READ_S", 0.2)
+    frozen, other = service.start("--stub-first-s", "600"), service.start(state="starting")
+    client = connect("405b", max_retries=2)
+    service.publish(other, counter=2)
+    client._watch.refresh()
+    hangs = threading.Event()
+    for name in ("read_all", "files", "read"):
+        monkeypatch.setattr(client._watch._reader._live, name, lambda *_: hangs.wait(120))
+    for name in ("read", "read_api_key"):
+        monkeypatch.setattr(service.store, name, lambda *_: hangs.wait(120))
+        monkeypatch.setattr(client._watch.store, name, lambda *_: hangs.wait(120))
+    os.kill(frozen.process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(say, client) for _ in range(6)]
+        assert {each.result(60) for each in asked} == {other.port}
+    assert "has not answered for" in client._watch.refresh().problems[0]
+    hangs.set()
 
 
 def test_a_wait_does_not_hide_what_only_a_person_can_mend(service):
