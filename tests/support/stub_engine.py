@@ -353,6 +353,10 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if not self.enters():
             return
+        if self.path == "/detokenize":
+            tokens = json.loads(body)["tokens"]
+            self.answer_json(200, {"prompt": decode(tokens) + ("\ufffd" if tokens and tokens[-1] >= HALF_ID else "")})
+            return
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.error(404, "Not Found")
             return

@@ -62,6 +62,7 @@ class Received:
         self._characters = 0  # that it has sent, shown or not
         self._again_text = ""  # what the user has of the tokens that it makes again
         self._again_ids: list[int] = []
+        self._unseen = ""
 
     @property
     def is_begun(self) -> bool:
@@ -108,6 +109,7 @@ class Received:
             self.obstacle = self.obstacle or "the engine sent no token ids"
         self._count(text, ids or [])
         shown_text, shown_ids = self._without_repeated(text, ids or [])
+        shown_text, self._unseen = self._unseen + shown_text, ""
         self.text += shown_text
         if shown_text != text:
             _set_text(choice, shown_text)
@@ -139,27 +141,26 @@ class Received:
         self._again_text, self._again_ids = again_text[same_text:], again_ids[same_ids:]
         return text[same_text:], ids[same_ids:]
 
-    def find_place(self) -> Place:
-        """The last place from which the answer can go on. Raises CannotResumeError if there is none."""
-        if not self._request.is_exact:
-            return self._find_place_at_end()
-        most = len(self.text) - self._request.overlap
-        return next((place for place in reversed(self._places) if place.characters <= most), START)
+    def find_place(self) -> Place | None:
+        """The last known place from which the answer can go on; None where it must be looked for in tokens' text."""
+        if self._request.is_exact:
+            return self.place_before(len(self.text) - self._request.overlap)
+        # Sampled tokens come out otherwise, so none may be made again whose text was shown.
+        place = self.place_before(len(self.text))
+        is_at_end = place.characters == len(self.text) and not self.may_stop_within(self.text)
+        return place if is_at_end else None
 
-    def _find_place_at_end(self) -> Place:
-        """Sampled tokens come out otherwise, so none may be made again whose text was shown."""
-        if not self.text:
-            return START
-        for stop in self._request.stops if self._request.overlap else ():
-            if any(self.text.endswith(stop[:length]) for length in range(1, len(stop))):
-                raise CannotResumeError("it ended within what may be a stop string")
-        for place in reversed(self._places):
-            if place.characters == len(self.text):
-                return place
-        raise CannotResumeError("it ended within a token whose text is not known")
+    def may_stop_within(self, text: str) -> bool:
+        """Whether a stop string may have begun at the end of a text. Who goes on from there would not see it."""
+        return any(text.endswith(stop[:length]) for stop in self._request.stops for length in range(1, len(stop)))
 
-    def go_on_from(self, place: Place) -> int:
-        """Another engine goes on from that place; how many tokens stand."""
+    def place_before(self, characters: int) -> Place:
+        """The last place that is known within so many characters."""
+        return next((place for place in reversed(self._places) if place.characters <= characters), START)
+
+    def go_on_from(self, place: Place, *, unseen: str = "") -> int:
+        """Another engine goes on from that place; how many tokens stand. `unseen`: text before it, held back so far."""
+        self._unseen = unseen
         self._again_text, self._again_ids = self.text[place.characters :], [*self.ids[place.tokens :], *self._again_ids]
         if not self._request.is_exact:
             self._again_text, self._again_ids = "", []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,11 @@ from hpc_serve.client.resume.request import CHAT, COMPLETIONS, KEPT, StreamReque
 # How an engine that is failing ends a stream. Text that holds the same is escaped, so it reads otherwise.
 _ERROR = b'data: {"error"'
 _ABORT = b'"finish_reason":"abort"'
+
+# More tokens than this are not made again, nor looked through one by one, if it can be helped.
+MANY_TOKENS = 24
+CONTEXT_TOKENS = 8
+HALF = "\N{REPLACEMENT CHARACTER}"  # what the text of half a character is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class Relay:
         self._is_read = False
         self._is_done = False
         self._next_place: Place | None = None
+        self._unseen = ""
         self._is_continued = False
         self._mark: dict[str, Any] | None = None
 
@@ -126,13 +133,13 @@ class Relay:
         request, received = self.request, self.read()
         if received.is_begun and received.obstacle:
             raise CannotResumeError(received.obstacle)
-        place = received.find_place() if received.is_begun else START
+        place = (yield from self._find_place()) if received.is_begun else START
         self._next_place, self._is_continued = place, bool(place.tokens)
         if not self._is_continued:
             return Ask(method="POST", path=request.path, content=request.content)
         if received.prompt_ids is None:
             raise CannotResumeError("the engine sent no token ids of the prompt")
-        prefix = request.path[: -len(CHAT if request.is_chat else COMPLETIONS)]
+        prefix = self._prefix
         most = request.most_tokens
         if most is None:
             models = yield Ask(method="GET", path=f"{prefix}/models")
@@ -144,12 +151,53 @@ class Relay:
         body["return_token_ids"] = True
         return Ask(method="POST", path=prefix + COMPLETIONS, content=json.dumps(body, separators=(",", ":")).encode())
 
+    @property
+    def _prefix(self) -> str:
+        return self.request.path[: -len(CHAT if self.request.is_chat else COMPLETIONS)]
+
+    def _find_place(self) -> Generator[Ask, Any, Place]:
+        self._unseen = ""
+        place = self._received.find_place()
+        if place is None:
+            return (yield from self._look_for_place())
+        if len(self._received.ids) - place.tokens > MANY_TOKENS and not self.request.overlap:
+            with suppress(CannotResumeError):
+                return (yield from self._look_for_place())
+        return place
+
+    def _look_for_place(self) -> Generator[Ask, Any, Place]:
+        """The place where the text that was shown ends, by the text that an engine has for the last tokens."""
+        received = self._received
+        known = received.place_before(len(received.text))
+        prompt, shown = received.prompt_ids or [], received.text[known.characters :]
+        ids = [*prompt, *received.ids]
+        first = max(0, len(prompt) + known.tokens - CONTEXT_TOKENS)  # text depends on the tokens before
+        before = yield from self._text_of(ids[first : len(prompt) + known.tokens])
+        for tokens in range(len(received.ids), max(known.tokens, len(received.ids) - MANY_TOKENS), -1):
+            text = yield from self._text_of(ids[first : len(prompt) + tokens])
+            unseen = text[len(before + shown) :]
+            if not text.startswith(before + shown) or unseen.endswith(HALF) or received.may_stop_within(shown + unseen):
+                continue
+            self._unseen = unseen
+            return Place(tokens=tokens, characters=len(received.text) + len(unseen))
+        raise CannotResumeError("it ended within a token, or where a stop string may have begun")
+
+    def _text_of(self, ids: list[int]) -> Generator[Ask, Any, str]:
+        if not ids:
+            return ""
+        path = self._prefix.removesuffix("/v1") + "/detokenize"
+        content = json.dumps({"model": self.request.body.get("model"), "tokens": ids}).encode()
+        answer = yield Ask(method="POST", path=path, content=content)
+        if not isinstance(answer, dict) or not isinstance(answer.get("prompt"), str):
+            raise CannotResumeError("another replica does not say what text its tokens have")
+        return str(answer["prompt"])
+
     def go_on(self, replica: str) -> None:
         """That replica answers the last of `steps`: what it sends is fed from now on."""
         assert self._next_place is not None
         received = self._received
         if received.is_begun:
-            standing = received.go_on_from(self._next_place)
+            standing = received.go_on_from(self._next_place, unseen=self._unseen)
             self._mark = {"at_token": standing, "exact": self.request.is_exact, "replica": replica}
         if not received.chunks:
             self._is_read = False  # nothing was shown: it is a new stream

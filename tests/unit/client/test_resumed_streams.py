@@ -177,8 +177,9 @@ def test_the_sdks_own_accumulation_takes_a_resumed_stream(service):
     assert message.content == answer(is_chat=True)
 
 
-def test_a_sampled_stream_goes_on_and_says_so(service):
-    stream, chunks = begin(service, is_chat=True, temperature=0.8)
+@pytest.mark.parametrize("stop", [None, "a stop string that never comes"], ids=["no stop", "stop"])
+def test_a_sampled_stream_goes_on_and_says_so(service, stop):
+    stream, chunks = begin(service, is_chat=True, temperature=0.8, stop=stop)
     chunks += stream
     text = "".join(text_of(chunk.choices[0]) for chunk in chunks)
     assert [int(place) for place in re.findall(r"w(\d+)\.", text)] == list(range(WORDS))

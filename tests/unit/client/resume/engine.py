@@ -21,9 +21,16 @@ class Engine:
 
     def __init__(self, text: str, *, name: str = "a", several: int = 1, context: int = CONTEXT) -> None:
         self.text, self.name, self.several, self.context = text, name, several, context
+        self.prompt = PROMPT
 
     def models(self) -> dict[str, Any]:
         return {"data": [{"id": "m", "max_model_len": self.context}]}
+
+    def detokenize(self, content: bytes) -> dict[str, Any]:
+        """As vLLM: half a character is U+FFFD; a token of the prompt is one letter here."""
+        ids = json.loads(content)["tokens"]
+        letters = "".join(chr(token) for token in ids if token in PROMPT)
+        return {"prompt": letters + bytes(token - FIRST for token in ids if token >= FIRST).decode(errors="replace")}
 
     def stream(self, path: str, content: bytes) -> bytes:
         """All events of an answer."""
@@ -31,8 +38,8 @@ class Engine:
 
     def _datas(self, path: str, body: dict[str, Any]) -> Iterator[str]:
         is_chat = path.endswith("/chat/completions")
-        prompt = PROMPT if is_chat or isinstance(body["prompt"], str) else body["prompt"]
-        assert prompt[: len(PROMPT)] == PROMPT
+        prompt = self.prompt if is_chat or isinstance(body["prompt"], str) else body["prompt"]
+        assert prompt[: len(self.prompt)] == self.prompt
         most = body.get("max_tokens") or (self.context - len(prompt) if is_chat else 16)
         assert len(prompt) + most <= self.context
         head: dict[str, Any] = {
@@ -45,7 +52,7 @@ class Engine:
             first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield json.dumps({**head, "choices": [first], **({"prompt_token_ids": prompt} if shows_ids else {})})
         count = 0
-        for ids, text, finish in self._together(self._steps(prompt[len(PROMPT) :], body, most)):
+        for ids, text, finish in self._together(self._steps(prompt[len(self.prompt) :], body, most)):
             choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
             choice |= {"delta": {"content": text}} if is_chat else {"text": text}
             if shows_ids:

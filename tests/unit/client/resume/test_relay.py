@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.client.resume import relay as relay_module
 from hpc_serve.client.resume.received import CannotResumeError, datas
 from hpc_serve.client.resume.relay import Ask, Relay
 from hpc_serve.client.resume.request import read_request
@@ -65,6 +66,9 @@ def ask(relay: Relay, engine: Engine) -> Ask:
     try:
         question = next(steps)
         while True:
+            if question.path == "/detokenize":
+                question = steps.send(engine.detokenize(question.content))
+                continue
             assert (question.method, question.path) == ("GET", "/v1/models")
             question = steps.send(engine.models())
     except StopIteration as end:
@@ -173,29 +177,73 @@ def test_a_sampled_stream_goes_on_from_its_last_whole_character():
         assert shown.marks == [{"at_token": len(text.encode()), "exact": False, "replica": "b"}]
 
 
-def test_a_sampled_stream_whose_text_is_held_back_cannot_go_on():
-    read = read_request(*request(CHAT, temperature=0.7, stop=["Zug: "]))
+@pytest.mark.parametrize("stop", [[], ["Zug: ", "\n\n"]], ids=["no stop", "stop"])
+@pytest.mark.parametrize("several", [1, 2, 3, 40])
+def test_where_several_tokens_come_at_once_their_text_is_asked_for(several, stop):
+    read = read_request(*request(CHAT, temperature=0.7, stop=stop))
+    events = Engine(TEXT, several=several).stream(CHAT, read.content).split(b"\n\n")
+    for count in range(2, len(events) - 2):
+        relay = Relay(read)
+        user = fed(relay, b"\n\n".join(events[:count]) + b"\n\n")
+        made = bytes(token - FIRST for token in seen(user).ids).decode(errors="ignore")
+        if not seen(user).text:
+            made = ""
+        elif stop:  # none may have begun where the other engine goes on
+            made = made.rstrip("Z")
+        other = made + " and otherwise"
+        shown = seen(user + fed(relay, go_on(relay, Engine(other, name="b"))))
+        assert shown.text == other
+        if several > 1:  # else a place is known where what was shown ends
+            assert [mark["at_token"] for mark in shown.marks] == [len(made.encode())]
+
+
+def test_many_tokens_are_not_made_again(monkeypatch):
+    monkeypatch.setattr(relay_module, "MANY_TOKENS", 6)
+    read = read_request(*request(COMPLETIONS))
+    relay = Relay(read)
+    events = Engine(TEXT, several=4).stream(COMPLETIONS, read.content).split(b"\n\n")
+    fed(relay, b"\n\n".join(events[:5]) + b"\n\n")
+    relay.read()
+    body = json.loads(ask(relay, Engine(TEXT)).content)
+    assert body["max_tokens"] == 400 - 20
+
+
+def test_a_sampled_stream_cannot_go_on_within_a_token():
+    read = read_request(*request(CHAT, temperature=0.7))
     relay = Relay(read)
     fed(relay, Engine("A longer one", several=3).stream(CHAT, read.content)[:900])
     relay.read()
-    with pytest.raises(CannotResumeError, match="a token whose text is not known"):
-        ask(relay, Engine(TEXT))
+    assert ask(relay, Engine("A longer one")).path == COMPLETIONS
+    with pytest.raises(CannotResumeError, match="it ended within a token"):
+        ask(relay, Inarticulate(TEXT))
+    with pytest.raises(CannotResumeError, match="does not say what text"):
+        ask(relay, Silent(TEXT))
 
 
-@pytest.mark.parametrize(
-    ("text", "ends"), [("we stop", "within what may be a stop string"), ("we go on", None)], ids=["begun", "not begun"]
-)
-def test_a_sampled_stream_ends_within_no_stop_string(text, ends):
+class Inarticulate(Engine):
+    """Its tokens have another text."""
+
+    def detokenize(self, content):
+        return {"prompt": "?"}
+
+
+class Silent(Engine):
+    def detokenize(self, content):
+        return {"error": {"message": "Not Found"}}
+
+
+@pytest.mark.parametrize(("text", "made"), [("we stop", "we "), ("we go on", "we go on")], ids=["begun", "not begun"])
+def test_a_sampled_stream_ends_within_no_stop_string(text, made):
     read = read_request(*request(CHAT, temperature=0.7, stop=["stopping"], include_stop_str_in_output=True))
     relay = Relay(read)
     events = Engine(text + "ping").stream(CHAT, read.content).split(b"\n\n")
     fed(relay, b"\n\n".join(events[: 1 + len(text)]) + b"\n\n")
     assert relay.read().text == text
-    if ends:
-        with pytest.raises(CannotResumeError, match=ends):
-            ask(relay, Engine(TEXT))
+    if made == text:
+        assert len(json.loads(ask(relay, Engine(text)).content)["prompt"]) == 3 + len(text)
     else:
-        assert ask(relay, Engine(TEXT)).path == COMPLETIONS
+        with pytest.raises(CannotResumeError, match="where a stop string may have begun"):
+            ask(relay, Engine(text))
 
 
 def test_another_replica_that_disagrees_is_not_believed():
