@@ -35,8 +35,8 @@ KNOWN: dict[str, Known] = {
     "link-flaps": Known(lost=4, why=_LOSSY),
 }
 
-_TWO_PROBES = "a replica counts as silent after two probes without an answer: 5 s or a little more"
-_CANARY = "the launcher believes that its engine hangs after 5 s without a token: the client's gap is 7 to 9 s"
+_TWO_PROBES = "a replica counts as silent after two probes without an answer: the client waits 5 to 7 s"
+_CANARY = "the launcher believes that its engine hangs after 5 s without a token: the client waits 7 to 9 s"
 _BY_LOAD = "requests go by how many are under way, so a slow replica goes on getting some, which take longer"
 _REPEATED_LATE = "an answer of 48 s that is not a stream begins anew when Slurm kills what is left after 30 s"
 
