@@ -32,7 +32,7 @@ NO_GAP_GOAL = ("client-frozen",)
 _LOSSY = "a network that comes and goes answers the probes now and then, and a stream in it stands still for long"
 
 KNOWN: dict[str, Known] = {
-    "link-flaps": Known(lost=4, why=_LOSSY),
+    "link-flaps": Known(lost=1, why=_LOSSY),
 }
 
 _TWO_PROBES = "a replica counts as silent after two probes without an answer: the client waits 5 to 7 s"
