@@ -261,7 +261,7 @@ class Ending:
         self.by_slurm = self.by_slurm or number == signal.SIGTERM
         self._is_due.set()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None) -> bool:
         return self._is_due.wait(timeout_s)
 
 
@@ -274,13 +274,14 @@ def run(keep_up: KeepUp, ending: Ending) -> int:
             pause, complaint = keep_up.step(time.time()), ""
         except InvalidRequestError as error:
             _log.error("%s has no successor: %s", keep_up.job_id, error)
-            return error.exit_code
+            pause = None
         except (HpcServeError, OSError) as error:
             if str(error) != complaint:
                 complaint = str(error)
                 _log.warning("%s", error)
             pause = _TROUBLE_S
-    if pause is None:
+    if pause is None:  # the script ends this program by its pid, which must not be another's by then
+        ending.wait(None)
         return 0
     try:
         keep_up.finish(was_cancelled=ending.by_slurm)

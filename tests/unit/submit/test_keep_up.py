@@ -343,6 +343,17 @@ class TestStop:
         assert keep_up.run(kept, ending) == 0
         assert slurm.cancelled == ended
 
+    def test_the_program_keeps_its_pid_until_the_script_ends_it(self, kept):
+        self.stop(kept)
+        ending = Ending()
+        program = threading.Thread(target=keep_up.run, args=(kept, ending), daemon=True)
+        program.start()
+        program.join(0.5)
+        assert program.is_alive()
+        ending.note(signal.SIGHUP)
+        program.join(10)
+        assert not program.is_alive()
+
     def test_scale_counts_no_successor(self, kept, slurm, store):
         job_id = submit_successor(kept)
         slurm.queue(("101", "RUNNING", "None"), (job_id, "PENDING", "Priority"))
