@@ -201,7 +201,8 @@ class KeepUp:
     def _hand_over(self, successor: EndpointRecord, now: float) -> None:
         """Ask our own run to drain, unless Slurm's notice has done so. From now on the other is the replica."""
         if read_drain_request(self._drain_file) is None:
-            self._ask_times(now)
+            if self._times is None:
+                self._ask_times(now)
             left_s = self._times.ends_at - now - _WAY_DOWN_S if self._times is not None else _LONGEST_DRAIN_S
             by = f"{KEEP_UP}: job {successor.job_id} has taken over"
             ask_to_drain(self._drain_file, DrainRequest(by=by, deadline_s=max(1.0, left_s), requested_at=now))
