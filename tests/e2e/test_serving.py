@@ -187,7 +187,7 @@ class TestTwoServicesOnTheSameNodes:
         again = alice.wait_for_record(
             "over-ray", before["job_id"], lambda record: record["engine_restarts"] == 1, timeout_s=60
         )
-        assert again["reason"] == "engine exited with 137"
+        assert again["reason"].startswith("engine exited with 137")  # its core may report an error of its own then
         after = alice.wait_for_record(
             "over-ray",
             before["job_id"],
