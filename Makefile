@@ -6,8 +6,8 @@ export VENV
 # Tests and the cluster need root: they make network namespaces.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT)
 PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/python
-# Two processes, each with a cluster: real engines in one, the stub in the other (tests/conftest.py).
-TWO_PROCESSES = --numprocesses=2 --dist=loadgroup
+# Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
+TWO_PROCESSES = --numprocesses=2 --dist=loadscope
 COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
 SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh sbatch/*.sh)
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,6 @@ KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
 SESSION_PREFIX = "test-"
 COVERED = "COVERED_CHECKOUT"
 TABLE = "table"
-UNIT = Path(__file__).with_name("unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,16 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.chmod(0o1777)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of two processes (`make test`) one begins with the tests of real engines on a cluster, the other with those that
-    need a cluster alone; each has a cluster of its own. Whoever is done takes from the rest, where modules that start
-    engines stay whole.
-    """
-    for item in items:
-        if item.get_closest_marker("slurm") or "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("engines" if item.get_closest_marker("engine") else "cluster"))
-        elif UNIT not in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist=loadscope, tests are shared out by what they need; else as pytest-xdist does by itself."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.support.two_processes import TwoProcesses
+
+    return TwoProcesses(config, log)
 
 
 @pytest.fixture
