@@ -148,7 +148,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
-    if options.port is None:
+    if options.port is None and not options.headless:
         options.port = port_in(Path(options.config)) if options.config else 8000
     return options
 
