@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -153,7 +154,7 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
 
     waiting = wait_for(successor, 60, what="a successor")
     assert waiting == f"{int(first) + 1}_0"
-    assert f"successor {waiting} pending" in run(alice, "status")
+    assert re.search(rf"successor +{waiting} pending", run(alice, "status", service))
     alice.cancel(waiting)
     sentence = wait_for(
         lambda: (said := jobs(alice, service)[first]["successor"]) and "trying again at" in said and said,
@@ -164,7 +165,9 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     again = wait_for(successor, 60, what="another successor")
     assert again != waiting
     run(alice, "stop", service)
-    assert {one["state"] for one in jobs(alice, service).values()} == {"stopped"}
+    ends = {job: one["state"] for job, one in jobs(alice, service).items()}
+    assert ends.pop(waiting) in ("stopped", "failed")  # Slurm forgets a task that waited as it is cancelled
+    assert set(ends.values()) == {"stopped"}
     assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
     assert "submitted the successor" in batch_log(alice, service, first)
     alice.wait_until_gone(first)
