@@ -261,7 +261,7 @@ def test_a_stranger_who_takes_the_ports_that_command_lines_name_stops_no_start_o
     log = (alice.home / f"hpc-serve-watched-{job_id}.log").read_text()
     assert "attempt" not in log, log
     alice.cancel(job_id)
-    alice.wait_until_gone(job_id)
+    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of it")
 
 
 def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, mallory):
