@@ -135,8 +135,9 @@ def report_json(report: StatusReport) -> dict[str, Any]:
 def print_counts(statuses: Sequence[ReplicaStatus]) -> None:
     """For each service of several replicas that are not over, how many of them are ready; without those that only wait
     to take over from one of them."""
-    successors = {status.successor_job_id for status in statuses}
-    live = [status for status in statuses if not status.is_over and status.job_id not in successors]
+    from hpc_serve.submit.job_status import without_successors
+
+    live = without_successors(status for status in statuses if not status.is_over)
     for service, count in Counter(status.service for status in live).items():
         if count > 1:
             ready = sum(status.service == service and status.state == "ready" for status in live)

@@ -1,7 +1,7 @@
 """Watches the requests under way at the replicas of one service, in a thread that lives only while there are any.
 
 It says when to look, and tells the requests at a lost replica that they are abandoned. Which replica is lost is decided
-in discovery.py, and what becomes of an abandoned request in transport.py.
+in discovery.py, and what becomes of an abandoned request in exchange.py.
 """
 
 from __future__ import annotations

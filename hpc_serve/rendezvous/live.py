@@ -6,13 +6,13 @@ written last is read first. Each file that is read is checked as `store` checks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.files import FileVersion, check_folder, list_folder, list_newest_first, read_private
+from hpc_serve.rendezvous.files import FileVersion, check_folder, list_newest_first, read_private
 from hpc_serve.rendezvous.names import is_record_file_name
-from hpc_serve.rendezvous.record import FINAL_STATES, EndpointRecord, SubmittedJob
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore, began_or_ended_at, parse_entry, read_entry
+from hpc_serve.rendezvous.record import FINAL_STATES, EndpointRecord
+from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore, in_order, jobs_begun, parse_entry, read_submitted
 
 # The line of an ended record, as the store writes it. It is a field of the record itself: those of an inner object
 # begin with more blanks, and no text of JSON has a line end in it.
@@ -31,7 +31,7 @@ class LiveRecords:
         self._service = service
         self._ended: dict[str, FileVersion] = {}
 
-    def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], list[str]]:
+    def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], Set[str]]:
         """The files of records that may be live, the newest first, and the names of all. Raises StoreError.
 
         Those in `wanted` are among the files, whatever is known of them.
@@ -41,7 +41,7 @@ class LiveRecords:
         found = [file for file in list_newest_first(folder) if is_record_file_name(file[0])]
         ended = self._ended
         live = [file for file in found if ended.get(file[0]) != file[1] or file[0] in wanted]
-        return live, [name for name, _ in found]
+        return live, {name for name, _ in found}
 
     def read(
         self, files: Iterable[RecordFile], problems: list[str], wanted: Set[str] = frozenset()
@@ -69,22 +69,6 @@ class LiveRecords:
         files, names = self.files(wanted)
         problems: list[str] = []
         records = self.read(files, problems, wanted)
-        submitted = self._read_submitted(names, problems)
-        return ServiceRecords(
-            service=self._service,
-            records=tuple(sorted(records, key=began_or_ended_at)),
-            submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
-            problems=tuple(problems),
-            unreadable=frozenset(names) - {record.name for record in records} - self._ended.keys(),
-        )
-
-    def _read_submitted(self, record_names: Sequence[str], problems: list[str]) -> list[SubmittedJob]:
-        started = {name.rpartition("-r")[0] for name in record_names}
-        started |= {job_id.partition("_")[0] for job_id in started}
-        folder = self._store.service_dir(self._service) / "submitted"
-        return [
-            job
-            for name in list_folder(folder)
-            if name.endswith(".json") and not name.startswith(".") and name.removesuffix(".json") not in started
-            if (job := read_entry(folder / name, SubmittedJob, self._service, problems)) is not None
-        ]
+        begun = jobs_begun(name.rpartition("-r")[0] for name in names)
+        submitted = read_submitted(self._store.service_dir(self._service), self._service, problems, without=begun)
+        return in_order(self._service, records, submitted, problems, seen=names - self._ended.keys())

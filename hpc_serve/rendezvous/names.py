@@ -37,6 +37,15 @@ def validate_job_id(job_id: str) -> str:
     return job_id
 
 
+def array_of(job_id: str) -> str:
+    """The array that a task belongs to; of any other job its own id.
+
+    >>> array_of("123_4"), array_of("123")
+    ('123', '123')
+    """
+    return job_id.partition("_")[0]
+
+
 def check_log_path(path: str, called: str) -> None:
     """Raises InvalidRequestError for a log folder whose name Slurm would read as a pattern.
 

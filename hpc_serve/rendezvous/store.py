@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,7 @@ from hpc_serve.rendezvous.files import (
     remove_file,
     write_private,
 )
-from hpc_serve.rendezvous.names import is_record_file_name, is_service_name, validate_service_name
+from hpc_serve.rendezvous.names import array_of, is_record_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
@@ -68,7 +68,7 @@ class ServiceRecords:
 
     def without_record(self) -> tuple[SubmittedJob, ...]:
         """Submitted jobs that have not published a record yet."""
-        started = {record.job_id.partition("_")[0] for record in self.records} | {r.job_id for r in self.records}
+        started = jobs_begun(record.job_id for record in self.records)
         return tuple(job for job in self.submitted if job.job_id not in started)
 
     def awaiting_record(self) -> tuple[SubmittedJob, ...]:
@@ -124,20 +124,8 @@ class ServiceStore:
             for name in names
             if (record := read_entry(folder / name, EndpointRecord, service, problems)) is not None
         ]
-        submitted = [
-            job
-            for name in list_folder(folder / "submitted")
-            if name.endswith(".json")
-            and not name.startswith(".")
-            and (job := read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
-        ]
-        return ServiceRecords(
-            service=service,
-            records=tuple(sorted(records, key=began_or_ended_at)),
-            submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
-            problems=tuple(problems),
-            unreadable=frozenset(names) - {record.name for record in records},
-        )
+        submitted = read_submitted(folder, service, problems)
+        return in_order(service, records, submitted, problems, seen=names)
 
     def write(self, record: EndpointRecord) -> Path:
         """Replace a replica's record; its head is the only writer. Raises StoreError."""
@@ -210,6 +198,41 @@ class ServiceStore:
         for path in removed:
             remove_file(path)
         return len(removed)
+
+
+def jobs_begun(job_ids: Iterable[str]) -> set[str]:
+    """The jobs that have published a record, whose ids are `job_ids`; of the task of an array, the array too."""
+    return {begun for job_id in job_ids for begun in (job_id, array_of(job_id))}
+
+
+def read_submitted(
+    folder: Path, service: str, problems: list[str], *, without: Set[str] = frozenset()
+) -> list[SubmittedJob]:
+    """The submitted jobs of a service's folder, but for those `without`."""
+    return [
+        job
+        for name in list_folder(folder / "submitted")
+        if name.endswith(".json") and not name.startswith(".") and name.removesuffix(".json") not in without
+        if (job := read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
+    ]
+
+
+def in_order(
+    service: str,
+    records: Sequence[EndpointRecord],
+    submitted: Sequence[SubmittedJob],
+    problems: Sequence[str],
+    *,
+    seen: Iterable[str],
+) -> ServiceRecords:
+    """What was read of a service, oldest first. `seen` are the names of the records that were there and count."""
+    return ServiceRecords(
+        service=service,
+        records=tuple(sorted(records, key=began_or_ended_at)),
+        submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
+        problems=tuple(problems),
+        unreadable=frozenset(seen) - {record.name for record in records},
+    )
 
 
 def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:

@@ -7,6 +7,7 @@ ask the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,13 @@ class StatusReport:
 
     replicas: tuple[ReplicaStatus, ...]
     problems: tuple[str, ...] = ()
+
+
+def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:
+    """The same but for those that only wait to take over from another one of them."""
+    replicas = list(replicas)
+    successors = {status.successor_job_id for status in replicas}
+    return [status for status in replicas if status.job_id not in successors]
 
 
 def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:

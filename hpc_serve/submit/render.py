@@ -19,6 +19,7 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
 from hpc_serve.vllm.arguments import names_in, read_arguments, without
 
@@ -134,6 +135,7 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout, device = request.slurm, plan.layout, plan.accelerator
+    replicas = replicas_of(request, plan)
     whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
     completed = replace(
         slurm,
@@ -147,23 +149,12 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         "--ntasks-per-node=1",
         *([_gpu_line(slurm, layout.gpus_per_node)] if device.kind == "gpu" else []),
         *completed.lines("share"),
-        *array_options(replicas_of(request, plan)),
-        f"--output={_batch_log(request.log_dir, replicas_of(request, plan))}",
+        *(array_options(replicas) if replicas > 1 else []),
+        batch_log_option(request.log_dir, is_array=replicas > 1),
         *(["--exclusive"] if whole_nodes else []),
         "--open-mode=append",
         *slurm.extra,
     ]
-
-
-def array_options(replicas: int) -> list[str]:
-    """sbatch's words for several replicas: tasks 0, 1 … of one array."""
-    return [f"--array=0-{replicas - 1}"] if replicas > 1 else []
-
-
-def _batch_log(log_dir: str | None, replicas: int) -> str:
-    """Where Slurm writes a job's own output, as a pattern of its `--output`: below `log_dir` by the job's id."""
-    job = "%A_%a" if replicas > 1 else "%j"
-    return f"{log_dir}/{job}.log" if log_dir else f"%x-{job}.log"
 
 
 def _gpu_line(slurm: SlurmOptions, count: int) -> str:

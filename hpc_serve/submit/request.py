@@ -215,8 +215,8 @@ class ServeRequest:
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
     know are refused unless `allow_unknown_vllm_options`. With `keep_up` a job submits the next before its time limit.
     Without `tls` the endpoint speaks in the clear. An engine that was ready is started again in place `engine_restarts`
-    times (None: as often as the launcher does). `log_dir` is
-    absolute, or None for the service's own folder. Templates in `templates_dir` win over our own.
+    times (None: as often as the launcher does). `log_dir` is absolute, or None for the service's own folder. Templates
+    in `templates_dir` win over our own.
     """
 
     model: str

@@ -9,6 +9,7 @@ from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.job_status import without_successors
 from hpc_serve.submit.services import add_replicas
 from hpc_serve.submit.status_reader import find
 from hpc_serve.submit.stop import stop
@@ -42,9 +43,9 @@ def scale(
     """
     if replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
-    found = [status for status in find(store, service) if not status.is_over and status.state != "draining"]
-    successors = {status.successor_job_id for status in found}
-    live = [status for status in found if status.job_id not in successors]
+    live = without_successors(
+        status for status in find(store, service) if not status.is_over and status.state != "draining"
+    )
     if replicas > len(live):
         return Scaled(before=len(live), added=add_replicas(store, service, replicas - len(live)))
     newest_first = live[::-1]

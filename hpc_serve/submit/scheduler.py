@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
+from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.slurm import (
     GONE,
@@ -208,7 +209,7 @@ class SchedulerView:
 
     def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
         seen = self.jobs(max_age_s=max_age_s)
-        return [job for job in seen if job_id in (job.job_id, job.job_id.partition("_")[0])]
+        return [job for job in seen if job_id in (job.job_id, array_of(job.job_id))]
 
 
 def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:

@@ -29,7 +29,7 @@ from hpc_serve.submit.preflight import check_before_plan, check_weights
 from hpc_serve.submit.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.slurm import UNKNOWN
+from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option
 from hpc_serve.submit.status_reader import read_status, scheduled_job
 from hpc_serve.submit.stop import end_job
 
@@ -63,13 +63,12 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(str(request.log_dir)), called="--log-dir")
+    job = _job_of(request, plan)
     with _claimed(store, service, plan.model):
         if request.cluster == "local":
-            job_id, jobs = _start_locally(store, _job_of(request, plan), script, log_dir)
+            job_id, jobs = _start_locally(store, job, script, log_dir)
         else:
-            job_id, jobs = _submit_to_slurm(
-                store, _job_of(request, plan), script, log_dir, replicas=replicas_of(request, plan)
-            )
+            job_id, jobs = _submit_to_slurm(store, job, script, log_dir, replicas=replicas_of(request, plan))
     return Submission(job_id=job_id, jobs=jobs, plan=plan)
 
 
@@ -158,7 +157,7 @@ def _submit_to_slurm(
     """
     from hpc_serve.submit import executor
 
-    options = [f"--array=0-{replicas - 1}", f"--output={log_dir}/%A_%a.log"] if anew else []
+    options = [*array_options(replicas), batch_log_option(log_dir, is_array=True)] if anew else []
     done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
     is_array = anew or replicas > 1
     job_ids = [f"{done.job_id}_{task}" for task in range(replicas)] if is_array else [done.job_id]

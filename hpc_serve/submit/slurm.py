@@ -87,6 +87,17 @@ class Partition:
     gres: str
 
 
+def array_options(tasks: int) -> list[str]:
+    """sbatch's words for an array of so many tasks: 0, 1 …"""
+    return [f"--array=0-{tasks - 1}"]
+
+
+def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
+    """sbatch's word for where a job's own output goes: to a file named after its id, below `log_dir`."""
+    job = "%A_%a" if is_array else "%j"
+    return f"--output={log_dir}/{job}.log" if log_dir else f"--output=%x-{job}.log"
+
+
 def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str]:
     """Submit a script. What is not in its #SBATCH lines, or shall be otherwise, is in `options`."""
     return ["sbatch", *options, str(script)]

@@ -15,7 +15,7 @@ from hpc_serve.client.messages import not_found
 from hpc_serve.client.probe import probe_records
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
-from hpc_serve.rendezvous.names import is_service_name, validate_service_name
+from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.successor import successor_of
@@ -76,7 +76,7 @@ def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
 
 def is_of_job(status: ReplicaStatus, job_id: str) -> bool:
     """Whether a replica is that job's, or is one of the tasks of that array."""
-    return job_id in (status.job_id, status.job_id.partition("_")[0])
+    return job_id in (status.job_id, array_of(status.job_id))
 
 
 def is_same_replica(one: ReplicaStatus, other: ReplicaStatus) -> bool:
