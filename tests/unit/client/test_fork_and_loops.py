@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client import wait as waiting
 from tests.support.stub_engine import greedy_answer
-from tests.support.stubs import StubService
 
 FORK = multiprocessing.get_context("fork")
 WORDS = 20
@@ -22,13 +20,9 @@ STUB = ("--stub-greedy", "--stub-words", str(WORDS), "--stub-word-s", "0.002")
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+def service(service, tmp_path):
     (tmp_path / "work").mkdir()
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
+    return service
 
 
 def log_of(service):

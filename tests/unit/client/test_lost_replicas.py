@@ -14,13 +14,12 @@ import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async, discovery, exchange, request_watch
-from hpc_serve.client import wait as waiting
 from hpc_serve.client.attempt import ReplicaLostError
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.status import ProbeResult
 from hpc_serve.client.transport import ServiceTransport
 from hpc_serve.errors import StreamBrokenError
-from tests.support.stubs import StubService, make_record
+from tests.support.stubs import make_record
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 NEVER = ("--stub-first-s", "600")
@@ -28,18 +27,14 @@ ENDLESS = ("--stub-words", "100000", "--stub-word-s", "0.05")
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+def service(service, tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     monkeypatch.setattr(request_watch, "LOOK_S", 0.1)
     monkeypatch.setattr(request_watch, "DOUBT_S", 0.1)
     monkeypatch.setattr(discovery, "PROBE_S", 0.5)
     (tmp_path / "work").mkdir()
     monkeypatch.setenv("STUB_ENGINE_ARGS", f"--stub-work-log {tmp_path / 'work'}")
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
+    return service
 
 
 def ask(client, **options):

@@ -4,22 +4,10 @@ import asyncio
 import threading
 from typing import Any
 
-import pytest
-
 from hpc_serve.client import Replica, connect, connect_async
-from hpc_serve.client import wait as waiting
-from tests.support.stubs import StubService, make_record, make_submitted
+from tests.support.stubs import make_record, make_submitted
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
 
 
 def name_of(service, answer):

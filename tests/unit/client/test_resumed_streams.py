@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async, exchange
-from hpc_serve.client import wait as waiting
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.exchange import Exchange, Send
@@ -17,7 +16,6 @@ from hpc_serve.client.sdk import http
 from hpc_serve.errors import StreamBrokenError
 from tests.cluster import wait_for
 from tests.support.stub_engine import chat_context, greedy_answer
-from tests.support.stubs import StubService
 
 QUESTION = "Why is the sky blue?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
@@ -29,13 +27,9 @@ TOOLS: Any = [{"type": "function", "function": {"name": "say", "parameters": {"t
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+def service(service, monkeypatch):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.5)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
+    return service
 
 
 def arguments(*, is_chat: bool, **options: Any) -> dict[str, Any]:

@@ -11,22 +11,12 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async, discovery, endpoint
-from hpc_serve.client import wait as waiting
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
-from tests.support.stubs import StubService, make_record
+from tests.support.stubs import make_record
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
 
 
 class Silent(Listener):

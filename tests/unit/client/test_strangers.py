@@ -14,7 +14,6 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async, discovery, proofs
-from hpc_serve.client import wait as waiting
 from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.probe import probe
@@ -27,15 +26,6 @@ from tests.support.stubs import StubService
 from tests.support.tls_servers import RecordingServer, server_context
 
 PROMPT = "the-secret-prompt"
-
-
-@pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
 
 
 def ask(client, **options):

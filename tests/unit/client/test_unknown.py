@@ -11,24 +11,18 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async, discovery, reading, request_watch
-from hpc_serve.client import wait as waiting
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
-from tests.support.stubs import StubService
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 MODEL = "meta-llama/Llama-3.1-405B-Instruct"
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(waiting, "STEP_S", 0.05)
+def service(service, monkeypatch):
     monkeypatch.setattr(request_watch, "LOOK_S", 0.05)
     monkeypatch.setattr(request_watch, "DOUBT_S", 0.05)
     monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
-    service = StubService(tmp_path / "home")
-    yield service
-    service.close()
+    return service
 
 
 def say(client):

@@ -17,7 +17,6 @@ import pytest
 from hpc_serve.cli.main import run as run_command
 from hpc_serve.errors import InvalidRequestError, SchedulerUnavailableError
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.successor import (
     Successor,
     read_successor,
@@ -26,7 +25,6 @@ from hpc_serve.rendezvous.successor import (
     write_successor,
 )
 from hpc_serve.submit import keep_up, services
-from hpc_serve.submit import stop as stopping
 from hpc_serve.submit.handover import JobTimes, due_at, successor_sentence, times_of, was_stopped
 from hpc_serve.submit.keep_up import Ending, KeepUp
 from hpc_serve.submit.planning import plan_service
@@ -42,24 +40,6 @@ from tests.support.stubs import StubService, make_record
 
 HOUR = 3600.0
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
-    return ServiceStore(tmp_path / "home")
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = FakeSlurm(tmp_path / "slurm")
-    activate = tmp_path / "env" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.touch()
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
-    return fake
 
 
 @pytest.fixture

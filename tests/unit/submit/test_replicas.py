@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,34 +10,19 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNotFoundError, SubmissionRefusedError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import services
-from hpc_serve.submit import stop as stopping
 from hpc_serve.submit import wait as waiting
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.slurm_answers import parse_scontrol_job
 from hpc_serve.submit.status_reader import find, read_status
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+def store(store, monkeypatch):
     for name in ("_RECORDS_S", "_SCHEDULER_S", "_RECORD_MAY_FOLLOW_S"):
         monkeypatch.setattr(waiting, name, 0.02)
-    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
-    return ServiceStore(tmp_path / "home")
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = FakeSlurm(tmp_path / "slurm")
-    activate = tmp_path / "env" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.touch()
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
-    return fake
+    return store
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""An empty home, and stand-ins for Slurm's commands with an environment for jobs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import stop as stopping
+from tests.support.fake_slurm import FakeSlurm
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServiceStore:
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(stopping, "_RECORDS_S", 0.02)
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm")
+    activate = tmp_path / "env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
+    return fake
