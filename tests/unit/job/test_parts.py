@@ -15,6 +15,7 @@ from hpc_serve.job.outcome import PartFailedError, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import mark_environ, marked_pids
 from hpc_serve.job.worker_links import WorkerLinks
+from tests.cluster import wait_for
 
 MARK = f"test-{os.getpid()}-parts"
 ENVIRON = {**os.environ, **mark_environ(MARK), "PYTHONUNBUFFERED": "1"}
@@ -99,7 +100,8 @@ def test_a_taken_down_run_leaves_no_process():
             on_line=lambda line: started.set(),
         )
         await asyncio.wait_for(started.wait(), 20)
-        assert len(list(marked_pids(MARK))) == 2
+        # While a program replaces another, /proc shows no environment for a moment.
+        await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 20, what="both processes")
         await parts.take_down()
 
     asyncio.run(run())
