@@ -30,6 +30,8 @@ NAME = "resumed"
 START_S = 300.0
 TOKENS = 400  # some seconds on two cores
 BEGUN = 12
+# Two chats, two completions, and so on, one after the other: each replica has one of two, as it has fewer under way.
+STARTED = (0, 2, 1, 3, 4, 6, 5, 7, 8, 9, 10, 11)
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -149,13 +151,23 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
         made.close()
 
 
-def stream(client: Any, asked: dict[str, Any], answer: Answer, begun: threading.Semaphore | None = None) -> Answer:
+class Begun(threading.Event):
+    """Set once some tokens of a stream are here; `chosen` is set once the first is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = threading.Event()
+
+
+def stream(client: Any, asked: dict[str, Any], answer: Answer, begun: Begun | None = None) -> Answer:
     api = client.completions if "prompt" in asked else client.chat.completions
     try:
         for count, chunk in enumerate(api.create(model=client.model, **asked)):
             answer.add(chunk)
-            if begun is not None and count == BEGUN:
-                begun.release()
+            if begun is not None:
+                begun.chosen.set()
+                if count == BEGUN:
+                    begun.set()
     except StreamBrokenError as error:
         answer.error = error
     return answer
@@ -173,13 +185,13 @@ def test_streams_go_on_token_for_token_when_an_engine_is_killed(replicas, show_t
     asked = [*map(ask, range(8)), *others]
     with ThreadPoolExecutor(len(asked)) as threads:
         unbroken = list(threads.map(lambda wanted: stream(client, wanted, Answer()), asked[:8]))
-        begun = threading.Semaphore(0)
+        begun = [Begun() for _ in asked]
         answers = [Answer() for _ in asked]
-        streams = [
-            threads.submit(stream, client, wanted, answer, begun) for wanted, answer in zip(asked, answers, strict=True)
-        ]
-        for _ in asked:
-            assert begun.acquire(timeout=120)
+        streams = []
+        for number in STARTED:
+            streams.append(threads.submit(stream, client, asked[number], answers[number], begun[number]))
+            assert begun[number].chosen.wait(120)
+        assert all(each.wait(120) for each in begun)
         replicas.kill_engine(replicas.jobs[0])
         for under_way in streams:
             under_way.result(180)
