@@ -387,7 +387,8 @@ class TestScript:
         text = self.script(keep_up=True)
         trap = next(line for line in text.splitlines() if line.endswith(" EXIT"))
         script = f"set -euo pipefail\nkeep_up=''\n{trap}\nsleep 300 &\nkeep_up=$!\nexit {code}\n"
-        assert subprocess.run(["bash", "-c", script], timeout=20, check=False).returncode == code
+        bash = ["env", "--default-signal=HUP", "bash", "-c"]  # the tests may run under nohup
+        assert subprocess.run([*bash, script], timeout=20, check=False).returncode == code
 
     def test_refused_where_it_cannot_work(self):
         with pytest.raises(InvalidRequestError, match="leave it out with --cluster local"):
