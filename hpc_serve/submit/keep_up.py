@@ -1,22 +1,15 @@
-"""Keeps a service up across the time limit of its job: python -m hpc_serve.submit.keep_up --service NAME
+"""Keeps a service up across the time limit of its job: a duty of the program beside the launcher (service_keeper.py).
 
-A script of `submit --keep-up` starts it beside the launcher, on the job's first node, and ends it. It submits the
-successor when that is due, tries again when one fails, and asks its own run to drain once the successor has answered.
-When a successor is due is decided in handover.py; rendezvous/successor.py lets one program claim it. What only a
-submission needs is imported for it, so that the program is small while it waits.
+It submits the successor when that is due, tries again when one fails, and asks its own run to drain once the successor
+has answered. When a successor is due is decided in handover.py; rendezvous/successor.py lets one program claim it. What
+only a submission needs is imported for it, so that the program is small while it waits.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
 import shutil
-import signal
-import sys
-import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +18,7 @@ from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, r
 from hpc_serve.rendezvous.files import read_private
 from hpc_serve.rendezvous.names import record_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.successor import (
     Successor,
     read_successor,
@@ -36,11 +29,10 @@ from hpc_serve.rendezvous.successor import (
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.handover import KEEP_UP, JobTimes, due_at, pause_s, times_of, was_stopped
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.script_environ import take_over_submission_environ
 from hpc_serve.submit.slurm import UNKNOWN
 from hpc_serve.submit.slurm_messages import ended_sentence
 
-_log = logging.getLogger("hpc_serve.keep_up")
+_log = logging.getLogger(__name__)
 _FOLLOW_S = 1.0
 _LOOK_S = 5.0
 _LONGEST_LOOK_S = 60.0
@@ -49,7 +41,6 @@ _TIMES_ARE_OLD_S = 600.0  # the limit of a job that runs can be changed
 _WAY_DOWN_S = 20.0  # from the last answer to the end of the job
 _LONGEST_DRAIN_S = 600.0  # of a job whose time limit was taken away
 _END_SUCCESSOR_S = 20.0
-_TROUBLE_S = 15.0
 _JUST_S = 5.0
 
 
@@ -224,72 +215,3 @@ class KeepUp:
             return EndpointRecord.from_json(read_private(path), source=str(path))
         except FileNotFoundError:
             return None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_serve.submit.keep_up", description=__doc__)
-    parser.add_argument("--service", required=True)
-    parser.add_argument("--notice-s", type=float, default=0.0)
-    options = parser.parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s keep-up %(levelname)s %(message)s", force=True
-    )
-    ending = Ending()
-    ending.listen()
-    keep_up = KeepUp(
-        store=ServiceStore(default_home(os.environ)),
-        service=options.service,
-        job_id=os.environ["HPC_SERVE_JOB_ID"],
-        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-        notice_s=options.notice_s,
-    )
-    take_over_submission_environ()
-    return run(keep_up, ending)
-
-
-class Ending:
-    """Whether this program shall end: at SIGHUP the script has ended, at SIGTERM Slurm ends the job."""
-
-    def __init__(self) -> None:
-        self._is_due = threading.Event()
-        self.by_slurm = False
-
-    def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.note)
-
-    def note(self, number: int, frame: object = None) -> None:
-        self.by_slurm = self.by_slurm or number == signal.SIGTERM
-        self._is_due.set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        return self._is_due.wait(timeout_s)
-
-
-def run(keep_up: KeepUp, ending: Ending) -> int:
-    """Do what is due until nothing is left, or until the program shall end."""
-    complaint = ""
-    pause: float | None = 0.0
-    while pause is not None and not ending.wait(pause):
-        try:
-            pause, complaint = keep_up.step(time.time()), ""
-        except InvalidRequestError as error:
-            _log.error("%s has no successor: %s", keep_up.job_id, error)
-            pause = None
-        except (HpcServeError, OSError) as error:
-            if str(error) != complaint:
-                complaint = str(error)
-                _log.warning("%s", error)
-            pause = _TROUBLE_S
-    if pause is None:  # the script ends this program by its pid, which must not be another's by then
-        ending.wait(None)
-        return 0
-    try:
-        keep_up.finish(was_cancelled=ending.by_slurm)
-    except (HpcServeError, OSError) as error:
-        _log.error("%s", error)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

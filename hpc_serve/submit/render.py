@@ -88,8 +88,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
-        "keep_up": request.keep_up,
-        "notice_s": request.slurm.notice_s or 0,
+        "keeper_options": _keeper_options(request, plan),
         "backend": request.backend,
         "tls": request.tls,
         "engine_restarts": request.engine_restarts,
@@ -105,6 +104,11 @@ def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, .
     """The options after the model, each with its values: the plan's, but for those that the request gives again."""
     words = (*without(plan.vllm_args, names_in(request.engine_args)), *request.engine_args)
     return [option.words for option in read_arguments(words)]
+
+
+def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
+    """What the program beside the launcher shall do; empty where none is needed."""
+    return ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
 
 
 def replicas_of(request: ServeRequest, plan: ServePlan) -> int:

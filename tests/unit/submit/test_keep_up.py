@@ -24,15 +24,16 @@ from hpc_serve.rendezvous.successor import (
     successor_file,
     write_successor,
 )
-from hpc_serve.submit import keep_up, services
+from hpc_serve.submit import keep_up, service_keeper, services
 from hpc_serve.submit.handover import JobTimes, due_at, successor_sentence, times_of, was_stopped
-from hpc_serve.submit.keep_up import Ending, KeepUp
+from hpc_serve.submit.keep_up import KeepUp
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.script_environ import submission_environ
+from hpc_serve.submit.service_keeper import Ending
 from hpc_serve.submit.slurm import JobState
 from hpc_serve.submit.status_reader import read_status
 from tests.support.fake_slurm import FakeSlurm
@@ -304,7 +305,7 @@ class TestStop:
         ending = Ending()
         monkeypatch.setattr(services, "add_replicas", add_slowly)
         set_time_limit(slurm, ends_in_s=60)
-        assert keep_up.run(kept, ending) == 0
+        assert service_keeper.run([kept], ending) == 0
         assert slurm.cancelled == ["102_0"]
 
     @pytest.mark.parametrize(("number", "ended"), [(signal.SIGTERM, ["102_0"]), (signal.SIGHUP, [])])
@@ -321,13 +322,13 @@ class TestStop:
         ending = Ending()
         monkeypatch.setattr(services, "add_replicas", add_slowly)
         set_time_limit(slurm, ends_in_s=60)
-        assert keep_up.run(kept, ending) == 0
+        assert service_keeper.run([kept], ending) == 0
         assert slurm.cancelled == ended
 
     def test_the_program_keeps_its_pid_until_the_script_ends_it(self, kept):
         self.stop(kept)
         ending = Ending()
-        program = threading.Thread(target=keep_up.run, args=(kept, ending), daemon=True)
+        program = threading.Thread(target=service_keeper.run, args=([kept], ending), daemon=True)
         program.start()
         program.join(0.5)
         assert program.is_alive()
@@ -375,18 +376,18 @@ class TestScript:
 
     def test_the_program_is_started_once_and_ended_with_the_script(self):
         text = self.script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
-        assert "python -m hpc_serve.submit.keep_up --service 8b --notice-s 300 &\n" in text
+        assert "python -m hpc_serve.submit.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
         assert "hpc-serve render --model 8b --keep-up\n" in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         without = self.script(slurm=SlurmOptions(signal="B:USR1@300"))
-        assert "keep_up" not in without
+        assert "keeper" not in without
         assert "keep-up" not in without
 
     @pytest.mark.parametrize("code", [0, 3])
     def test_its_end_does_not_change_the_scripts_exit_code(self, tmp_path, code):
         text = self.script(keep_up=True)
         trap = next(line for line in text.splitlines() if line.endswith(" EXIT"))
-        script = f"set -euo pipefail\nkeep_up=''\n{trap}\nsleep 300 &\nkeep_up=$!\nexit {code}\n"
+        script = f"set -euo pipefail\nkeeper=''\n{trap}\nsleep 300 &\nkeeper=$!\nexit {code}\n"
         bash = ["env", "--default-signal=HUP", "bash", "-c"]  # the tests may run under nohup
         assert subprocess.run([*bash, script], timeout=20, check=False).returncode == code
 
@@ -401,7 +402,7 @@ class TestScript:
         monkeypatch.setenv("HPC_SERVE_SITE", str(tmp_path / "site.yaml"))
         (tmp_path / "site.yaml").write_text("time: 24:00:00\n")
         assert run_command(["render", "8b", "--keep-up"]) == 0
-        assert "hpc_serve.submit.keep_up" in capsys.readouterr().out
+        assert "service_keeper --service 8b --keep-up" in capsys.readouterr().out
 
 
 def test_the_successor_gets_the_environment_of_the_submission(slurm):
@@ -424,7 +425,7 @@ def test_the_program_as_a_script_starts_it(kept, slurm, store, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(
         f"""export PATH=/added:$PATH VIRTUAL_ENV=/added HPC_SERVE_JOB_ID=101 HPC_SERVE_JOB_DIR=/run
-{sys.executable} -m hpc_serve.submit.keep_up --service 8b --notice-s 120 &
+{sys.executable} -m hpc_serve.submit.service_keeper --service 8b --keep-up --notice-s 120 &
 until grep -qs 102_0 {file_of(kept)}; do sleep 0.1; done
 kill -HUP $!
 wait $!
@@ -454,7 +455,7 @@ wait $!
 def test_the_waiting_program_has_loaded_neither_plans_nor_submitit():
     code = """
 import sys
-import hpc_serve.submit.keep_up
+import hpc_serve.submit.service_keeper
 print([name for name in ("hpc_serve.plan", "submitit", "jinja2", "openai", "click", "yaml") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
