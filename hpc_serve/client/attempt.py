@@ -1,7 +1,7 @@
 """One request at one replica: it counts as under way until it ends, and fails at once when its replica is lost.
 
-Each attempt is watched while it is under way (`request_watch`). What a failed attempt means for the request is decided
-in `exchange`.
+Each attempt is watched while it is under way (`request_watch`), and the pool is told how long it took. What a failed
+attempt means for the request is decided in `exchange`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import http
+from hpc_serve.client.speeds import Kind
 
 
 class ReplicaLostError(http.ReadError):
@@ -30,18 +31,29 @@ class Attempt:
         self._origins = origins
         self._is_under_way = True
         self.why_lost: str | None = None
+        self.began_at_s = time.monotonic()
         self.heard_at_s = float("-inf")
         self.replica = replica
+        self._kind: Kind | None = None
         watch.requests.begin(self)
 
     def abandon(self) -> None:
         """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
         self._origins.cut(self.replica)
 
-    def answered(self) -> None:
+    def answered(self, response: http.Response) -> None:
         """The replica's answer has begun."""
         self.heard_at_s = time.monotonic()
+        if response.status_code == 200:  # a refusal is quick
+            is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+            self._kind = "stream" if is_stream else "whole"
         self._watch.last_replica.note(self.replica.name)
+
+    def heard_first(self) -> None:
+        """The first bytes of the answer have come."""
+        self.heard_at_s = time.monotonic()
+        if self._kind == "stream":
+            self._watch.pool.note_time(self.replica, "first", self.heard_at_s - self.began_at_s)
 
     def end(self, *, is_suspect: bool = False) -> None:
         """The request is over; the replica may be at fault."""
@@ -50,6 +62,8 @@ class Attempt:
         self._is_under_way = False
         self._watch.requests.end(self)
         self._watch.pool.give_back(self.replica)
+        if self._kind is not None and not is_suspect:
+            self._watch.pool.note_time(self.replica, self._kind, time.monotonic() - self.began_at_s)
         if is_suspect:
             self._watch.mark_suspect(self.replica)
 
@@ -76,7 +90,12 @@ class AttemptBody(http.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            for chunk in self._body:
+            pieces = iter(self._body)
+            for chunk in pieces:
+                self.attempt.heard_first()
+                yield chunk
+                break
+            for chunk in pieces:
                 self.attempt.heard_at_s = time.monotonic()
                 yield chunk
         except http.TransportError as error:
@@ -99,7 +118,12 @@ class AsyncAttemptBody(http.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._body:
+            pieces = aiter(self._body)
+            async for chunk in pieces:
+                self.attempt.heard_first()
+                yield chunk
+                break
+            async for chunk in pieces:
                 self.attempt.heard_at_s = time.monotonic()
                 yield chunk
         except http.TransportError as error:

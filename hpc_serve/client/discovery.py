@@ -54,7 +54,7 @@ class ServiceWatch:
         store.service_dir(service)  # a name that cannot be one is refused here
         self.store = store
         self.service = service
-        self.pool = ReplicaPool()
+        self.pool = ReplicaPool(clock=clock)
         self.requests = RequestWatch(self._look_after)
         self.last_replica = LastReplica()
         self.status = ServiceStatus(service=service, home=str(store.home))

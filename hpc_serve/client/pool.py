@@ -1,16 +1,21 @@
-"""Which ready replica a request goes to: the one with the fewest requests of this client under way.
+"""Which ready replica a request goes to: the one with the fewest requests under way for what it can take.
 
-Pure, apart from a random choice among equals.
+How much each can take is measured by how fast it answered (`speeds`): a client with few requests at a time has nothing
+to count. Pure, apart from the clock and the random choice among equals.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Set
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
+from hpc_serve.client.speeds import Kind, Speeds
 from hpc_serve.trust.connection import Identity
+
+WEIGH_S = 0.2  # replicas are weighed again after this time: a choice is to cost little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +29,21 @@ class ReplicaAddress:
 
 
 class ReplicaPool:
-    """Counts requests under way by replica. Safe to share between threads."""
+    """Counts requests under way by replica, and notes how fast each answers. Safe to share between threads."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
+    ) -> None:
+        self._clock = clock
+        self._chance = chance
         # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
         self._lock = threading.RLock()
         self._replicas: dict[str, ReplicaAddress] = {}
         self._doubtful: Set[str] = frozenset()
         self._under_way: dict[str, int] = {}
+        self._speeds = Speeds()
+        self._weights: Mapping[str, float] = {}
+        self._weighed_at_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -45,6 +57,8 @@ class ReplicaPool:
         with self._lock:
             self._replicas = {replica.name: replica for replica in replicas}
             self._doubtful = doubtful
+            self._speeds.keep(self._replicas)
+            self._weighed_at_s = float("-inf")
 
     def offer(self, replica: ReplicaAddress) -> None:
         """Offer one more replica, or another address of one."""
@@ -59,21 +73,33 @@ class ReplicaPool:
     def take(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
         """The least loaded replica not in `tried`, to be given back; None if there is none.
 
-        Of equals one is chosen at random: many clients with one request each would all choose the same replica.
+        Of equals one is chosen at random: many clients with one request each would all choose the same replica. By the
+        same chance a slower one gets its share of the requests of a client that has no other under way.
         """
         with self._lock:
+            weights = self._weigh()
             replica = min(
                 (replica for name, replica in self._replicas.items() if name not in tried),
                 key=lambda replica: (
                     replica.name in self._doubtful,
-                    self._under_way.get(replica.name, 0),
-                    random.random(),
+                    (self._under_way.get(replica.name, 0) + self._chance()) / weights.get(replica.name, 1.0),
                 ),
                 default=None,
             )
             if replica is not None:
                 self._under_way[replica.name] = self._under_way.get(replica.name, 0) + 1
             return replica
+
+    def note_time(self, replica: ReplicaAddress, kind: Kind, took_s: float) -> None:
+        """A request of `take` has come so far in that time."""
+        with self._lock:
+            self._speeds.note(replica.name, kind, took_s, self._clock())
+
+    def _weigh(self) -> Mapping[str, float]:
+        now_s = self._clock()
+        if now_s - self._weighed_at_s > WEIGH_S:
+            self._weights, self._weighed_at_s = self._speeds.weights(self._replicas, now_s), now_s
+        return self._weights
 
     def give_back(self, replica: ReplicaAddress) -> None:
         """A request of `take` is over."""

@@ -70,7 +70,7 @@ class ServiceTransport(http.BaseTransport):
     def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
             response = self._inner.handle_request(step.request)
-            step.attempt.answered()
+            step.attempt.answered(response)
             response.stream = AttemptBody(cast(http.SyncByteStream, response.stream), step.attempt)
             return response
         if isinstance(step, Call):
@@ -124,7 +124,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
             response = await self._inner.handle_async_request(step.request)
-            step.attempt.answered()
+            step.attempt.answered(response)
             response.stream = AsyncAttemptBody(cast(http.AsyncByteStream, response.stream), step.attempt)
             return response
         if isinstance(step, Call):

@@ -1,0 +1,189 @@
+"""Which replica gets which share of the requests: clients and engines played through by a clock of the test."""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.speeds import HALF_LIFE_S, Speeds
+from hpc_serve.trust.connection import Identity
+
+FOUR = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+ONE_SLOW = {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 10.0}
+# What three engines and one of a tenth of their speed can take, in percent.
+WHAT_IT_CAN = 100 / 31
+
+
+def address(name):
+    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(record=name, certificate=None, api_key="k"))
+
+
+@dataclass
+class Engines:
+    """Engines that take so many seconds for an answer of usual length, and work on `slots` of them at once."""
+
+    takes: dict[str, float]
+    slots: int = 1_000
+
+    def __post_init__(self):
+        self.free_at = {name: [0.0] * self.slots for name in self.takes}
+
+    def finish(self, name, now, length):
+        """When an answer of that length is there that is asked for now."""
+        begins = max(now, heapq.heappop(self.free_at[name]))
+        ends = begins + self.takes[name] * length
+        heapq.heappush(self.free_at[name], ends)
+        return ends
+
+
+class Play:
+    """So many clients, each with a pool of its own."""
+
+    def __init__(self, engines, *, clients, seed=1):
+        self.engines = engines
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        self.pools = [ReplicaPool(clock=lambda: self.now, chance=self.chance.random) for _ in range(clients)]
+        for pool in self.pools:
+            pool.fill(map(address, engines.takes))
+        self.sent: Counter[str] = Counter()
+        self._coming = []
+        self._order = itertools.count()
+
+    def ask(self, pool):
+        replica = pool.take()
+        self.sent[replica.name] += 1
+        ends = self.engines.finish(replica.name, self.now, self.chance.uniform(0.2, 1.8))
+        heapq.heappush(self._coming, (ends, next(self._order), pool, replica, self.now))
+
+    def end_one(self):
+        self.now, _, pool, replica, began = heapq.heappop(self._coming)
+        pool.give_back(replica)
+        pool.note_time(replica, "whole", self.now - began)
+        return pool
+
+    def closed(self, *, in_flight, until):
+        """Each client keeps so many requests in flight."""
+        for pool in self.pools:
+            for _ in range(in_flight):
+                self.ask(pool)
+        while self.now < until:
+            self.ask(self.end_one())
+
+    def open(self, *, rate, until):
+        """Requests come by chance, so many a second, whatever has become of those before."""
+        while self.now < until:
+            due = self.now + self.chance.expovariate(rate)
+            while self._coming and self._coming[0][0] < due:
+                self.end_one()
+            self.now = due
+            self.ask(self.chance.choice(self.pools))
+
+    def shares(self):
+        return {name: 100 * self.sent[name] / self.sent.total() for name in self.engines.takes}
+
+
+LOADS = {
+    "one client, 64 in flight": (1, lambda play: play.closed(in_flight=64, until=200)),
+    "64 clients, one in flight each": (64, lambda play: play.closed(in_flight=1, until=200)),
+    "one client, 20 a second": (1, lambda play: play.open(rate=20, until=400)),
+    "16 clients, 20 a second": (16, lambda play: play.open(rate=20, until=400)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_replicas_get_equal_shares(load, seed):
+    clients, run = LOADS[load]
+    play = Play(Engines(FOUR), clients=clients, seed=seed)
+    run(play)
+    assert play.shares() == pytest.approx(dict.fromkeys(FOUR, 25.0), abs=3.0)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_replica_gets_no_more_than_it_can_take(load, seed):
+    clients, run = LOADS[load]
+    play = Play(Engines(ONE_SLOW), clients=clients, seed=seed)
+    run(play)
+    shares = play.shares()
+    assert 0 < shares.pop("slow") < 2 * WHAT_IT_CAN
+    assert shares == pytest.approx(dict.fromkeys(shares, sum(shares.values()) / 3), abs=3.0)
+
+
+def test_a_slow_replica_helps_where_the_others_have_no_room():
+    """The fast ones answer 24 a second at most; their queues make them as slow as the slow one."""
+    play = Play(Engines(ONE_SLOW, slots=8), clients=1)
+    play.closed(in_flight=200, until=200)
+    assert play.shares()["slow"] > WHAT_IT_CAN / 2
+
+
+def test_a_replica_that_was_slow_once_comes_back():
+    play = Play(Engines(dict(ONE_SLOW)), clients=1)
+    play.closed(in_flight=8, until=100)
+    play.engines.takes["slow"] = 1.0
+    for _ in range(8):
+        play.end_one()
+    play.closed(in_flight=8, until=play.now + 2 * HALF_LIFE_S)
+    play.sent.clear()
+    play.closed(in_flight=0, until=play.now + 100)
+    assert play.shares() == pytest.approx(dict.fromkeys(ONE_SLOW, 25.0), abs=3.0)
+
+
+def test_a_replica_that_gets_nothing_is_tried_again():
+    speeds = Speeds()
+    for number in range(20):
+        speeds.note("a", "whole", 1.0, float(number))
+        speeds.note("slow", "whole", 10.0, float(number))
+    assert speeds.weights(["a", "slow"], 20.0) == {"a": 1.0, "slow": pytest.approx(0.1)}
+    for number in range(20, 200):
+        speeds.note("a", "whole", 1.0, float(number))
+    assert speeds.weights(["a", "slow"], 200.0) == {"a": 1.0, "slow": 1.0}
+
+
+def test_a_fresh_replica_is_tried_at_once():
+    play = Play(Engines({**FOUR, "fresh": 1.0}), clients=1)
+    (pool,) = play.pools
+    pool.drop("fresh")
+    play.closed(in_flight=16, until=50)
+    pool.offer(address("fresh"))
+    assert pool.take().name == "fresh"
+
+
+def test_times_of_unlike_requests_are_not_compared():
+    speeds = Speeds()
+    for _ in range(20):
+        speeds.note("a", "first", 0.1, 0.0)
+        speeds.note("b", "whole", 5.0, 0.0)
+    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": 1.0}
+
+
+def test_one_kind_of_request_is_enough_to_tell_a_slow_replica():
+    speeds = Speeds()
+    for _ in range(20):
+        for name, first_s in (("a", 0.1), ("b", 2.0)):
+            speeds.note(name, "first", first_s, 0.0)
+            speeds.note(name, "stream", 10.0, 0.0)
+    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": pytest.approx(0.05)}
+
+
+def test_differences_of_milliseconds_are_none():
+    speeds = Speeds()
+    for _ in range(20):
+        speeds.note("a", "whole", 0.001, 0.0)
+        speeds.note("b", "whole", 0.015, 0.0)
+    assert speeds.weights(["a", "b"], 0.0) == {"a": 1.0, "b": 1.0}
+
+
+def test_replicas_that_are_gone_are_forgotten():
+    pool = ReplicaPool()
+    replicas = [address("a"), address("b")]
+    pool.fill(replicas)
+    for replica in replicas:
+        pool.note_time(replica, "whole", 1.0)
+    pool.fill(replicas[:1])
+    assert {name for of_kind in pool._speeds._means.values() for name in of_kind} == {"a"}
