@@ -101,6 +101,7 @@ def find_spec(
     dtype: str = "auto",
     quantization: str | None = None,
     stand_in: str | None = None,
+    allow_unknown_keys: bool = False,
     environ: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> tuple[FoundModel, ModelSpec]:
@@ -113,7 +114,9 @@ def find_spec(
     if stand_in is not None:
         loaded = find_model(stand_in, environ=environ, transport=transport)
         found = replace(found, config=loaded.config, folder=loaded.folder)
-    spec = model_from_config(found.config, name=found.name, dtype=dtype, quantization=quantization)
+    spec = model_from_config(
+        found.config, name=found.name, dtype=dtype, quantization=quantization, allow_unknown_keys=allow_unknown_keys
+    )
     tensors = stored_tensors(found.folder) if found.folder else None
     if tensors is None or spec.quantization.is_assumed:
         return found, spec

@@ -95,6 +95,11 @@ _PLAN_OPTIONS = (
     click.option(
         "--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256]."
     ),
+    click.option(
+        "--allow-unknown-config-keys",
+        is_flag=True,
+        help="Plan although the model's config has sizes that the planner does not know, at your own risk.",
+    ),
 )
 
 
@@ -227,7 +232,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     model = model_of(options)
     as_they_are = (
         *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "replicas"),
+        *("target", "input_tokens", "output_tokens", "replicas", "allow_unknown_config_keys"),
     )
     return ServeRequest(
         model=model,

@@ -102,5 +102,8 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
         workload=Workload(
             **{option.name: options[option.name] for option in fields(Workload) if option.name in options}
         ),
-        **{name: options[name] for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour")},
+        **{
+            name: options[name]
+            for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour", "allow_unknown_config_keys")
+        },
     )

@@ -28,7 +28,8 @@ class PlanRequest:
     """What a person asked of a plan, in their own words. None: the plan decides, or there is a default.
 
     `gpu` names what the nodes have, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of one.
-    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request.
+    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request. With
+    `allow_unknown_config_keys` a config may have sizes that the planner does not know.
     """
 
     model: str
@@ -42,6 +43,7 @@ class PlanRequest:
     input_tokens: int | None = None
     output_tokens: int | None = None
     usd_per_gpu_hour: float | None = None
+    allow_unknown_config_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
-    warnings = (found.warning,) if found.warning else ()
+    warnings = [warning for warning in (found.warning, _left_out(found.model)) if warning]
     return PlanResult(
         inputs=inputs,
         plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
@@ -136,6 +138,16 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         note=found.note,
         traffic=traffic,
         usd_per_gpu_hour=asked.usd_per_gpu_hour,
+    )
+
+
+def _left_out(model: ModelSpec) -> str | None:
+    """What is said of the fields of a config that were left out at the person's own risk."""
+    if not model.unknown_keys:
+        return None
+    return (
+        f"Note: the config has {', '.join(model.unknown_keys)}, which this planner does not know. It is left out, "
+        "at your own risk: the model may be of another size."
     )
 
 

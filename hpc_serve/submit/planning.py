@@ -52,6 +52,7 @@ def _plan_request(request: ServeRequest) -> PlanRequest:
         target=request.target,
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,
+        allow_unknown_config_keys=request.allow_unknown_config_keys,
     )
 
 
@@ -61,7 +62,13 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
     With `stand_in` the model keeps its name and has the weights of that folder.
     """
     engine = asked.engine
-    found, model = find_spec(asked.model, dtype=engine.dtype, quantization=engine.quantization, stand_in=stand_in)
+    found, model = find_spec(
+        asked.model,
+        dtype=engine.dtype,
+        quantization=engine.quantization,
+        stand_in=stand_in,
+        allow_unknown_keys=asked.allow_unknown_config_keys,
+    )
     cluster = cluster_named(
         asked.gpu,
         total_bytes=asked.gpu_memory_bytes,

@@ -17,6 +17,7 @@ import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
@@ -216,6 +217,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         words.append("--keep-up")
     if request.allow_unknown_vllm_options:
         words.append(OVERRULE)
+    if request.allow_unknown_config_keys:
+        words.append(ALLOW_UNKNOWN_KEYS)
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
 
 

@@ -213,10 +213,10 @@ class ServeRequest:
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
-    know are refused unless `allow_unknown_vllm_options`. With `keep_up` a job submits the next before its time limit.
-    Without `tls` the endpoint speaks in the clear. An engine that was ready is started again in place `engine_restarts`
-    times (None: as often as the launcher does). `log_dir` is absolute, or None for the service's own folder. Templates
-    in `templates_dir` win over our own.
+    know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
+    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit. Without `tls` the endpoint
+    speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
+    the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     """
 
     model: str
@@ -240,6 +240,7 @@ class ServeRequest:
     keep_up: bool = False
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
+    allow_unknown_config_keys: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     environment: Environment = field(default_factory=Environment)
     settings: JobSettings = field(default_factory=JobSettings)

@@ -103,5 +103,23 @@ def accelerator_entry(name: str) -> dict[str, Any]:
     raise InvalidRequestError(f"{name!r} is not an accelerator in the catalogue. {hint}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfigKeys:
+    """Fields of configs that change no weight, as transformers has them: of every model, and by architecture."""
+
+    generic: frozenset[str]
+    no_weight_changes: Mapping[str, frozenset[str]]
+
+
+@lru_cache(maxsize=1)
+def config_keys() -> ConfigKeys:
+    """What the tests' support/config_keys.py measured."""
+    found = _load("config_keys.json")
+    return ConfigKeys(
+        generic=frozenset(found["generic"]),
+        no_weight_changes={name: frozenset(keys) for name, keys in found["no_weight_changes"].items()},
+    )
+
+
 def _load(filename: str) -> Any:
     return json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8"))

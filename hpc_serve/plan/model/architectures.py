@@ -7,23 +7,25 @@ tower and tables. An architecture that is not listed is an error that names it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model import dense, hybrid, moe, vision
 from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.config_keys import check_all_read
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
-from hpc_serve.plan.model.weights import Block, Vocabulary
+from hpc_serve.plan.model.weights import Block, Linear, Vocabulary
 
 Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
 
 FAMILIES: dict[str, Family] = {
     "ApertusForCausalLM": dense.apertus,
     "DeciLMForCausalLM": dense.nemotron_nas,
-    "DeepseekForCausalLM": moe.deepseek,
+    "DeepseekForCausalLM": moe.deepseek_v1,
     "DeepseekV2ForCausalLM": moe.deepseek,
     "DeepseekV3ForCausalLM": moe.deepseek,
     "Exaone4ForCausalLM": dense.exaone4,
@@ -72,7 +74,16 @@ _TOWERS: dict[str, vision.Tower] = {
     "Qwen3_5MoeForConditionalGeneration": vision.qwen3_vision,
 }
 
-_TIED_UNLESS_SAID = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_FIELDS: dict[str, Callable[[CheckedConfig], None]] = {
+    "FalconForCausalLM": dense.falcon_fields,
+    "NemotronHForCausalLM": hybrid.nemotron_h_fields,
+}
+"""What brings a config to the fields that its family reads."""
+
+_TIED_UNLESS_SAID = (
+    *("FalconForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    "Gemma3ForConditionalGeneration",
+)
 """Architectures whose transformers config ties the output head to the embedding by default."""
 
 _ENDS = frozenset({"embedding", "final", "head"})
@@ -97,26 +108,30 @@ _ON_EVERY_STAGE: dict[str, frozenset[str]] = {
 }
 """What vLLM 0.32 builds on each pipeline stage, even on stages that do not use it, by the model's file in vLLM."""
 
+_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
 _DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 
 
 def model_from_config(
-    config: Mapping[str, Any], *, name: str, dtype: str = "auto", quantization: str | None = None
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    allow_unknown_keys: bool = False,
 ) -> ModelSpec:
     """The model of a Hugging Face config.
 
     `dtype` and `quantization` are vLLM's options of those names. None: as the checkpoint is. Raises InvalidRequestError
-    for an architecture or a quantization that the planner does not know.
+    for an architecture or a quantization that the planner does not know, and, unless `allow_unknown_keys`, for a field
+    that looks like a size and that it does not know.
     """
+    architecture, family = _family(config, name)
     config = CheckedConfig(config)
-    architecture = str((config.get("architectures") or ["(none named)"])[0])
-    family = FAMILIES.get(architecture)
-    if family is None:
-        raise InvalidRequestError(
-            f"{name} is of architecture {architecture}, which this planner does not know, and it does not guess. "
-            f"It knows {', '.join(sorted(FAMILIES))}."
-        )
     text = _text_config(config)
+    if architecture in _FIELDS:
+        _FIELDS[architecture](text)
     chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
     declared = config.get("quantization_config") or text.get("quantization_config")
@@ -128,9 +143,13 @@ def model_from_config(
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
     if architecture in _TOWERS and config.get("vision_config"):
+        if architecture == "Mistral3ForConditionalGeneration":
+            config["vision_config"].setdefault("spatial_merge_size", config.get("spatial_merge_size", 2))
         tower, images = _TOWERS[architecture](config["vision_config"], builder.hidden_size)
     final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
-    return ModelSpec(
+    layers = _layers(builder, family)
+    experts, expert_size = _experts(layers)
+    model = ModelSpec(
         name=name,
         architecture=architecture,
         dtype=chosen,
@@ -142,24 +161,56 @@ def model_from_config(
         max_model_len=_max_model_len(builder),
         quantization=scheme,
         embedding=Vocabulary(name="embed_tokens", rows=rows, width=width, scheme=plain),
-        layers=_layers(builder, family),
+        layers=layers,
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         everywhere=tower,
         on_every_stage=_ON_EVERY_STAGE.get(architecture, frozenset()),
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
-        num_experts=builder.get("num_experts", builder.get("n_routed_experts", builder.get("num_local_experts", 0))),
-        num_experts_per_tok=builder.get("num_experts_per_tok", builder.get("experts_per_token", 0)),
-        moe_intermediate_size=builder.get("moe_intermediate_size", builder.intermediate_size),
+        num_experts=experts,
+        num_experts_per_tok=builder.first("num_experts_per_tok", "experts_per_token", default=0) if experts else 0,
+        moe_intermediate_size=expert_size or builder.intermediate_size,
         images=images,
+        prediction_layers=builder.first(*_PREDICTION, default=0),
     )
+    if scheme.is_assumed:
+        config.ignore("quantization_config")
+    unknown = check_all_read(config, architecture, name=name, allow=allow_unknown_keys)
+    return replace(model, unknown_keys=unknown) if unknown else model
+
+
+def _family(config: Mapping[str, Any], name: str) -> tuple[str, Family]:
+    """The architecture that a config names, and how its layers are built. Raises InvalidRequestError for another."""
+    named = config.get("architectures") or ["(none named)"]
+    if not isinstance(named, (list, tuple)):
+        raise InvalidRequestError(f"The config's architectures is {str(named)[:40]!r}: it must be a list.")
+    architecture = str(named[0])
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise InvalidRequestError(
+            f"{name} is of architecture {architecture[:80]}, which this planner does not know, and it does not guess. "
+            f"It knows {', '.join(sorted(FAMILIES))}."
+        )
+    return architecture, family
+
+
+def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
+    """(routed experts of a layer, inner size of one), the most of any layer. (0, 0) without experts."""
+    inner = "experts.down_proj"
+    found = [
+        (weight.copies, weight.inputs.size)
+        for layer in {id(layer): layer for layer in layers}.values()
+        for weight in layer.block.weights
+        if isinstance(weight, Linear) and weight.is_expert and weight.name.endswith(inner)
+    ]
+    return max(found, default=(0, 0))
 
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """All layers. Equal layers are one object, so that everything is computed once for them."""
-    for key in ("layer_types", "block_configs", "hybrid_override_pattern"):
-        named = builder.get(key)
+    for key in ("layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers"):
+        named = builder.config.peek(key)
         if named is not None and len(named) < builder.num_layers:
             raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
@@ -167,10 +218,12 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: CheckedConfig) -> CheckedConfig:
     """The part of the config that describes the decoder. Multimodal configs omit some defaults of transformers."""
-    text = config.get("text_config") or config
-    return {**_DEFAULT_HEADS.get(str(text.get("model_type")), {}), **text}
+    text: CheckedConfig = config.get("text_config") or config
+    for key, value in _DEFAULT_HEADS.get(str(text.get("model_type")), {}).items():
+        text.setdefault(key, value)
+    return text
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> str:
@@ -184,8 +237,8 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> st
 
 def _max_model_len(builder: LayerBuilder) -> int:
     """The longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
-    length = int(builder.get("max_position_embeddings", builder.get("model_max_length", 2048)))
-    scaling = builder.get("rope_scaling", builder.get("rope_parameters", {}))
+    length = int(builder.first("max_position_embeddings", "model_max_length", default=2048))
+    scaling = builder.first("rope_scaling", "rope_parameters", default={})
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default", "llama3", "mrope", "longrope", "su"):
         return length
@@ -197,9 +250,9 @@ def _max_model_len(builder: LayerBuilder) -> int:
 
 def _rotary_bytes(builder: LayerBuilder) -> int:
     """Bytes of the table of sines and cosines: `_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py."""
-    if builder.get("hybrid_override_pattern"):
+    if builder.config.peek("hybrid_override_pattern"):
         return 0
     scaling = builder.get("rope_parameters", {})
     share = builder.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
-    width: int = builder.get("qk_rope_head_dim", builder.get("rotary_dim", int(builder.head_dim * share)))
+    width: int = builder.first("qk_rope_head_dim", "rotary_dim", default=int(builder.head_dim * share))
     return _max_model_len(builder) * width * builder.dtype_bytes

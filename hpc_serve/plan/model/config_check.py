@@ -1,12 +1,14 @@
 """Checks the fields of a Hugging Face config before anything is calculated with them.
 
 Anybody can write a config. A zero among the sizes, or text in place of a number, is an error that names the field. A
-field that is null counts as missing. A field that is not listed here is left as it is.
+field that is null counts as missing. A field that is not listed here is left as it is. What is read is remembered, so
+that config_keys.py can name what nobody has read.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from hpc_serve.errors import InvalidRequestError
 
 _LARGEST = 2**40
 _MOST_LAYERS = 10_000
+_DEEPEST = 8
+"""Objects within objects. Published configs have four."""
 
 _LAYERS = ("num_hidden_layers", "depth")
 _AT_LEAST_ONE = (
@@ -25,22 +29,34 @@ _AT_LEAST_ONE = (
     *("n_groups", "ssm_state_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
     *("image_size", "patch_size", "in_channels", "num_channels", "num_position_embeddings"),
     *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits"),
+    *("projector_input_dim", "projector_output_dim", "no_rope_layer_interval", "num_ln_in_parallel_attn"),
+    "moe_latent_size",
 )
 _AT_LEAST_ZERO = (
     *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("num_experts", "n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok"),
     *("experts_per_token", "first_k_dense_replace", "sliding_window", "attention_chunk_size", "q_lora_rank"),
     *("qk_nope_head_dim", "rotary_dim", "moe_shared_expert_intermediate_size", "mm_tokens_per_image"),
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "max_window_layers"),
 )
 _NUMBERS = ("factor", "partial_rotary_factor", "pixel_shuffle_ratio")
 _LISTS = (
-    *("architectures", "layer_types", "block_configs", "modules_to_not_convert", "ignored_layers", "ignore"),
-    *("mlp_only_layers", "deepstack_visual_indexes", "fullatt_block_indexes", "weight_block_size"),
+    *("architectures", "layer_types", "modules_to_not_convert", "ignored_layers", "ignore"),
+    *(
+        "layers_block_type",
+        "no_rope_layers",
+        "moe_layers",
+        "mlp_only_layers",
+        "deepstack_visual_indexes",
+        "fullatt_block_indexes",
+        "weight_block_size",
+    ),
 )
 _OBJECTS = (
     *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
-    *("config_groups", "weights", "input_activations"),
+    *("config_groups", "weights", "input_activations", "attention", "ffn"),
 )
+_LISTS_OF_OBJECTS = ("block_configs",)
 _PATTERNS = ("sliding_window_pattern",)
 _TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype")
 
@@ -48,25 +64,55 @@ _TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type",
 class CheckedConfig(dict[str, Any]):
     """A config, or an object in it, whose listed fields were checked and whose nulls were removed.
 
-    `config[name]` raises InvalidRequestError where the field is missing.
+    `config[name]` raises InvalidRequestError where the field is missing. `read` holds the fields that `config[name]`
+    and `get` were asked for, with the names of the objects that they lie in.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, path: str = "") -> None:
+    def __init__(self, config: Mapping[str, Any], *, path: str = "", read: set[str] | None = None) -> None:
         super().__init__()
-        self._path = path
+        self.path = path
+        self.read: set[str] = set() if read is None else read
+        if path.count(".") > _DEEPEST:
+            raise InvalidRequestError(f"The config has objects within objects, more than {_DEEPEST} deep: {path[:60]}.")
         for name, value in config.items():
             if value is not None:
-                self[name] = self._checked(name, value)
+                self[str(name)] = self._checked(str(name), value)
 
     def __missing__(self, name: str) -> Any:
-        raise missing(f"{self._path}{name}")
+        raise missing(f"{self.path}{name}")
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(self.path + name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(self.path + name)
+        return super().get(name, default)
+
+    def peek(self, name: str, default: Any = None) -> Any:
+        """The field as `get` has it, which does not count as read."""
+        return super().get(name, default)
+
+    def ignore(self, name: str) -> None:
+        """Leave the field out, as if it were not there."""
+        self.pop(name, None)
 
     def _checked(self, name: str, value: Any) -> Any:
         for names, is_right, wanted in _RULES:
             if name in names and not is_right(value):
-                shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-                raise InvalidRequestError(f"The config's {self._path}{name} is {shown}: it must be {wanted}.")
-        return CheckedConfig(value, path=f"{self._path}{name}.") if name in _OBJECTS else value
+                raise InvalidRequestError(f"The config's {self.path}{name} is {_shown(value)}: it must be {wanted}.")
+        if name in _OBJECTS:
+            return CheckedConfig(value, path=f"{self.path}{name}.", read=self.read)
+        if name in _LISTS_OF_OBJECTS:
+            inside = f"{self.path}{name}"
+            return [CheckedConfig(one, path=f"{inside}[{index}].", read=self.read) for index, one in enumerate(value)]
+        return value
+
+
+def _shown(value: Any) -> str:
+    """The value in at most 40 characters."""
+    text = reprlib.repr(value) if isinstance(value, (list, tuple, Mapping)) or type(value) is int else repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def missing(field: str) -> InvalidRequestError:
@@ -79,7 +125,11 @@ def _is_whole(value: Any, least: int, most: int = _LARGEST) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= _LARGEST
+    return type(value) in (int, float) and 0 < value <= _LARGEST and math.isfinite(value)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value)
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -89,6 +139,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_NUMBERS, _is_number, "a number above 0"),
     (_LISTS, lambda value: isinstance(value, (list, tuple)), "a list"),
     (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
+    (_LISTS_OF_OBJECTS, _are_objects, "a list of objects"),
     (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
 )

@@ -5,24 +5,39 @@ Families differ in biases, in norms, in whether the MLP has a gate, and in which
 
 from __future__ import annotations
 
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+_KINDS = ("full_attention", "sliding_attention")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def window_cache(builder: LayerBuilder, index: int, *, pattern: int = 0) -> LayerCache:
     """The cache of a layer that may have a sliding window.
 
-    Where the config has `layer_types`, they decide. Otherwise every `pattern`-th layer attends to all tokens and the
-    others have the window. With `pattern` 0 all layers have the window.
+    Where the config has `layer_types`, they decide, and after them `max_window_layers`, the first layer with the
+    window. Otherwise every `pattern`-th layer attends to all tokens and the others have the window. With `pattern` 0
+    all layers have the window.
     """
-    window = builder.get("sliding_window", 0)
+    window, kinds, first = (
+        builder.get("sliding_window", 0),
+        builder.get("layer_types"),
+        builder.get("max_window_layers"),
+    )
+    if kinds and kinds[index] not in _KINDS:
+        kind = str(kinds[index])[:40]
+        raise InvalidRequestError(f"The config's layer_types has {kind!r}: use {' or '.join(_KINDS)}.")
     if not window or builder.get("use_sliding_window") is False:
         return builder.cache()
-    kinds = builder.get("layer_types")
-    slides = "sliding" in kinds[index] if kinds else not pattern or (index + 1) % pattern != 0
+    if kinds:
+        slides = kinds[index] == "sliding_attention"
+    elif first is not None:
+        slides = index >= first
+    else:
+        slides = not pattern or (index + 1) % pattern != 0
     return builder.cache(window, "sliding") if slides else builder.cache()
 
 
@@ -48,7 +63,13 @@ def exaone4(builder: LayerBuilder, index: int) -> DecoderLayer:
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
         builder.norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
-    return DecoderLayer(block=weights, cache=window_cache(builder, index))
+    pattern = builder.get("sliding_window_pattern", 4)
+    return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=_pattern_length(pattern)))
+
+
+def _pattern_length(pattern: int | str) -> int:
+    """The layers of one turn of a pattern, which is a number, or a letter for each layer ("LLLG")."""
+    return len(pattern) if isinstance(pattern, str) else pattern
 
 
 def qwen2(builder: LayerBuilder, index: int) -> DecoderLayer:
@@ -107,7 +128,7 @@ def gemma3(builder: LayerBuilder, index: int) -> DecoderLayer:
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
         builder.norms(*_FOUR_NORMS),
     )
-    pattern = int(builder.get("sliding_window_pattern", 6))
+    pattern = _pattern_length(builder.get("sliding_window_pattern", 6))
     return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=pattern))
 
 
@@ -130,8 +151,9 @@ def olmo2(builder: LayerBuilder, index: int) -> DecoderLayer:
 def apertus(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Apertus: no gate in the MLP, two learned numbers in its activation, norms over queries and keys."""
     prefix = f"model.layers.{index}"
+    bias = bool(builder.get("attention_bias", False))
     weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
         builder.query_key_norms(f"{prefix}.self_attn") if builder.get("qk_norm", True) else [],
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size, gated=False),
         [builder.vector(f"{prefix}.mlp.act_fn", 2)],
@@ -141,16 +163,30 @@ def apertus(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Falcon with its new decoder: attention and MLP in parallel, each after a norm with bias, and no gate."""
+    """Falcon: no gate, and attention and MLP in parallel after one norm with bias, or each after its own."""
     prefix = f"transformer.h.{index}"
     bias = bool(builder.get("bias", False))
     size = builder.intermediate_size or 4 * builder.hidden_size
+    own_norms = 2 if builder.get("new_decoder_architecture", False) else 1
+    if builder.get("parallel_attn", True):
+        norms = ("ln_attn", "ln_mlp")[: builder.get("num_ln_in_parallel_attn", own_norms)]
+    else:
+        norms = _TWO_NORMS
     weights = block(
         builder.attention(f"{prefix}.self_attention", bias=bias, output_bias=bias),
         builder.mlp(f"{prefix}.mlp", size, bias=bias, gated=False),
-        builder.norms("ln_attn", "ln_attn.bias", "ln_mlp", "ln_mlp.bias"),
+        builder.norms(*norms, *(f"{norm}.bias" for norm in norms)),
     )
     return DecoderLayer(block=weights, cache=builder.cache())
+
+
+def falcon_fields(config: CheckedConfig) -> None:
+    """Write Falcon's KV heads where all families have them. Only its new decoder reads `num_kv_heads`."""
+    if not config.get("new_decoder_architecture", False):
+        config.get("num_kv_heads")
+        config["num_key_value_heads"] = 1 if config.get("multi_query", True) else config["num_attention_heads"]
+    else:
+        config.get("multi_query")
 
 
 def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:

@@ -6,10 +6,13 @@ Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2.
 from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight
+
+_LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
 def qwen3_next(builder: LayerBuilder, index: int) -> DecoderLayer:
@@ -67,12 +70,27 @@ def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
     elif kind == "*":
         mixer, cache = builder.attention(prefix), builder.cache()
     elif kind == "-":
-        mixer = builder.mlp(prefix, builder.intermediate_size, gated=False)
+        mixer = builder.mlp(prefix, builder.intermediate_size, bias=bool(builder.get("mlp_bias", False)), gated=False)
     elif kind == "E":
         mixer = _squared_relu_experts(builder, prefix)
     else:
         raise InvalidRequestError(f"hybrid_override_pattern has the letter {kind!r}: use M, *, - or E.")
     return DecoderLayer(block=block(mixer, builder.norms("norm")), cache=cache)
+
+
+def nemotron_h_fields(config: CheckedConfig) -> None:
+    """Write the layers as letters where a config names their kinds, as transformers 5 does."""
+    kinds = config.get("layers_block_type")
+    if not kinds:
+        return
+    unknown = sorted({str(kind) for kind in kinds} - set(_LETTERS))
+    if unknown:
+        raise InvalidRequestError(f"The config's layers_block_type has {unknown[0]!r}: use {', '.join(_LETTERS)}.")
+    letters = "".join(_LETTERS[kind] for kind in kinds)
+    if config.get("hybrid_override_pattern", letters) != letters:
+        raise InvalidRequestError("The config's hybrid_override_pattern and layers_block_type name different layers.")
+    config["hybrid_override_pattern"] = letters
+    config.setdefault("num_hidden_layers", len(letters))
 
 
 def _mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
@@ -101,9 +119,15 @@ def _mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCach
 def _squared_relu_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:
     count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
     shared = builder.get("moe_shared_expert_intermediate_size", 0) * builder.get("n_shared_experts", 1)
+    latent, bias = builder.get("moe_latent_size"), bool(builder.get("mlp_bias", False))
     weights = builder.router(prefix, count, correction=True)
-    weights += builder.experts(prefix, count, size, gated=False)
-    return weights + (builder.mlp(f"{prefix}.shared_experts", shared, gated=False) if shared else [])
+    weights += builder.experts(prefix, count, size, hidden_size=latent, gated=False)
+    if latent:
+        weights += [
+            builder.linear(f"{prefix}.fc1_latent_proj", builder.hidden_size, [latent], bias=bias),
+            builder.linear(f"{prefix}.fc2_latent_proj", latent, [builder.hidden_size], bias=bias),
+        ]
+    return weights + (builder.mlp(f"{prefix}.shared_experts", shared, bias=bias, gated=False) if shared else [])
 
 
 def _state_bytes(builder: LayerBuilder) -> int:

@@ -6,10 +6,10 @@ Modules are named as in the checkpoint, so that the skipped modules of a quantiz
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from hpc_serve.plan.model.config_check import missing
+from hpc_serve.plan.model.config_check import CheckedConfig, missing
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"^.*?\.\d+\.")
 class LayerBuilder:
     """Builds the weights of decoder layers from the text part of a config and its quantization."""
 
-    def __init__(self, config: Mapping[str, Any], quantization: Quantization, dtype: str) -> None:
+    def __init__(self, config: CheckedConfig, quantization: Quantization, dtype: str) -> None:
         self.config = config
         self.quantization = quantization
         self.dtype = dtype
@@ -30,15 +30,18 @@ class LayerBuilder:
         self.vocab_size: int = self.require("vocab_size")
         self.num_layers: int = self.require("num_hidden_layers")
         self.heads: int = self.require("num_attention_heads")
-        self.kv_heads: int = self.get("num_key_value_heads", self.get("num_kv_heads", self.heads))
-        default_head_dim = self.hidden_size // self.heads
-        self.head_dim: int = self.get("head_dim", self.get("attention_head_dim", default_head_dim))
-        self.intermediate_size: int = self.get("intermediate_size", self.get("ffn_hidden_size", 0))
+        self.kv_heads: int = self.first("num_key_value_heads", "num_kv_heads", default=self.heads)
+        self.head_dim: int = self.first("head_dim", "attention_head_dim", default=self.hidden_size // self.heads)
+        self.intermediate_size: int = self.first("intermediate_size", "ffn_hidden_size", default=0)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field, or `default` where it is missing or null."""
         value = self.config.get(key)
         return default if value is None else value
+
+    def first(self, *keys: str, default: Any = None) -> Any:
+        """The first of these fields that there is. Those after it are not read."""
+        return next((value for key in keys if (value := self.get(key)) is not None), default)
 
     def require(self, key: str) -> Any:
         """The field. Raises InvalidRequestError where it is missing or null."""

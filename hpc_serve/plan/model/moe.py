@@ -5,6 +5,7 @@ Routers are never quantised, as in vLLM.
 
 from __future__ import annotations
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.dense import window_cache
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.scheme import FP32
@@ -29,7 +30,7 @@ def mixtral(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     """The MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
-    count = builder.get("num_experts", 0)
+    count = builder.first("num_experts", "num_local_experts", default=0)
     is_sparse = (index + 1) % builder.get("decoder_sparse_step", 1) == 0
     if not count or not is_sparse or index in builder.get("mlp_only_layers", ()):
         return builder.mlp(f"{prefix}.mlp", builder.intermediate_size)
@@ -131,22 +132,41 @@ def _latent_attention(builder: LayerBuilder, prefix: str) -> list[Weight]:
 def deepseek(builder: LayerBuilder, index: int) -> DecoderLayer:
     """DeepSeek V2, V3, R1 and Kimi K2."""
     prefix = f"model.layers.{index}"
+    latent, rope = builder.require("kv_lora_rank"), builder.require("qk_rope_head_dim")
+    per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
+    absorbed = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
+    weights = block(
+        _latent_attention(builder, f"{prefix}.self_attn"),
+        _deepseek_half(builder, index, f"{prefix}.mlp"),
+        builder.norms(*_TWO_NORMS),
+    )
+    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope)
+    return DecoderLayer(block=weights, cache=cache, derived=block([absorbed]))
+
+
+def deepseek_v1(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """DeepSeek-MoE-16B, the first: its experts are those of V2, its attention is Llama's."""
+    prefix = f"model.layers.{index}"
+    bias = bool(builder.get("attention_bias", False))
+    weights = block(
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
+        _deepseek_half(builder, index, f"{prefix}.mlp"),
+        builder.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=builder.cache())
+
+
+def _deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+    """The MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
     count = builder.get("n_routed_experts", 0)
     is_sparse = index >= builder.get("first_k_dense_replace", 0) and index % builder.get("moe_layer_freq", 1) == 0
     if count and is_sparse:
         size = builder.require("moe_intermediate_size")
-        half = builder.router(f"{prefix}.mlp", count, correction=builder.get("topk_method") == "noaux_tc")
-        half += builder.experts(f"{prefix}.mlp", count, size)
+        half = builder.router(prefix, count, correction=builder.get("topk_method") == "noaux_tc")
+        half += builder.experts(prefix, count, size)
         shared = builder.get("n_shared_experts", 0)
-        half += builder.mlp(f"{prefix}.mlp.shared_experts", size * shared) if shared else []
-    else:
-        half = builder.mlp(f"{prefix}.mlp", builder.intermediate_size)
-    weights = block(_latent_attention(builder, f"{prefix}.self_attn"), half, builder.norms(*_TWO_NORMS))
-    latent, rope = builder.require("kv_lora_rank"), builder.require("qk_rope_head_dim")
-    per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
-    absorbed = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
-    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope)
-    return DecoderLayer(block=weights, cache=cache, derived=block([absorbed]))
+        return half + (builder.mlp(f"{prefix}.shared_experts", size * shared) if shared else [])
+    return builder.mlp(prefix, builder.intermediate_size)
 
 
 def glm4_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
@@ -187,8 +207,13 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Llama 4: experts in every `interleave_moe_layer_step`-th layer. Three of four layers attend within chunks."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
-    step = builder.get("interleave_moe_layer_step", 1)
-    if step and (index + 1) % step == 0:
+    step, sparse = builder.get("interleave_moe_layer_step", 1), builder.get("moe_layers")
+    has_experts = bool(step) and (index + 1) % step == 0
+    if sparse is not None and (index in sparse) != has_experts:
+        raise InvalidRequestError(
+            f"The config's moe_layers and interleave_moe_layer_step do not agree about layer {index}."
+        )
+    if has_experts:
         count = builder.require("num_local_experts")
         half = builder.router(f"{prefix}.feed_forward", count)
         half += builder.experts(f"{prefix}.feed_forward", count, builder.intermediate_size)
@@ -198,6 +223,9 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
     weights = block(
         builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), half, builder.norms(*_TWO_NORMS)
     )
-    chunk = builder.get("attention_chunk_size", 0)
-    has_chunks = bool(chunk) and (index + 1) % 4 != 0
+    chunk, without_rope = builder.get("attention_chunk_size", 0), builder.get("no_rope_layers")
+    interval, kinds = builder.get("no_rope_layer_interval", 4), builder.get("layer_types")
+    has_chunks = bool(chunk) and bool(without_rope[index] if without_rope else (index + 1) % interval)
+    if chunk and kinds and ("chunked" in kinds[index]) != has_chunks:
+        raise InvalidRequestError(f"The config's layer_types and no_rope_layers do not agree about layer {index}.")
     return DecoderLayer(block=weights, cache=builder.cache(chunk, "chunked") if has_chunks else builder.cache())

@@ -182,11 +182,22 @@ def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of compressed-tensors, by the group that targets linear layers."""
-    groups = list((config.get("config_groups") or {}).values())
-    if not groups:
-        raise InvalidRequestError("quantization_config of compressed-tensors has no config_groups.")
-    weights = groups[0].get("weights") or {}
+    """The scheme of compressed-tensors, which all its groups must share."""
+    groups = config.get("config_groups") or {}
+    schemes = [_weights_scheme(groups[name]["weights"]) for name in groups if groups[name].get("weights")]
+    if not schemes:
+        raise InvalidRequestError("quantization_config of compressed-tensors has no config_groups with weights.")
+    if any(scheme != schemes[0] for scheme in schemes):
+        names = " and ".join(sorted({scheme.name for scheme in schemes}))
+        raise InvalidRequestError(
+            f"quantization_config of compressed-tensors has groups of different kinds, {names}: this planner knows one "
+            "kind for all."
+        )
+    return schemes[0]
+
+
+def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
+    """The scheme of what a group of compressed-tensors says of its weights."""
     bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
     strategy, group = str(weights.get("strategy", "tensor")), int(weights.get("group_size") or 0)
     if kind == "float" and bits == 4:

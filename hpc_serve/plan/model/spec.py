@@ -67,7 +67,9 @@ class ModelSpec:
     `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None where the output
     head is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes) and those
     of "embedding", "final" and "head" that `on_every_stage` names, because some models in vLLM ignore the stage.
-    `rotary_bytes` is the table of sines and cosines on each rank.
+    `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's layers
+    for multi-token prediction, which vLLM loads only to speculate. `unknown_keys` are fields of the config that look
+    like a size and were left out at the person's own risk.
     """
 
     name: str
@@ -92,6 +94,8 @@ class ModelSpec:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     images: ImageEncoder | None = None
+    prediction_layers: int = 0
+    unknown_keys: tuple[str, ...] = ()
 
     def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
         """The same model with the weights of each decoder layer changed. Layers that are one object stay one object."""

@@ -59,12 +59,26 @@ def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
             _vector(f"{name}.layer_norms", 4 * width),
         ]
     ends: list[Weight] = [
-        _linear("vision_tower.patch_embedding", 3 * config["patch_size"] ** 2, [width], bias=True),
+        _linear(
+            "vision_tower.patch_embedding",
+            config.get("num_channels", 3) * config["patch_size"] ** 2,
+            [width],
+            bias=True,
+        ),
         _vector("vision_tower.position_embedding", patches * width),
         _vector("vision_tower.post_layernorm", 2 * width),
         _vector("multi_modal_projector.mm_input_projection_weight", width * hidden_size),
         _vector("multi_modal_projector.mm_soft_emb_norm", width),
     ]
+    if config.get("vision_use_head", True):
+        ends += [
+            _vector("vision_tower.head.probe", width),
+            _linear("vision_tower.head.attention.in_proj", width, [width, width, width], bias=True),
+            _linear("vision_tower.head.attention.out_proj", width, [width], bias=True),
+            _vector("vision_tower.head.layernorm", 2 * width),
+            _linear("vision_tower.head.mlp.fc1", width, [inner], "column", bias=True),
+            _linear("vision_tower.head.mlp.fc2", inner, [width], "row", bias=True),
+        ]
     tokens = config.get("mm_tokens_per_image", 256)
     images = ImageEncoder(
         image_tokens=tokens,
@@ -75,9 +89,10 @@ def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
     return block(layers, ends), images
 
 
-def pixtral(config: Mapping[str, Any], hidden_size: int, merge: int = 2) -> tuple[Block, ImageEncoder]:
+def pixtral(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
     """Pixtral's encoder, its patch merger, and the projector of Mistral 3."""
     width, inner = config["hidden_size"], config["intermediate_size"]
+    merge = config["spatial_merge_size"]
     layers: list[Weight] = []
     for index in range(config["num_hidden_layers"]):
         name = f"vision_tower.transformer.layers.{index}"
@@ -89,7 +104,7 @@ def pixtral(config: Mapping[str, Any], hidden_size: int, merge: int = 2) -> tupl
             _vector(f"{name}.norms", 2 * width),
         ]
     ends: list[Weight] = [
-        _linear("vision_tower.patch_conv", 3 * config["patch_size"] ** 2, [width]),
+        _linear("vision_tower.patch_conv", config.get("num_channels", 3) * config["patch_size"] ** 2, [width]),
         _vector("vision_tower.ln_pre", width),
         _vector("multi_modal_projector.norm", width),
         _linear("multi_modal_projector.patch_merger", width * merge**2, [width]),
@@ -114,7 +129,7 @@ def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, 
             _linear(f"{name}.mlp.down_proj", inner, [width], "row", bias=True),
             _vector(f"{name}.norms", 2 * width),
         ]
-    pixels = 3 * config.get("temporal_patch_size", 2) * config.get("patch_size", 14) ** 2
+    pixels = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config.get("patch_size", 14) ** 2
     ends: list[Weight] = [
         _linear("visual.patch_embed", pixels, [width]),
         _vector("visual.merger.ln_q", width),
@@ -158,6 +173,7 @@ def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, I
     """The tower of Llama 4, its pixel-shuffle adapter and its projector."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     output = config["vision_output_dim"]
+    between, adapted = config.get("projector_input_dim", output), config.get("projector_output_dim", output)
     patches = (config["image_size"] // config["patch_size"]) ** 2 + 1
     layers: list[Weight] = []
     for index in range(config["num_hidden_layers"]):
@@ -170,12 +186,14 @@ def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, I
             _vector(f"{name}.norms", 4 * width),
         ]
     ends: list[Weight] = [
-        _linear("vision_model.patch_embedding", 3 * config["patch_size"] ** 2, [width], "column"),
+        _linear(
+            "vision_model.patch_embedding", config.get("num_channels", 3) * config["patch_size"] ** 2, [width], "column"
+        ),
         _vector("vision_model.class_embedding", width),
         _vector("vision_model.positional_embedding_vlm", patches * width),
         _vector("vision_model.layernorms", 4 * width),
-        _linear("vision_model.vision_adapter.fc1", inner, [output], "column"),
-        _linear("vision_model.vision_adapter.fc2", output, [output], "row"),
+        _linear("vision_model.vision_adapter.fc1", inner, [between], "column"),
+        _linear("vision_model.vision_adapter.fc2", between, [adapted], "row"),
         _linear("multi_modal_projector.linear_1", output, [hidden_size]),
     ]
     return block(layers, ends), _rotating_encoder(width, _LLAMA4_TILES * patches // 4, 2)

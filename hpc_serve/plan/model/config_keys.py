@@ -1,0 +1,172 @@
+"""Which fields of a config may be passed over, and which nobody has read although they look like a size.
+
+A field counts as read where a family asks for it while the model is built. The others are passed over if they are
+known to change no size: catalog/config_keys.json has those that transformers knows (the tests' support/config_keys.py
+measures them), the lists below have what configs hold beyond transformers' own classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog import config_keys
+from hpc_serve.plan.model.config_check import CheckedConfig
+
+ALLOW_UNKNOWN_KEYS = "--allow-unknown-config-keys"
+
+_NAMES = frozenset(
+    (
+        # training, and how experts are chosen and their losses weighed
+        *("pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux", "topk_group", "n_group", "router_aux_loss_coef"),
+        *("norm_topk_prob", "topk_method", "scoring_func", "num_experts_per_tok", "moe_router_dtype", "seed"),
+        *("first_last_no_quant", "router_jitter_noise", "jitter_noise", "output_router_logits", "swiglu_limit"),
+        *("routed_scaling_factor", "moe_shared_expert_overlap", "moe_router_load_balancing_type", "router_z_loss_coef"),
+        # numbers that scale activations
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
+        *("query_pre_attn_scalar", "attn_scale", "floor_scale", "attn_temperature_tuning", "rope_theta"),
+        *("rope_local_base_freq", "max_seq_len_for_attn_temperature", "rope_interleave", "swa_rope_theta"),
+        *("rescale_prenorm_residual", "residual_in_fp32", "scale_depth", "mamba_hidden_act", "mlp_hidden_act"),
+        *("hidden_act", "hidden_activation", "activation", "act_fn", "initializer_factor"),
+        # how a program goes about it
+        *("auto_map", "num_logits_to_keep", "use_mamba_kernels", "use_cache", "torch_dtype", "chunk_size"),
+        *(
+            "transformers.js_config",
+            "unsloth_version",
+            "unsloth_fixed",
+            "_attn_implementation",
+            "use_flash_attention_2",
+        ),
+        *("tokenizer_class", "language_model_only", "mamba_chunk_size", "time_step_limit", "time_step_floor"),
+        *("time_step_min", "time_step_max", "quantization_bits", "attn_implementation", "attn_output_gate"),
+        # what images are turned into, which the towers read or which has no weight
+        *("vision_feature_layer", "vision_feature_select_strategy", "num_image_tokens", "boi_token_id", "window_size"),
+        *("tokens_per_second", "fullatt_block_indexes", "mrope_section", "mrope_interleaved"),
+        # NVIDIA's search for architectures, and what its blocks say of attention that is not made smaller
+        *("architectures", "model_type", "time_step_rank", "original_max_position_embeddings", "in_chans"),
+        *("initial_context_length", "pixel_shuffle_dropout", "expand"),
+        *("sparsify", "num_sink_tokens", "use_prefill_window_in_sink_attention", "unshifted_sink"),
+    )
+)
+_ENDINGS = re.compile(
+    r"(?:^mtp_.*|_token_ids?|_token_index|_tok_index|_token|_dropout(?:_prob|_rate|_p)?|_pdrop|^dropout|_eps|_epsilon"
+    r"|initializer_range|_init_std|^init_std|_coeff?|_loss_weight|_softcap(?:ping)?|^_.*)$"
+)
+"""Endings of names: tokens, dropout, small numbers in norms, weights' first values, and names that begin with "_"."""
+
+_OF_QUANTIZATION = frozenset(
+    (
+        *("version", "producer", "format", "quantization_status", "global_compression_ratio", "targets", "fmt"),
+        *("activation_scheme", "activation_scale_ub", "input_activations", "output_activations", "kv_cache_scheme"),
+        *("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "dynamic", "block_structure"),
+        *("desc_act", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "meta", "dataset"),
+        *("model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id"),
+        *("use_cuda_fp16", "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "tokenizer"),
+        *("modules_in_block_to_quantize", "checkpoint_format", "backend", "do_fuse", "fuse_max_seq_len", "nsamples"),
+        *("modules_to_fuse", "exllama_version", "llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
+        *("llm_int8_has_fp16_weight", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type"),
+        *("bnb_4bit_use_double_quant", "_load_in_4bit", "_load_in_8bit", "group", "algo_config", "export"),
+        *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "input_tensors", "output_tensors"),
+        *("bias", "iters", "low_gpu_mem_usage", "seqlen", "gradient_accumulate_steps", "autoround_version", "lr"),
+    )
+)
+"""Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
+
+_ASSUMED: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {"attention_bias": True},
+    "MiniMaxM2ForCausalLM": {"use_qk_norm": True},
+    "Qwen3MoeForCausalLM": {"use_qk_norm": True},
+    "Qwen3VLMoeForConditionalGeneration": {"use_qk_norm": True},
+}
+"""What a family is built with whatever the config says: another value is refused."""
+
+_TELLING_TRUE = re.compile(
+    r"(?:^|_)(?:bias|norm|tie|tied|shared?|experts?|moe|lora|latent|mla|sinks?|multi_query)(?:_|$)"
+)
+_TELLING_NUMBER = re.compile(r"(?:^|_)(?:mult|multiplier|ratio|expan\w*|width|dim|size)(?:_|$)")
+_TELLING_TEXT = re.compile(r"(?:^|_)pattern(?:_|$)")
+
+
+def check_all_read(config: CheckedConfig, architecture: str, *, name: str, allow: bool) -> tuple[str, ...]:
+    """The fields of a config that look like a size and were not read, each with its value.
+
+    Raises InvalidRequestError where there are some, unless `allow`.
+    """
+    unknown = tuple(f"{path} ({_short(value)})" for path, value in _unread(config, config, architecture))
+    if unknown and not allow:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise InvalidRequestError(
+            f"The config of {name} has {', '.join(unknown[:3])}{more}, which this planner does not know for "
+            f"{architecture}: the model may be of another size than it would say. {ALLOW_UNKNOWN_KEYS} plans "
+            "without it, at your own risk."
+        )
+    return unknown
+
+
+def _unread(config: CheckedConfig, inner: CheckedConfig, architecture: str) -> Iterator[tuple[str, Any]]:
+    """The path and the value of each field that was not read, is not known to be without a size, and looks like one."""
+    text = config.peek("text_config")
+    for name, value in inner.items():
+        path = inner.path + name
+        is_read = path in config.read
+        if name in ("rope_scaling", "rope_parameters"):
+            continue  # they say how positions are turned, and architectures.py reads what of them makes contexts longer
+        if is_read and isinstance(value, CheckedConfig):
+            yield from _unread(config, value, architecture)
+        elif is_read and isinstance(value, list) and value and isinstance(value[0], CheckedConfig):
+            for one in value:
+                yield from _unread(config, one, architecture)
+        elif architecture in _ASSUMED and name in _ASSUMED[architecture]:
+            if value != _ASSUMED[architecture][name]:
+                yield path, value
+        elif is_read or _is_passed_over(path, name, value, architecture) or not looks_like_size(name, value):
+            continue
+        elif inner is config and isinstance(text, CheckedConfig) and text.peek(name) == value:
+            continue  # what the decoder's own config says too
+        else:
+            yield path, value
+
+
+def _is_passed_over(path: str, name: str, value: Any, architecture: str) -> bool:
+    keys = config_keys()
+    if "quantization_config." in path:
+        return name in _OF_QUANTIZATION or name in _NAMES
+    if name in _NAMES or name in keys.generic or _ENDINGS.search(name):
+        return True
+    if {path, f"text_config.{path}"} & keys.no_weight_changes.get(architecture, frozenset()):
+        return True
+    if name == "attn_type_list":
+        return all(kind == 1 for kind in value)
+    return name == "layer_types" and all(kind == "full_attention" for kind in value)
+
+
+def looks_like_size(name: str, value: Any, *, depth: int = 0) -> bool:
+    """Whether a field may change a model's size: whole numbers but 0, lists, objects with such, and some by their name.
+
+    >>> looks_like_size("moe_latent_size", 1024), looks_like_size("hidden_act", "silu")
+    (True, False)
+    """
+    if isinstance(value, bool):
+        return value and _TELLING_TRUE.search(name) is not None
+    if isinstance(value, int):
+        return value != 0
+    if isinstance(value, float):
+        return (value > 1 and value.is_integer()) or (value != 0 and _TELLING_NUMBER.search(name) is not None)
+    if isinstance(value, str):
+        return _TELLING_TEXT.search(name) is not None
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0
+    if isinstance(value, Mapping):
+        return depth > 8 or any(looks_like_size(str(key), one, depth=depth + 1) for key, one in value.items())
+    return False
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
+    return text if len(text) <= 30 else f"{text[:27]}..."

@@ -1,0 +1,203 @@
+"""No size in a config is passed over: each key is read, known to change nothing, or refused by its name.
+
+config_key_effects.json has, for each architecture that transformers can build, its default config, its parameters, and
+the parameters after a change of each key. `python -m tests.support.config_keys` writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accuracy.memory_cases import load_cases, load_later_cases
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import ModelSpec, model_from_config, resolve
+from hpc_serve.plan.catalog import models
+from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
+from hpc_serve.plan.model.architectures import FAMILIES
+
+HERE = Path(__file__).parent
+MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
+PUBLISHED = json.loads((HERE / "published_counts.json").read_text())["models"]
+
+NOT_IN_TRANSFORMERS = {"DeciLMForCausalLM", "DeepseekForCausalLM"}
+
+BUFFERS = {"Glm4MoeForCausalLM": 3 * 128, "NemotronHForCausalLM": 8}
+"""Correction biases of routers: weights for vLLM and in the files, not parameters for transformers."""
+
+VLLM_DIFFERS = {
+    **dict.fromkeys(
+        [
+            ("Olmo2ForCausalLM", "attention_bias"),
+            ("Olmo3ForCausalLM", "attention_bias"),
+            ("Qwen3ForCausalLM", "attention_bias"),
+            ("Qwen3MoeForCausalLM", "attention_bias"),
+            ("Qwen3VLForConditionalGeneration", "text_config.attention_bias"),
+            ("Qwen3VLMoeForConditionalGeneration", "text_config.attention_bias"),
+        ],
+        "vLLM's output projection has no bias",
+    ),
+    ("Llama4ForConditionalGeneration", "text_config.tie_word_embeddings"): "the outer config's counts",
+    ("Llama4ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
+    ("Llama4ForConditionalGeneration", "vision_config.projector_input_dim"): "transformers ties two widths",
+    ("Llama4ForConditionalGeneration", "vision_config.projector_output_dim"): "transformers ties two widths",
+    ("NemotronHForCausalLM", "n_shared_experts"): "vLLM multiplies the shared expert's size by it",
+    ("NemotronHForCausalLM", "tie_word_embeddings"): "transformers does not tie them",
+    ("Glm4MoeForCausalLM", "first_k_dense_replace"): "correction biases",
+    ("Glm4MoeForCausalLM", "n_routed_experts"): "correction biases",
+    ("Glm4MoeForCausalLM", "num_hidden_layers"): "correction biases",
+    ("NemotronHForCausalLM", "n_routed_experts"): "correction biases",
+}
+
+
+def built(config: Any, **options: Any) -> ModelSpec:
+    return model_from_config(config, name="x", **options)
+
+
+def changed(config: Any, path: str, value: Any) -> dict[str, Any]:
+    """The config with another value at a dotted path."""
+    copied: dict[str, Any] = copy.deepcopy(dict(config))
+    *outer, last = path.split(".")
+    inner = copied
+    for key in outer:
+        inner = inner[key]
+    inner[last] = value
+    return copied
+
+
+def test_every_family_was_measured_or_is_not_in_transformers() -> None:
+    assert set(MEASURED) == set(FAMILIES) - NOT_IN_TRANSFORMERS
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_default_configs_of_transformers_are_known_and_counted_alike(name: str) -> None:
+    measured = MEASURED[name]
+    assert built(measured["config"]).parameters == measured["parameters"] + BUFFERS.get(name, 0)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_key_that_changes_transformers_model_changes_ours_alike_or_is_refused(name: str) -> None:
+    measured = MEASURED[name]
+    base, checked, refusals = built(measured["config"]), 0, {}
+    for path, (value, parameters, changes) in measured["effects"].items():
+        if parameters is None or (name, path) in VLLM_DIFFERS:
+            continue
+        try:
+            after = built(changed(measured["config"], path, value))
+        except InvalidRequestError as error:
+            refusals[path] = str(error)
+            continue
+        assert after.parameters - base.parameters == parameters - measured["parameters"], path
+        checked += changes
+    assert checked >= 4
+    # without a layer that has experts, nobody reads their sizes
+    assert "moe_intermediate_size" in refusals.pop("first_k_dense_replace", "moe_intermediate_size")
+    assert [path for path, error in refusals.items() if path.split(".")[-1] not in error] == []
+
+
+def test_published_configs_are_known_as_a_whole() -> None:
+    configs = [entry.config for entry in models().values()]
+    configs += [about["config"] for _, about in (*load_cases(), *load_later_cases()) if about.get("config")]
+    assert len(configs) >= 100
+    assert [built(config).unknown_keys for config in configs] == [()] * len(configs)
+
+
+@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])
+def test_counts_are_the_publishers(entry: dict[str, Any]) -> None:
+    model = model_from_config(entry["config"], name=entry["name"])
+    least, most = entry["parameters"]
+    assert least <= model.parameters <= most
+    least, most = entry.get("active", (0, model.parameters))
+    assert least <= model.active_parameters <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "says"),
+    [
+        ("8b", "moe_latent_size", 1024, r"moe_latent_size \(1024\)"),
+        ("8b", "widths", [1, 2], r"widths \(a list of 2\)"),
+        ("8b", "audio_config", {"hidden_size": 1280}, r"audio_config \(an object of 1 fields\)"),
+        ("8b", "num_experts", 8, r"num_experts \(8\)"),
+        ("8b", "ffn_scale", 4096.0, r"ffn_scale \(4096.0\)"),
+        ("8b", "use_post_norm", True, r"use_post_norm \(True\)"),
+        ("8b", "expand_ratio", 0.5, r"expand_ratio \(0.5\)"),
+        ("8b", "layer_pattern", "MLA", r"layer_pattern \(MLA\)"),
+        ("deepseek-ai/DeepSeek-V3", "layer_types", ["full_attention"] * 60 + ["linear_attention"], "layer_types"),
+        ("google/gemma-3-4b-it", "text_config.extra_layers", 2, r"text_config.extra_layers \(2\)"),
+        ("google/gemma-3-4b-it", "vision_config.extra_layers", 2, r"vision_config.extra_layers \(2\)"),
+        ("gpt-oss-20b", "attention_bias", False, r"attention_bias \(False\)"),
+        ("Qwen/Qwen3-32B-FP8", "quantization_config.rank", 32, r"quantization_config.rank \(32\)"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "mamba_heads", 8, r"mamba_heads \(8\)"),
+    ],
+)
+def test_a_size_that_nobody_reads_is_refused_by_its_name(name: str, path: str, value: Any, says: str) -> None:
+    config = resolve(name).config
+    with pytest.raises(InvalidRequestError, match=rf"{says}.*does not know.*--allow-unknown-config-keys"):
+        built(changed(config, path, value))
+    assert len(built(changed(config, path, value), allow_unknown_keys=True).unknown_keys) == 1
+
+
+def test_a_kind_of_layer_that_a_family_does_not_have_is_refused() -> None:
+    config = resolve("8b").config
+    with pytest.raises(InvalidRequestError, match="layer_types has 'linear_attention': use full_attention or sliding"):
+        built({**config, "layer_types": ["full_attention"] * 31 + ["linear_attention"]})
+
+
+def test_many_unknown_keys_are_counted() -> None:
+    config = {**resolve("8b").config, **{f"size_{number}": 64 for number in range(5)}}
+    with pytest.raises(InvalidRequestError, match=r"size_0 \(64\), size_1 \(64\), size_2 \(64\) and 2 more"):
+        built(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("eos_token_id", [1, 2]),
+        ("rope_theta", 500_000),
+        ("max_length", 20),
+        ("attention_dropout", 1),
+        ("use_cache", True),
+        ("hidden_act", "silu"),
+        ("new_size", 0),
+        ("new_sizes", []),
+        ("new_size", None),
+        ("use_new_norm", False),
+        ("layer_types", ["full_attention"] * 32),
+        ("id2label", {"0": "a"}),
+    ],
+)
+def test_what_changes_no_size_is_passed_over(key: str, value: Any) -> None:
+    config = resolve("8b").config
+    assert built({**config, key: value}) == built(config)
+
+
+def test_the_plan_tells_what_was_left_out() -> None:
+    config = {**resolve("8b").config, "moe_latent_size": 1024}
+    model = built(config, allow_unknown_keys=True)
+    found = FoundParts(model=model, cluster=cluster_named("h100-80gb"))
+    reasons = make_plan(PlanRequest(model="x", allow_unknown_config_keys=True), found).chosen.reasons
+    assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
+
+
+def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:
+    entry = next(entry for entry in PUBLISHED if "Nemotron-3-Super" in entry["name"])
+    config = {key: value for key, value in entry["config"].items() if key != "num_hidden_layers"}
+    pattern = config.pop("hybrid_override_pattern")
+    kinds = [{"M": "mamba", "E": "moe", "*": "attention"}[letter] for letter in pattern]
+    assert built({**config, "layers_block_type": kinds}) == built(entry["config"])
+    with pytest.raises(InvalidRequestError, match="name different layers"):
+        built({**entry["config"], "layers_block_type": kinds[1:]})
+    with pytest.raises(InvalidRequestError, match="layers_block_type has 'rwkv': use mamba"):
+        built({**config, "layers_block_type": ["rwkv"]})
+
+
+def test_an_architecture_that_is_not_known_is_the_cause_that_is_named() -> None:
+    """MiniMax-M3 and MiMo-V2 have a list in moe_layer_freq, which is no fault of theirs."""
+    config = {"architectures": ["MiMoV2FlashForCausalLM"], "moe_layer_freq": [0, 1, 1], "n_layer": 3}
+    with pytest.raises(InvalidRequestError, match="architecture MiMoV2FlashForCausalLM, which this planner does not"):
+        built(config)
