@@ -120,7 +120,14 @@ _JOB_OPTIONS = (
         "--replicas",
         type=int,
         metavar="N",
-        help="Jobs of the service, one array [default: as --target takes, or 1].",
+        help="Replicas of the service, a job each, one array [default: as --target takes, or 1].",
+    ),
+    click.option(
+        "--replicas-per-job",
+        type=int,
+        default=1,
+        metavar="K",
+        help="So many of them in each job: they divide its node's GPUs evenly [default: 1].",
     ),
     click.option(
         "--keep-up",
@@ -232,7 +239,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     model = model_of(options)
     as_they_are = (
         *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "replicas", "allow_unknown_config_keys"),
+        *("target", "input_tokens", "output_tokens", "replicas", "replicas_per_job", "allow_unknown_config_keys"),
     )
     return ServeRequest(
         model=model,

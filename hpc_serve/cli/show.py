@@ -145,22 +145,22 @@ def print_counts(statuses: Sequence[ReplicaStatus]) -> None:
 
 
 def status_json(status: ReplicaStatus) -> dict[str, Any]:
-    """A status under stable keys: the fields of ReplicaStatus but what it was derived from, `address` and `logs`."""
+    """A status under stable keys: ReplicaStatus but what it was derived from, and `name`, `address`, `logs`."""
     from hpc_serve.submit.log_files import files_of
 
     keys = dataclasses.asdict(dataclasses.replace(status, record=None, probe=None))
     for name in ("record", "record_age_s", "probe"):
         del keys[name]
-    return keys | {"address": status.address, "logs": [str(path) for path in files_of(status)]}
+    return keys | {"name": status.name, "address": status.address, "logs": [str(path) for path in files_of(status)]}
 
 
 def print_table(statuses: Sequence[ReplicaStatus]) -> None:
     """One line a replica, in the width of the terminal. On a narrow terminal the details go on a line below."""
     console = _Console()
-    in_columns = max(len(f"{status.service} {status.job_id} {status.state}") for status in statuses) + 8
+    in_columns = max(len(f"{status.service} {status.name} {status.state}") for status in statuses) + 8
     if console.width < in_columns + _LEAST_SUMMARY:
         for status in statuses:
-            name = f"{status.service} {status.job_id} "
+            name = f"{status.service} {status.name} "
             console.print(Text.assemble(name, (status.state, _COLOURS[status.state])), overflow="fold")
             console.print(Padding(Text(_state_detail(status), overflow="fold"), (0, 0, 0, 2)))
         return
@@ -170,7 +170,7 @@ def print_table(statuses: Sequence[ReplicaStatus]) -> None:
     table.add_column("")
     for status in statuses:
         state = Text(status.state, style=_COLOURS[status.state])
-        table.add_row(Text(status.service), Text(status.job_id), state, Text(_state_detail(status), overflow="fold"))
+        table.add_row(Text(status.service), Text(status.name), state, Text(_state_detail(status), overflow="fold"))
     console.print(table)
 
 
@@ -198,7 +198,7 @@ def print_details(status: ReplicaStatus) -> None:
         "exit code": "" if status.exit_code is None else str(status.exit_code),
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
-    heading = Text(f"{status.service}  job {status.job_id}", style=f"bold {_COLOURS[status.state]}")
+    heading = Text(f"{status.service}  job {status.name}", style=f"bold {_COLOURS[status.state]}")
     console.print(heading)
     for name, value in rows.items():
         if value:

@@ -20,7 +20,11 @@ def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> 
         "model": job.model,
         "cluster": job.cluster,
         "job_id": submission.job_id,
-        "replicas": [{"job_id": one.job_id, "log": one.log_path} for one in submission.jobs],
+        "replicas": [
+            {"name": name, "job_id": one.job_id, "log": one.log_path}
+            for one in submission.jobs
+            for name in one.replica_names
+        ],
         "script": job.script,
         "log": job.log_path,
         "num_nodes": plan.layout.num_nodes,
@@ -40,18 +44,19 @@ def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()
     machines = (
         f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
     )
-    count = len(submission.jobs)
-    each = f"{count} replicas, each " if count > 1 else ""
+    count, jobs = submission.num_replicas, len(submission.jobs)
+    per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
+    each = f"{count} replicas{per_job}, each " if count > 1 else ""
     lines = [
         f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
-        *([f"          … and those of {count - _LOGS_SHOWN} more"] if count > _LOGS_SHOWN else []),
+        *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
         f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
     if others:
-        there = ", ".join(f"job {other.job_id} ({other.state})" for other in others)
+        there = ", ".join(f"job {other.name} ({other.state})" for other in others)
         lines += [
             f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
             f"          if that is too many: hpc-serve stop {submission.job_id}",

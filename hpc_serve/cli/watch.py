@@ -94,14 +94,14 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
         click.echo(_which_is_shown(status, others), err=True)
 
     def find_files() -> list[Path]:
-        of_node = f"{status.job_id}-node{node}.log"
+        of_node = f"{status.name}-node{node}.log"
         return [path for path in log_files.files_of(status) if node is None or path.name == of_node]
 
     found = find_files()
     if not found and not follow:
         of_which = "" if node is None else f" of node {node}"
         raise click.ClickException(
-            f"{status.service} (job {status.job_id}, {status.sentence}) has no logs{of_which} that this host can see; "
+            f"{status.service} (job {status.name}, {status.sentence}) has no logs{of_which} that this host can see; "
             f"they would be {' and '.join(log_files.places_of(status))}."
         )
     if files:
@@ -115,7 +115,11 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 @click.command("stop")
 @click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1)
 @click.option(
-    "--replica", "replicas", metavar="JOB[_TASK]", multiple=True, help="This job alone, of the services named."
+    "--replica",
+    "replicas",
+    metavar="JOB[_TASK][-K]",
+    multiple=True,
+    help="This one alone, of the services named; K is its number in a job of several.",
 )
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
 @click.option(
@@ -137,16 +141,16 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
         raise click.UsageError("Name a service or a job, or --replica JOB.")
     store = _store()
     for target in targets or replicas:
-        found = [status for status in find(store, target) if not replicas or status.job_id in replicas]
+        found = [status for status in find(store, target) if not replicas or status.name in replicas]
         if not found:
             raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
         for status in live:
-            click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
+            click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
         for status in stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain):
-            click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
+            click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
 
 
 @click.command("scale")
@@ -164,13 +168,13 @@ def scale_command(service: str, replicas: int, drain: float) -> None:
     from hpc_serve.submit.scale import scale
 
     def say(status: ReplicaStatus) -> None:
-        click.echo(f"Stopping {status.service} (job {status.job_id}), which is {status.state} ...")
+        click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
 
     done = scale(_store(), service, replicas, drain_s=drain, on_stop=say)
     for job in done.added:
         click.echo(f"{service}: submitted as job {job.job_id}")
     for status in done.ended:
-        click.echo(f"{status.service} (job {status.job_id}) is over: {status.sentence}")
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
     change = "as before" if done.before == replicas else f"it had {done.before}"
     click.echo(f"{service} has {replicas} replica{'s' if replicas > 1 else ''}, {change}.")
 
@@ -189,9 +193,9 @@ def _latest(statuses: Sequence[ReplicaStatus], within_s: float) -> Iterator[Repl
 
 
 def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:
-    latest = ", ".join(f"{one.job_id} ({one.state})" for one in list(reversed(others))[:3])
+    latest = ", ".join(f"{one.name} ({one.state})" for one in list(reversed(others))[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    shown = f"These are the logs of job {status.job_id}, which is {status.state}."
+    shown = f"These are the logs of job {status.name}, which is {status.state}."
     return f"{shown} {status.service} also has {latest}{more}: hpc-serve logs JOB"
 
 

@@ -17,11 +17,11 @@ def summary(status: ServiceStatus) -> str:
         return "ready" if count == 1 else f"ready ({count} replicas)"
     for state in _MOST_HOPEFUL_FIRST:
         if matching := [replica for replica in status.replicas if replica.state == state]:
-            return f"{matching[-1].sentence} (job {matching[-1].job_id})"
+            return f"{matching[-1].sentence} (job {matching[-1].name})"
     if not status.replicas:
         return "nothing was ever published"
     last = max(status.replicas, key=lambda replica: replica.updated_at or 0.0)
-    return f"{last.sentence} (job {last.job_id})"
+    return f"{last.sentence} (job {last.name})"
 
 
 def listing(services: Sequence[ServiceStatus]) -> str:

@@ -30,7 +30,7 @@ def known_replicas(status: ServiceStatus, pool: ReplicaPool) -> tuple[Replica, .
 
 def _shown(status: ReplicaStatus, pool: ReplicaPool) -> Replica:
     if status.record is None:
-        return Replica(name=status.job_id, state=status.state, reason=status.detail)
+        return Replica(name=status.name, state=status.state, reason=status.detail)
     state, reason = status.state, status.detail
     if status.record.name in pool:
         state, reason = "ready", ""

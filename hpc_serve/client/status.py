@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
@@ -26,10 +27,11 @@ ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours",
 _TAKEN_FROM_RECORD = (
     *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
     *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
-    *("state_since", "engine_restarts", "failed_part", "exit_code", "last_log_lines", "measured"),
+    *("state_since", "engine_restarts", "replicas_per_job", "failed_part", "exit_code", "last_log_lines", "measured"),
 )
 _TAKEN_FROM_SUBMITTED = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
+    "replicas_per_job",
 )
 
 
@@ -53,7 +55,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
-    """One replica of a service, or its job while it has published no record.
+    """One replica of a service, or its job while it has published no record. `replica` counts those of the job from 0.
 
     `reason` is a sentence for people. `record` and `probe` are what the state was derived from; `record` is None when
     the job has published none in its present run. `record_age_s` is how long the record has not been renewed.
@@ -79,6 +81,7 @@ class ReplicaStatus:
     pipeline_parallel_size: int | None = None
     restart: int = 0
     replica: int = 0
+    replicas_per_job: int = 1
     submitted_at: float | None = None
     started_at: float | None = None
     updated_at: float | None = None
@@ -99,6 +102,11 @@ class ReplicaStatus:
     record: EndpointRecord | None = None
     record_age_s: float = 0.0
     probe: ProbeResult | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call it: its job's id, and its number in a job of several replicas."""
+        return replica_name(self.job_id, self.replica, self.replicas_per_job)
 
     @property
     def is_over(self) -> bool:
@@ -219,10 +227,11 @@ def assess_replica(
     return replace(status, state=record.state if is_as_written else "starting")
 
 
-def assess_submitted(job: SubmittedJob) -> ReplicaStatus:
-    """How a job is that has published no record: pending, or ended as it is written down."""
+def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
+    """How a replica of a job is that has published no record: pending, or ended as it is written down."""
     status = ReplicaStatus(
         **{name: getattr(job, name) for name in _TAKEN_FROM_SUBMITTED},
+        replica=replica,
         state="pending",
         reason="it has not started, or its record cannot be seen yet",
         log_dir=str(Path(job.log_path).parent) if job.log_path else "",

@@ -17,6 +17,7 @@ from hpc_serve.job.node import LaunchOptions
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.restarts import DEFAULT_RESTARTS
+from hpc_serve.job.share import Share
 
 _log = logging.getLogger("hpc_serve.job")
 
@@ -25,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.job", description=__doc__)
     parser.add_argument("--service", required=True, help="name under which clients find it")
     parser.add_argument("--backend", choices=("auto", "ray", "mp"), default="auto")
+    parser.add_argument("--replica", default="0/1", metavar="K/N", help="which of the replicas of the job, from 0")
     devices = parser.add_mutually_exclusive_group(required=True)
     devices.add_argument("--gpus-per-node", type=int, metavar="N", help="0: the engine runs on CPUs")
     devices.add_argument("--tpus-per-node", type=int, metavar="N", help="chips of each host")
@@ -42,7 +44,8 @@ def main() -> int:
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     allocation = None
     try:
-        allocation = read_allocation(os.environ)
+        share = Share.from_text(arguments.replica)
+        allocation = read_allocation(os.environ, share)
         options = LaunchOptions(
             service=arguments.service,
             backend=arguments.backend,
@@ -56,7 +59,9 @@ def main() -> int:
             hang_s=_seconds("HPC_SERVE_HANG_S", 60),
             engine_restarts=arguments.engine_restarts,
         )
-        return launch(options, words, allocation, dict(os.environ))
+        environ = share.narrow_devices(os.environ, needed=options.gpus_per_node if options.device == "GPU" else 0)
+        share.take_cores()
+        return launch(options, words, allocation, environ)
     except HpcServeError as error:
         _log.error("%s", error)
         if allocation is not None and allocation.is_head:

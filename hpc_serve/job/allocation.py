@@ -1,7 +1,7 @@
 """What the scheduler gave this node: its rank, the number of nodes, and the CPUs, GPUs and memory it may use.
 
-It is read once from the environment. Only this module knows Slurm's variables inside a job. A local run has one node
-and takes its limits from the machine.
+It is read once from the environment. Of several replicas in one job each has an equal part (`share`). Only this module
+knows Slurm's variables inside a job. A local run has one node and takes its limits from the machine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.share import Share
+from hpc_serve.rendezvous.names import run_name
 from hpc_serve.sizes import MIB
+
+_ALL = Share()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One node's share of a job. `num_gpus` and `memory_bytes` are None where the scheduler does not say."""
+    """One node's share of a job, of which this replica has `share`.
+
+    CPUs, GPUs and memory are those of the replica. `num_gpus` and `memory_bytes` are None where the scheduler does not
+    say.
+    """
 
     cluster: str
     job_id: str
@@ -29,6 +37,7 @@ class Allocation:
     num_cpus: int
     num_gpus: int | None
     memory_bytes: int | None
+    share: Share = _ALL
 
     @property
     def is_head(self) -> bool:
@@ -36,14 +45,23 @@ class Allocation:
 
     @property
     def run_name(self) -> str:
-        """The name of this run of the job. A requeued job runs again under the same id."""
-        return f"{self.job_id}-r{self.restart}"
+        """The name of this replica's run of the job. A requeued job runs again under the same id."""
+        return run_name(self.job_id, self.restart, self.share.index)
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """This node's allocation. Raises InvalidRequestError outside a Slurm job and a local run."""
-    if environ.get("HPC_SERVE_CLUSTER") == "local":
-        return _local(environ)
+def read_allocation(environ: Mapping[str, str], share: Share = _ALL) -> Allocation:
+    """What a replica has of this node. Raises InvalidRequestError outside a Slurm job and a local run."""
+    node = _local(environ) if environ.get("HPC_SERVE_CLUSTER") == "local" else _slurm(environ)
+    return replace(
+        node,
+        share=share,
+        num_cpus=max(1, node.num_cpus // share.count),
+        num_gpus=None if node.num_gpus is None else node.num_gpus // share.count,
+        memory_bytes=None if node.memory_bytes is None else node.memory_bytes // share.count,
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Allocation:
     if "SLURM_JOB_ID" not in environ:
         raise InvalidRequestError(
             "This program runs inside a job: submit a script (hpc-serve submit, or sbatch), "

@@ -109,8 +109,10 @@ class Node:
         """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
         given = self.allocation.num_gpus
         if self.options.device == "GPU" and given is not None and given < self.options.gpus_per_node:
+            replicas = self.allocation.share.count
+            whose = "of this job" if replicas == 1 else f"for each of the {replicas} replicas of this job"
             raise DoesNotFitError(
-                f"{self.allocation.node_name} has {given} GPUs of this job, the launcher was told "
+                f"{self.allocation.node_name} has {given} GPUs {whose}, the launcher was told "
                 f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
             )
 
@@ -194,7 +196,9 @@ class Node:
             advice="The engine runs the compiled code that it finds there: set it to a folder of your own, below "
             "folders that only you and root can write to, or leave it unset.",
         )
-        return Path(named)
+        share = self.allocation.share
+        # vLLM's cache is not made for several engines that fill it at once.
+        return Path(named) if share.count == 1 else Path(named) / f"replica-{share.index}"
 
 
 def ray_dir(node_dir: str) -> str:

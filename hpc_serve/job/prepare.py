@@ -23,6 +23,7 @@ from hpc_serve.job.network import HeadPorts, node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
+from hpc_serve.job.share import Share
 from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.ownership import require
@@ -37,11 +38,12 @@ _MAX_RAY_DIR_LENGTH = 43
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.job.prepare", description=__doc__)
     parser.add_argument("--service", required=True)
+    parser.add_argument("--replica", default="0/1", metavar="K/N", help="which of the replicas of the job")
     options = parser.parse_args(argv)
     set_up_logging(sys.stderr)
     allocation = None
     try:
-        allocation = read_allocation(os.environ)
+        allocation = read_allocation(os.environ, Share.from_text(options.replica))
         exports = prepare(options.service, allocation, os.environ)
     except HpcServeError as error:
         _log.error("%s", error)
@@ -64,13 +66,14 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     else:
         address = node_address(interface=environ.get("HPC_SERVE_INTERFACE"), towards=None)
     remove_old_run_dirs(store)
-    drain_request = drain_file(store, service, job_id=allocation.job_id, restart=allocation.restart, replica=0)
+    job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
+    drain_request = drain_file(store, service, job_id=job_id, restart=restart, replica=replica)
     forget_drain_request(drain_request)  # a job on this machine may have the pid of one before
     ports = HeadPorts.choose()
     run_dir = make_run_dir(store.home, allocation)  # the last step that can fail: it leaves a secret
     return {
         "HPC_SERVE_HOME": str(store.home),
-        "HPC_SERVE_JOB_ID": allocation.job_id,
+        "HPC_SERVE_JOB_ID": job_id,
         "HPC_SERVE_JOB_DIR": str(run_dir),
         "HPC_SERVE_LOG_DIR": str(log_dir),
         "HPC_SERVE_NODE_TMP": node_dir_name,

@@ -46,7 +46,8 @@ def ray_start_options(
     allocation: Allocation, *, address: str, temp_dir: str, device: Device, num_devices: int
 ) -> RayStartOptions:
     """Options for this node. Ray gets the CPUs, memory and devices of the job, not those of the machine."""
-    memory = allocation.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = allocation.memory_bytes or machine // allocation.share.count
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
     return RayStartOptions(
         address=address,

@@ -80,6 +80,8 @@ def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]
         cluster=allocation.cluster,
         job_id=allocation.job_id,
         restart=allocation.restart,
+        replica=allocation.share.index,
+        replicas_per_job=allocation.share.count,
         user=user_name(),
         hosts=(),
         port=0,

@@ -16,10 +16,11 @@ from pathlib import Path
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.rendezvous.files import create_private, make_private_folder
+from hpc_serve.rendezvous.names import run_name
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
-_NAME = re.compile(r"(?P<run>.+-r\d+)-[0-9a-f]{8}")
+_NAME = re.compile(r"(?P<run>.+-r\d+(?:-\d+)?)-[0-9a-f]{8}")
 
 
 def make_run_dir(home: Path, allocation: Allocation) -> Path:
@@ -51,7 +52,7 @@ def remove_old_run_dirs(store: ServiceStore) -> None:
         now = time.time()
         old = [path for path in (store.home / "jobs").iterdir() if now - path.stat().st_mtime > ABANDONED_AFTER_S]
         records = [record for name in store.services() for record in store.read(name).records] if old else []
-        by_run = {f"{record.job_id}-r{record.restart}": record for record in records}
+        by_run = {run_name(record.job_id, record.restart, record.replica): record for record in records}
         for path in old:
             match = _NAME.fullmatch(path.name)
             record = by_run.get(match["run"]) if match else None

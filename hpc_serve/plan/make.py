@@ -28,6 +28,7 @@ class PlanRequest:
     """What a person asked of a plan, in their own words. None: the plan decides, or there is a default.
 
     `gpu` names what the nodes have, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of one.
+    `engines_per_node` engines divide one node, and each uses all of its part where no size of the layout is asked for.
     `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request. With
     `allow_unknown_config_keys` a config may have sizes that the planner does not know.
     """
@@ -37,6 +38,7 @@ class PlanRequest:
     gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
+    engines_per_node: int = 1
     engine: EngineConfig = field(default_factory=EngineConfig)
     workload: Workload = field(default_factory=Workload)
     target: str | None = None

@@ -68,6 +68,24 @@ def record_file_name(job_id: str, restart: int, replica: int) -> str:
     return f"{validate_job_id(job_id)}-r{restart}-{replica}.json"
 
 
+def run_name(job_id: str, restart: int, replica: int) -> str:
+    """The name of one replica's run of a job; the first replica's is that of a job with one replica.
+
+    >>> run_name("123_4", 1, 0), run_name("123_4", 1, 2)
+    ('123_4-r1', '123_4-r1-2')
+    """
+    return f"{job_id}-r{restart}" + (f"-{replica}" if replica else "")
+
+
+def replica_name(job_id: str, replica: int, replicas_per_job: int) -> str:
+    """What people call a replica: its job's id, and its number in a job of several.
+
+    >>> replica_name("123_4", 0, 1), replica_name("123_4", 2, 4)
+    ('123_4', '123_4-2')
+    """
+    return job_id if replicas_per_job == 1 else f"{job_id}-{replica}"
+
+
 def drain_file_name(job_id: str, restart: int, replica: int) -> str:
     """The file in which that replica is asked to drain.
 

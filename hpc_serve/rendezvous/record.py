@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
-from hpc_serve.rendezvous.names import record_file_name, validate_job_id
+from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
 
 VERSION = 1
 
@@ -50,6 +50,7 @@ class EndpointRecord:
     started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
     failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
+    `replica` counts the `replicas_per_job` replicas of its job from 0.
     """
 
     service: str
@@ -86,6 +87,7 @@ class EndpointRecord:
     host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
     state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
     engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
+    replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
@@ -146,12 +148,20 @@ class SubmittedJob:
     host: str | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     end: JobEnd | None = field(default=None, metadata=MAY_BE_MISSING)
+    replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
     def name(self) -> str:
         """The file name below `submitted/`. Raises InvalidRequestError when the job id cannot be one."""
         return f"{validate_job_id(self.job_id)}.json"
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """What people call its replicas."""
+        return tuple(
+            replica_name(self.job_id, replica, self.replicas_per_job) for replica in range(self.replicas_per_job)
+        )
 
     def to_json(self) -> str:
         """The job as one JSON object, with every field."""

@@ -1,4 +1,4 @@
-"""Which job's logs a person means by a service's name, and whether that job is over. log_files.py reads the files."""
+"""Whose logs a person means by a service's name, and whether that replica is over. log_files.py reads the files."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.status_reader import find, read_status
+from hpc_serve.submit.status_reader import find, is_same_replica, read_status
 
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than files are read
 
 
 def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tuple[ReplicaStatus, list[ReplicaStatus]]:
-    """The job whose logs are shown for `target`, a service or a job; and the other jobs of that service.
+    """The replica whose logs are shown for `target`, a service, a job or a replica; and the other ones.
 
     Of a service: a job that is ready, else one that runs, else the last that ended, else one that waits. A job that
     waits has no logs yet, so it comes before those that ended only `to_follow` its logs. Raises ServiceNotFoundError.
     """
     found = find(store, target)
     status = max(reversed(found), key=lambda one: _rank(one, to_follow))
-    others = [one for one in found if one.job_id != status.job_id]
+    others = [one for one in found if one.name != status.name]
     return _with_batch_log(status), others
 
 
@@ -41,7 +41,7 @@ def _with_batch_log(status: ReplicaStatus) -> ReplicaStatus:
 
 
 def end_of(store: ServiceStore, status: ReplicaStatus) -> Callable[[], bool]:
-    """A function that says whether that job is over. It may be called often: Slurm is asked seldom."""
+    """A function that says whether that replica is over. It may be called often: Slurm is asked seldom."""
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     asked_s, over = -math.inf, False
 
@@ -49,7 +49,7 @@ def end_of(store: ServiceStore, status: ReplicaStatus) -> Callable[[], bool]:
         nonlocal asked_s, over
         if not over and time.monotonic() - asked_s > _SCHEDULER_S:
             found = read_status(store, status.service, slurm=slurm).replicas
-            over = all(one.is_over for one in found if one.job_id == status.job_id)
+            over = all(one.is_over for one in found if is_same_replica(one, status))
             asked_s = time.monotonic()
         return over
 

@@ -24,7 +24,7 @@ _ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEM
 # What is known of a replica apart from any single run of its job.
 _KEPT_FOR_NEXT_RUN = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
-    *("log_dir", "batch_log", "scheduler_state", "time_left"),
+    *("replica", "replicas_per_job", "log_dir", "batch_log", "scheduler_state", "time_left"),
 )
 
 

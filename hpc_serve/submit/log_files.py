@@ -18,16 +18,18 @@ _POLL_S = 0.5
 _CHUNK_BYTES = 64 * 1024
 
 
-def log_files(job_id: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
-    """The files of a job that exist: the batch script's first, then each node's launcher in order."""
-    nodes = sorted(log_dir.glob(f"{job_id}-node*.log"), key=lambda path: (len(path.name), path.name))
-    batch = batch_log or log_dir / f"{job_id}.log"
+def log_files(name: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
+    """The files of a replica that exist: the batch script's first, then each node's launcher in order."""
+    nodes = sorted(log_dir.glob(f"{name}-node*.log"), key=lambda path: (len(path.name), path.name))
+    batch = batch_log or log_dir / f"{name}.log"
     return [path for path in (batch, *nodes) if path.exists()]
 
 
 def files_of(status: ReplicaStatus) -> list[Path]:
-    """The log files of a replica's job that exist now."""
-    return log_files(status.job_id, Path(status.log_dir), Path(status.batch_log) if status.batch_log else None)
+    """The log files of a replica and of its job's script that exist now."""
+    log_dir = Path(status.log_dir)
+    batch_log = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
+    return log_files(status.name, log_dir, batch_log)
 
 
 def places_of(status: ReplicaStatus) -> tuple[str, ...]:

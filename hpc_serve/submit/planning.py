@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub import find_spec
-from hpc_serve.plan.choice.planner import ServePlan
+from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.engine import EngineConfig, Workload
-from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.submit.request import ServeRequest
 
@@ -30,7 +30,12 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
         )
     both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
-    return plan_for(asked, stand_in=stand_in if both_sizes else None).chosen
+    try:
+        return plan_for(asked, stand_in=stand_in if both_sizes else None).chosen
+    except NoLayoutError as error:
+        if (per_job := request.replicas_per_job) > 1:
+            error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error}",)
+        raise
 
 
 def _plan_request(request: ServeRequest) -> PlanRequest:
@@ -47,6 +52,7 @@ def _plan_request(request: ServeRequest) -> PlanRequest:
         gpu_memory_bytes=request.gpu_memory_bytes,
         num_nodes=request.num_nodes,
         gpus_per_node=request.gpus_per_node,
+        engines_per_node=request.replicas_per_job,
         workload=Workload(max_model_len=engine.pop("max_model_len"), concurrency=request.concurrency),
         engine=EngineConfig(**engine),
         target=request.target,
@@ -75,6 +81,9 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         num_nodes=asked.num_nodes,
         gpus_per_node=asked.gpus_per_node,
     )
+    if asked.engines_per_node > 1:
+        has_sizes = bool(engine.tensor_parallel_size or engine.pipeline_parallel_size)
+        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not has_sizes)
     names = found.served_model_names
     parts = FoundParts(model=model, cluster=cluster, served_model_names=names, note=found.note, warning=found.warning)
     return make_plan(asked, parts)

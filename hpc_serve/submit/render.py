@@ -19,6 +19,7 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
+from hpc_serve.submit.replicas import jobs_of, replicas_of
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
@@ -39,7 +40,14 @@ _Checked = Markup
 
 
 def _shell_word(value: object) -> Markup:
-    return value if isinstance(value, Markup) else Markup(shlex.quote(str(value)))
+    return value if isinstance(value, Markup) else Markup(_quote(str(value)))
+
+
+def _quote(word: str) -> str:
+    """`word` quoted for bash, on one line, so that a template may indent what holds it."""
+    if "\n" not in word:
+        return shlex.quote(word)
+    return "$'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
@@ -68,7 +76,7 @@ def _template_environment(site_templates: str | None) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=True,
     )
-    environment.filters["words"] = lambda words: Markup(shlex.join(map(str, words)))
+    environment.filters["words"] = lambda words: Markup(" ".join(_quote(str(word)) for word in words))
     return environment
 
 
@@ -88,6 +96,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
         "in_environment": _Checked(_container_prefix(request.environment, device)),
         "service": request.service,
+        **_replicas(request.replicas_per_job),
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
         "keeper_options": _keeper_options(request, plan),
         "backend": request.backend,
@@ -98,6 +107,18 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "served_model_names": served_model_names(request, plan),
         "rendered_by": _comment(shlex.join(render_argv(request))),
         "engine_options": _engine_options(request, plan),
+    }
+
+
+def _replicas(per_job: int) -> dict[str, Any]:
+    """The words that tell the replicas of one job apart; `$replica` is the number of the one that a shell runs."""
+    several = per_job > 1
+    return {
+        "replicas_per_job": per_job,
+        "indices": _Checked(" ".join(map(str, range(per_job)))),
+        "which_replica": _Checked(f' --replica "$replica/{per_job}"' if several else ""),
+        "of_replica": _Checked(" of replica $replica" if several else ""),
+        "run_log": _Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
     }
 
 
@@ -112,13 +133,8 @@ def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
     return ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
 
 
-def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
-    """How many jobs are submitted: as many as are asked for, else as the plan takes; on this machine one."""
-    return request.replicas or (plan.replicas if request.cluster == "slurm" else 1)
-
-
 def devices_per_node(plan: ServePlan) -> int:
-    """GPUs, or chips, of each node that the engine's ranks take; 0 where they run on CPUs."""
+    """GPUs, or chips, of each node that the ranks of one engine take; 0 where they run on CPUs."""
     return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
 
 
@@ -140,22 +156,22 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout, device = request.slurm, plan.layout, plan.accelerator
-    replicas = replicas_of(request, plan)
+    jobs, gpus = jobs_of(request, plan), layout.gpus_per_node * request.replicas_per_job
     whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
     completed = replace(
         slurm,
-        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan)),
-        mem=slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan)}G"),
+        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
+        mem=slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan, gpus)}G"),
     )
     return [
         f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
         *completed.lines("where"),
         f"--nodes={layout.num_nodes}",
         "--ntasks-per-node=1",
-        *([_gpu_line(slurm, layout.gpus_per_node)] if device.kind == "gpu" else []),
+        *([_gpu_line(slurm, gpus)] if device.kind == "gpu" else []),
         *completed.lines("share"),
-        *(array_options(replicas) if replicas > 1 else []),
-        batch_log_option(request.log_dir, is_array=replicas > 1),
+        *(array_options(jobs) if jobs > 1 else []),
+        batch_log_option(request.log_dir, is_array=jobs > 1),
         *(["--exclusive"] if whole_nodes else []),
         "--open-mode=append",
         *slurm.extra,
@@ -168,18 +184,18 @@ def _gpu_line(slurm: SlurmOptions, count: int) -> str:
     return f"--gres=gpu:{gpus}" if slurm.gpu_directive == "gres" else f"--{slurm.gpu_directive}={gpus}"
 
 
-def _cpus(plan: ServePlan) -> int:
+def _cpus(plan: ServePlan, gpus: int) -> int:
     if plan.accelerator.kind == "cpu":
         raise InvalidRequestError(
             "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
         )
-    return _CPUS_PER_GPU * plan.layout.gpus_per_node
+    return _CPUS_PER_GPU * gpus
 
 
-def _mem_gib(plan: ServePlan) -> int:
+def _mem_gib(plan: ServePlan, gpus: int) -> int:
     if plan.accelerator.kind == "cpu":  # the plan has divided the job's memory among sockets
-        return -(-plan.layout.gpus_per_node * plan.accelerator.total_bytes // GIB)
-    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * plan.layout.gpus_per_node
+        return -(-gpus * plan.accelerator.total_bytes // GIB)
+    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * gpus
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:
@@ -193,6 +209,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     named = {
         "--name": request.service if request.service != request.model else None,
         "--replicas": request.replicas,
+        "--replicas-per-job": request.replicas_per_job if request.replicas_per_job > 1 else None,
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
         "--gpu": request.gpu if request.gpu != DEFAULT_GPU else None,
@@ -230,6 +247,10 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
     sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
     replicas = replicas_of(request, plan)
     each = f"{replicas} replicas, each on " if replicas > 1 else ""
+    if request.replicas_per_job > 1:
+        each += f"1/{request.replicas_per_job} of "
+        gpus = f" x {layout.gpus_per_node * request.replicas_per_job} GPUs" if plan.accelerator.kind == "gpu" else ""
+        where = f"1 node{gpus} ({request.gpu})"
     return f'{plan.model} as "{request.service}": {each}{where}, {sizes}'
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
+from hpc_serve.submit.replicas import check_replicas
 from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
@@ -24,6 +25,7 @@ GpuDirective = Literal["gpus-per-node", "gres"]
 
 _COUNTS = (
     "replicas",
+    "replicas_per_job",
     "num_nodes",
     "gpus_per_node",
     "tensor_parallel_size",
@@ -208,7 +210,8 @@ def variable_of(setting: str) -> str:
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
-    `replicas` are jobs of the service, tasks of one array, each with `num_nodes` and `gpus_per_node` of its own.
+    `replicas` are dealt to jobs, tasks of one array, each with `num_nodes` and `gpus_per_node` of its own, which the
+    `replicas_per_job` replicas of a job divide.
     `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
@@ -222,6 +225,7 @@ class ServeRequest:
     model: str
     service: str
     replicas: int | None = None
+    replicas_per_job: int = 1
     gpu: str = DEFAULT_GPU
     gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
@@ -274,12 +278,7 @@ class ServeRequest:
             raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
         _check_choice("backend", self.backend, Backend)
         _check_choice("cluster", self.cluster, Cluster)
-        for name, count in (("nodes", self.num_nodes), ("replicas", self.replicas)):
-            if self.cluster == "local" and (count or 1) > 1:
-                raise InvalidRequestError(
-                    f"--cluster local runs on this machine alone, but {count} {name} were asked for; "
-                    f"leave --{name} out, or use --cluster slurm."
-                )
+        check_replicas(self)
         if self.keep_up:
             self._check_keep_up()
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)

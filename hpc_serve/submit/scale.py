@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpc_serve.client.status import ReplicaStatus
@@ -36,10 +36,10 @@ def scale(
     on_stop: Callable[[ReplicaStatus], None] = lambda status: None,
 ) -> Scaled:
     """Bring the service to so many replicas that wait, start or serve; those that drain count no more, and those that
-    take over from one that lives count not yet. They end with it.
+    take over from one that lives count not yet. They end with it. Replicas that share a job come and end together.
 
     `on_stop` is told of each replica before it ends. Raises ServiceNotFoundError, and what `add_replicas` and `stop`
-    raise; InvalidRequestError for a number below one.
+    raise; InvalidRequestError for a number below one, or one that whole jobs do not give.
     """
     if replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
@@ -47,9 +47,41 @@ def scale(
         status for status in find(store, service) if not status.is_over and status.state != "draining"
     )
     if replicas > len(live):
-        return Scaled(before=len(live), added=add_replicas(store, service, replicas - len(live)))
+        jobs = _jobs_of(replicas - len(live), store, service, now=len(live))
+        return Scaled(before=len(live), added=add_replicas(store, service, jobs))
     newest_first = live[::-1]
-    spared = sorted(newest_first, key=lambda status: _SPARED_FIRST.index(status.state))[: len(live) - replicas]
+    by_use = sorted(newest_first, key=lambda status: _SPARED_FIRST.index(status.state))
+    spared = _whole_jobs(by_use, len(live) - replicas, service)
     for status in spared:
         on_stop(status)
     return Scaled(before=len(live), ended=stop(store, spared, drain_s=drain_s) if spared else ())
+
+
+def _jobs_of(replicas: int, store: ServiceStore, service: str, *, now: int) -> int:
+    """How many jobs so many more replicas are. Raises InvalidRequestError where they are no whole jobs."""
+    last = max(store.read_submitted(service), key=lambda job: job.submitted_at, default=None)
+    per_job = last.replicas_per_job if last is not None else 1
+    if replicas % per_job:
+        below = now + replicas - replicas % per_job
+        raise InvalidRequestError(
+            f"{service} has {now} replicas, and a job of it has {per_job}: it can have {below + per_job}"
+            + (f", or {below}." if below > now else ".")
+        )
+    return replicas // per_job
+
+
+def _whole_jobs(by_use: Sequence[ReplicaStatus], count: int, service: str) -> list[ReplicaStatus]:
+    """So many of the replicas, the first ones as far as that is possible, that no job keeps some of its own and loses
+    others. Raises InvalidRequestError where there are no such jobs."""
+    spared: list[ReplicaStatus] = []
+    for job_id in dict.fromkeys(status.job_id for status in by_use):
+        of_job = [status for status in by_use if status.job_id == job_id]
+        if len(spared) + len(of_job) <= count:
+            spared += of_job
+    if len(spared) < count:
+        name = by_use[0].name
+        raise InvalidRequestError(
+            f"{service} cannot lose {count} of its {len(by_use)} replicas in whole jobs, {len(spared)} at most; "
+            f"`hpc-serve stop {name}` ends one of a job, and its GPUs stay with the job."
+        )
+    return spared

@@ -26,7 +26,8 @@ from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
-from hpc_serve.submit.render import devices_per_node, render_script, replicas_of
+from hpc_serve.submit.render import devices_per_node, render_script
+from hpc_serve.submit.replicas import jobs_of
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option
@@ -36,7 +37,7 @@ from hpc_serve.submit.stop import end_job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What was handed over: a job for each replica, and their plan. `job_id` is sbatch's, of all of them together."""
+    """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together."""
 
     job_id: str
     jobs: tuple[SubmittedJob, ...]
@@ -46,6 +47,11 @@ class Submission:
     def job(self) -> SubmittedJob:
         """The first replica's."""
         return self.jobs[0]
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all jobs."""
+        return sum(job.replicas_per_job for job in self.jobs)
 
 
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
@@ -68,13 +74,13 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
         if request.cluster == "local":
             job_id, jobs = _start_locally(store, job, script, log_dir)
         else:
-            job_id, jobs = _submit_to_slurm(store, job, script, log_dir, replicas=replicas_of(request, plan))
+            job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
     return Submission(job_id=job_id, jobs=jobs, plan=plan)
 
 
 def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:
     """Submit `count` more jobs of a service, with the script and the log folder of the last one that was submitted, or
-    of the job `like`.
+    of the job `like`. Each has as many replicas as that one.
 
     Raises HpcServeError of every kind; InvalidRequestError if there is no script of `submit`.
     """
@@ -87,7 +93,7 @@ def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | N
         )
     with _claimed(store, service, last.model):
         script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
-        return _submit_to_slurm(store, last, script, log_dir, replicas=count, anew=True)[1]
+        return _submit_to_slurm(store, last, script, log_dir, count=count, anew=True)[1]
 
 
 @contextlib.contextmanager
@@ -127,6 +133,7 @@ def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
         user=user_name(),
         num_nodes=plan.layout.num_nodes,
         gpus_per_node=devices_per_node(plan),
+        replicas_per_job=request.replicas_per_job,
         predicted=_figures(plan),
     )
 
@@ -149,18 +156,18 @@ def _start_locally(
 
 
 def _submit_to_slurm(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, *, replicas: int, anew: bool = False
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, *, count: int, anew: bool = False
 ) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Hand the script to sbatch, once for all replicas; returns sbatch's id and the job of each.
+    """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
 
     A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
     """
     from hpc_serve.submit import executor
 
-    options = [*array_options(replicas), batch_log_option(log_dir, is_array=True)] if anew else []
+    options = [*array_options(count), batch_log_option(log_dir, is_array=True)] if anew else []
     done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
-    is_array = anew or replicas > 1
-    job_ids = [f"{done.job_id}_{task}" for task in range(replicas)] if is_array else [done.job_id]
+    is_array = anew or count > 1
+    job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
     jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
     return done.job_id, _written(store, done.job_id, jobs)
 

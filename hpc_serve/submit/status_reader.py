@@ -54,7 +54,10 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
 
 
 def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
-    """The replicas of a service, or of a job or an array by its id, oldest first. Raises ServiceNotFoundError."""
+    """The replicas of a service, of a job or an array by its id, or one of a job by its name, oldest first.
+
+    Raises ServiceNotFoundError.
+    """
     if replicas := read_status(store, target).replicas:
         return list(replicas)
     if of_job := [status for status in read_status(store).replicas if is_of_job(status, target)]:
@@ -75,8 +78,8 @@ def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
 
 
 def is_of_job(status: ReplicaStatus, job_id: str) -> bool:
-    """Whether a replica is that job's, or is one of the tasks of that array."""
-    return job_id in (status.job_id, array_of(status.job_id))
+    """Whether a replica is that job's, or of one of the tasks of that array, or has that name (`123-2`)."""
+    return job_id in (status.job_id, array_of(status.job_id), status.name)
 
 
 def is_same_replica(one: ReplicaStatus, other: ReplicaStatus) -> bool:
@@ -102,13 +105,13 @@ def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: Schedu
 def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ReplicaStatus]:
     submitted = {job.job_id: job for job in found.submitted}
     records = _last_runs(found)
-    jobs = {record.job_id: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
-    probes = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.job_id])])
+    jobs = {record.name: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
+    probes = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.name])])
     unwell = [record.job_id for record in records if record.name in probes and not probes[record.name].is_well]
     if unwell:  # the job may have been told to stop since its record was read
         slurm.ask_again_for(unwell)
         records = _last_runs(store.read(found.service))
-        jobs = {record.job_id: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
+        jobs = {record.name: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
     for record in records:
         status = assess_replica(
             record,
@@ -116,9 +119,9 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
             probe=probes.get(record.name),
             wall_age_s=time.time() - record.updated_at,
         )
-        yield add_job_state(status, jobs[record.job_id])
-    for entry in found.without_record():
-        status, job = assess_submitted(entry), scheduled_job(entry, entry, slurm)
+        yield add_job_state(status, jobs[record.name])
+    for entry, replica in _without_record(found, records):
+        status, job = assess_submitted(entry, replica), scheduled_job(entry, entry, slurm)
         status = add_job_state(status, job)
         yield explain_missing_record(status, job, home=store.home) if job is not None else status
 
@@ -140,6 +143,17 @@ def _with_successors(store: ServiceStore, replicas: Sequence[ReplicaStatus]) -> 
 def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:
     last_restart = {record.job_id: record.restart for record in found.records}  # the records are in order of time
     return [record for record in found.records if record.restart == last_restart[record.job_id]]
+
+
+def _without_record(found: ServiceRecords, records: Sequence[EndpointRecord]) -> Iterator[tuple[SubmittedJob, int]]:
+    """The replicas of submitted jobs that have published no record in the last run, each as its job and its number."""
+    waiting = found.without_record()
+    published = {(record.job_id, record.replica) for record in records}
+    begun = {record.job_id for record in records}
+    for job in found.submitted:
+        for replica in range(job.replicas_per_job):
+            if job in waiting or (job.job_id in begun and (job.job_id, replica) not in published):
+                yield job, replica
 
 
 def _after_its_end(record: EndpointRecord, slurm: SchedulerView) -> JobState | None:

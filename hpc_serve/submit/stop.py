@@ -37,34 +37,48 @@ def stop(
     timeout_s: float = 120.0,
     drain_s: float = 120.0,
 ) -> tuple[ReplicaStatus, ...]:
-    """End those of the jobs in `found` that are not over, and return how they ended, once they have.
+    """End those of `found` that are not over, and return how they ended, once they have.
 
     A replica that serves first finishes the requests under way, for `drain_s` seconds at most (0: it does not); then it
     ends by itself. A job that has not ended by then, and one that does not serve, is told to end, and has `timeout_s`.
+    A replica whose job has others that are not in `found` ends alone; its job goes on.
     The end of a job that had published nothing is written down, since clients do not ask Slurm, and Slurm forgets.
-    Raises SchedulerError, StoreError, InvalidRequestError for one that was started by hand, WaitTimeoutError.
+    Raises SchedulerError, StoreError, InvalidRequestError for one that was started by hand, or that cannot end alone,
+    WaitTimeoutError.
     """
     live = [status for status in found if not status.is_over]
+    alone = [status for status in live if _leaves_others(store, status, live)]
+    if absent := [status for status in alone if status.record is None]:
+        raise InvalidRequestError(
+            f"{absent[0].name} has not begun, and there are others in its job: wait until it has, or end all of them: "
+            f"hpc-serve stop {absent[0].job_id}"
+        )
     services = dict.fromkeys(status.service for status in found)
     submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
     for job_id, cluster in {status.job_id: status.cluster for status in live}.items():
         if job_id not in submitted and cluster == "local":
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
-    serving = [(status, status.record) for status in live if status.record is not None and status.state in _SERVES]
-    for _, record in serving:
-        _ask_to_drain(store, record, drain_s)
+    for status in live:
+        serves = status.state in _SERVES
+        if status.record is not None and (serves or status in alone):
+            _ask_to_drain(store, status.record, drain_s if serves else 0.0)
     deadline = time.monotonic() + drain_s + _WAY_DOWN_S
-    drained = {
-        status.job_id
-        for status, _ in serving
-        if drain_s > 0 and _is_over_by(deadline, store, status, submitted.get(status.job_id))
-    }
-    for job_id in dict.fromkeys(status.job_id for status in live if status.job_id not in drained):
-        end_job(job_id, submitted.get(job_id))
-    ended = tuple(_wait_until_over(store, status, submitted.get(status.job_id), timeout_s) for status in live)
+    jobs: dict[str, list[ReplicaStatus]] = {}
+    for status in live:
+        if status not in alone:
+            jobs.setdefault(status.job_id, []).append(status)
+    for job_id, replicas in jobs.items():
+        if drain_s <= 0 or not _end_by_themselves(deadline, store, replicas, submitted.get(job_id)):
+            end_job(job_id, submitted.get(job_id))
+    ended = []
+    for status in live:
+        job_goes_on = status in alone
+        within_s = timeout_s + (max(0.0, deadline - time.monotonic()) if job_goes_on else 0.0)
+        job = submitted.get(status.job_id)
+        ended.append(_wait_until_over(store, status, job, within_s, job_goes_on=job_goes_on))
     for status in (*(status for status in found if status.is_over), *ended):
         _write_end(store, status, submitted.get(status.job_id))
-    return ended
+    return tuple(ended)
 
 
 def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
@@ -81,11 +95,32 @@ def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -
     ask_to_drain(path, DrainRequest(by=by, deadline_s=drain_s, requested_at=time.time()))
 
 
+def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[ReplicaStatus]) -> bool:
+    """Whether the job of a replica goes on with others that are not among those that are `ended`."""
+    if status.replicas_per_job == 1:
+        return False
+    of_job = [one for one in read_status(store, status.service).replicas if one.job_id == status.job_id]
+    return any(not one.is_over and not any(is_same_replica(one, other) for other in ended) for one in of_job)
+
+
+def _end_by_themselves(
+    deadline: float, store: ServiceStore, replicas: Sequence[ReplicaStatus], submitted: SubmittedJob | None
+) -> bool:
+    """Whether all replicas of a job, which drain, end before the deadline, and the job with them; waits for those that
+    serve. If another one does not serve, the job does not end by itself."""
+    serving = [status for status in replicas if status.record is not None and status.state in _SERVES]
+    is_over = [_is_over_by(deadline, store, status, submitted) for status in serving]
+    return all(is_over) and len(serving) == len(replicas)
+
+
 def _is_over_by(deadline: float, store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> bool:
-    """Whether the job of a replica that drains ends by itself before the deadline; waits for it."""
-    while not (is_over := _look(store, status, submitted)[1].is_over) and time.monotonic() < deadline:
+    """Whether a replica that drains, or its job where it has no other, ends by itself before the deadline; waits."""
+    while True:
+        seen, job = _look(store, status, submitted)
+        is_over = job.is_over or (status.replicas_per_job > 1 and seen.is_over)
+        if is_over or time.monotonic() >= deadline:
+            return is_over
         time.sleep(_RECORDS_S)
-    return is_over
 
 
 def _look(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> tuple[ReplicaStatus, JobState]:
@@ -97,7 +132,12 @@ def _look(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | 
 
 
 def _wait_until_over(
-    store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None, timeout_s: float
+    store: ServiceStore,
+    status: ReplicaStatus,
+    submitted: SubmittedJob | None,
+    timeout_s: float,
+    *,
+    job_goes_on: bool,
 ) -> ReplicaStatus:
     deadline = time.monotonic() + timeout_s
     while True:
@@ -107,10 +147,15 @@ def _wait_until_over(
             return replace(status, state="stopped", reason=ended_sentence(job))
         if job.state == GONE and before.state == "pending":  # Slurm forgets a task that waited as it is cancelled
             return replace(status, state="stopped", reason="it was stopped while it waited")
-        if job.is_over and status.is_over:
+        if status.is_over and (job.is_over or job_goes_on):
             return status
         if time.monotonic() >= deadline:
             detail = f" ({job.detail})" if job.detail else ""
+            if job_goes_on:
+                raise WaitTimeoutError(
+                    f"{status.name} was asked to end {timeout_s:.0f} s ago and is still {status.state}; "
+                    f"`hpc-serve stop {status.job_id}` ends it with the others of its job."
+                )
             raise WaitTimeoutError(
                 f"job {status.job_id} was told to end {timeout_s:.0f} s ago and is still {job.state}{detail}; "
                 f"look with `squeue --jobs={status.job_id}`."

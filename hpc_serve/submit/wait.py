@@ -70,7 +70,7 @@ def failure_report(status: ReplicaStatus) -> str:
     lines = "".join(f"\n    {line}" for line in status.last_log_lines[-10:])
     last = f"\nLast log lines:{lines}" if lines else ""
     logs = ", ".join(places_of(status))
-    return f"{status.service} (job {status.job_id}) {status.sentence}{last}\nLogs: {logs}"
+    return f"{status.service} (job {status.name}) {status.sentence}{last}\nLogs: {logs}"
 
 
 def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
@@ -98,7 +98,7 @@ def _so_far(service: str, ready: int, wanted: int) -> str:
 
 def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
     """What must differ between two statuses for the second to be shown."""
-    return (status.job_id, status.restart, status.state, status.stage, status.progress, status.reason)
+    return (status.name, status.restart, status.state, status.stage, status.progress, status.reason)
 
 
 def _slurm_is_done_with(status: ReplicaStatus) -> bool:

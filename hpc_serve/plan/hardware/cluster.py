@@ -87,6 +87,30 @@ def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
     return ClusterSpec(accelerator=device, num_nodes=count // size, gpus_per_node=size, is_whole=True)
 
 
+def part_of_node(cluster: ClusterSpec, engines: int, *, is_whole: bool = True) -> ClusterSpec:
+    """What each engine has of one node that so many engines divide evenly. It uses all of it if `is_whole`.
+
+    Engines on CPUs may be more than a node has sockets; then they divide the memory of a socket.
+    Raises InvalidRequestError for machines that cannot be divided so.
+
+    >>> part_of_node(ClusterSpec(accelerator=accelerator("h100-80gb")), 4).gpus_per_node
+    2
+    """
+    device, size = cluster.accelerator, cluster.node_size
+    if device.kind == "tpu":
+        raise InvalidRequestError(f"{device.name}: the chips of a host serve one engine; use one replica in a job.")
+    if device.kind == "cpu" and engines % size == 0:
+        part = replace(device, total_bytes=device.total_bytes * size // engines)
+        return ClusterSpec(accelerator=part, num_nodes=1, gpus_per_node=1, is_whole=True)
+    if size % engines:
+        parts = [str(count) for count in range(1, size + 1) if size % count == 0]
+        raise InvalidRequestError(
+            f"{engines} replicas cannot divide the {size} {device.unit}s of a node evenly: use {', '.join(parts)}, or "
+            "say how many it has (--gpus-per-node)."
+        )
+    return replace(cluster, num_nodes=1, gpus_per_node=size // engines, is_whole=cluster.is_whole or is_whole)
+
+
 def _split(name: str) -> tuple[str, int | None]:
     """(accelerator, how many of it). The number is None for a name without slice or sockets."""
     sockets = _SOCKETS.fullmatch(name)

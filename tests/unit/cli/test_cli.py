@@ -33,6 +33,8 @@ STATUS_KEYS = {
     *(
         "state_since",
         "engine_restarts",
+        "name",
+        "replicas_per_job",
         "log_dir",
         "batch_log",
         "scheduler_state",
@@ -161,7 +163,7 @@ def test_submit_as_json(capsys, place, store):
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "cluster": "slurm",
         "job_id": "101",
-        "replicas": [{"job_id": "101", "log": str(store.log_dir("mine") / "101.log")}],
+        "replicas": [{"name": "101", "job_id": "101", "log": str(store.log_dir("mine") / "101.log")}],
         "script": str(store.service_dir("mine") / "scripts" / "101_submission.sh"),
         "log": str(store.log_dir("mine") / "101.log"),
         "num_nodes": 1,
