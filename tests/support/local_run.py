@@ -58,6 +58,22 @@ class Run:
         records = self.store.read("8b").records
         return records[0] if records else None
 
+    @property
+    def states(self) -> dict[int, str]:
+        """The state of each replica of the job that has a record, by its number."""
+        return {record.replica: record.state for record in self.store.read("8b").records}
+
+    def wait_for_states(self, *states: str) -> list[EndpointRecord]:
+        """The records of all replicas, by their numbers, once they are in these states."""
+
+        def look() -> list[EndpointRecord] | None:
+            found = sorted(self.store.read("8b").records, key=lambda record: record.replica)
+            has_them = [record.state for record in found] == list(states)
+            assert has_them or self.process.poll() is None, (self.states, self.log.read_text(), self.node_log())
+            return found if has_them else None
+
+        return wait_for(look, 60, what=", ".join(states))
+
     def wait_for_state(self, state: str) -> EndpointRecord:
         def look() -> EndpointRecord | None:
             assert (self.record and self.record.state == state) or self.process.poll() is None, self.log.read_text()

@@ -1,0 +1,334 @@
+"""Several replicas in one job: what is asked for, submitted, shown, stopped and scaled; against stand-ins for Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError, WaitTimeoutError
+from hpc_serve.plan.hardware.cluster import ClusterSpec, cluster_named, part_of_node
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.sizes import GIB
+from hpc_serve.submit import services
+from hpc_serve.submit import stop as stopping
+from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import ServeRequest, SlurmOptions
+from hpc_serve.submit.scale import scale
+from hpc_serve.submit.status_reader import find, read_status
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import StubService, make_record
+from tests.unit.submit.test_render import bash_accepts
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def request(**fields) -> ServeRequest:
+    return ServeRequest(**{"model": "8b", "service": "8b", "replicas_per_job": 4, **fields})
+
+
+def script(**fields) -> str:
+    asked = request(**fields)
+    return render_script(asked, plan_service(asked))
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+class TestScript:
+    def test_a_node_of_eight_is_divided(self):
+        text = script(gpus_per_node=8)
+        bash_accepts(text)
+        assert {"--nodes=1", "--gpus-per-node=8", "--cpus-per-task=32", "--mem=144G"} <= set(directives(text))
+        assert "--array" not in text
+        assert '"8b": 4 replicas, each on 1/4 of 1 node x 8 GPUs (h100-80gb), TP=2 x PP=1.' in text
+        assert '--replica "$replica/4" --backend auto --gpus-per-node 2 -- \\\n' in text
+        assert "for replica in 0 1 2 3; do" in text
+        assert 'HPC_SERVE_JOB_ID-$replica-node%n.log"' in text
+
+    @pytest.mark.parametrize(("per_job", "width"), [(1, 1), (2, 4), (4, 2), (8, 1)])
+    def test_each_engine_uses_all_of_its_part(self, per_job, width):
+        text = script(replicas_per_job=per_job)
+        assert f"--tensor-parallel-size {width} \\\n" in text
+        assert f"--gpus-per-node={width * per_job}" in directives(text)
+
+    def test_sizes_that_were_asked_for_are_kept(self):
+        text = script(tensor_parallel_size=1)
+        assert "--gpus-per-node=4" in directives(text)
+        assert "--tensor-parallel-size 1 \\\n" in text
+
+    def test_replicas_are_those_of_all_jobs(self):
+        text = script(replicas=8)
+        assert "--array=0-1" in directives(text)
+        assert "8 replicas, each on 1/4 of 1 node" in text
+        assert "hpc-serve render --model 8b --replicas 8 --replicas-per-job 4\n" in text
+
+    def test_the_memory_of_a_cpu_node_is_divided(self):
+        socket = plan_service(request(replicas_per_job=1, gpu="cpu", gpu_memory_bytes=256 * GIB))
+        part = plan_service(request(gpu="cpu", gpu_memory_bytes=256 * GIB))
+        assert part.accelerator.total_bytes == 128 * GIB  # of two sockets' memory
+        assert part.memory.kv_cache_bytes < socket.memory.kv_cache_bytes / 2
+        share = SlurmOptions(exclusive=False, cpus_per_task=16)
+        assert "--mem=512G" in directives(script(gpu="cpu", gpu_memory_bytes=256 * GIB, slurm=share))
+
+    def test_a_socket_for_each(self):
+        plan = plan_service(request(replicas_per_job=2, gpu="cpu-spr-2s", gpu_memory_bytes=256 * GIB))
+        assert (plan.layout.num_gpus, plan.accelerator.total_bytes) == (1, 256 * GIB)
+
+    def test_what_does_not_fit_says_how_much_each_has(self):
+        with pytest.raises(
+            DoesNotFitError, match=r"With --replicas-per-job 8 an engine has 1/8 of a node\. .* not fit"
+        ):
+            script(model="70b", replicas_per_job=8)
+
+    def test_a_value_of_several_lines_stays_what_it_is(self):
+        """The body of a function is indented; a value must not be."""
+        text = script(engine_args=("--chat-template", "a\n  'b' \\n"))
+        bash_accepts(text)
+        (line,) = (line for line in text.splitlines() if line.strip().startswith("--chat-template"))
+        words = line.strip().removesuffix("\\")
+        told = subprocess.run(["bash", "-c", f"printf '%s|' {words}"], capture_output=True, text=True, check=True)
+        assert told.stdout == "--chat-template|a\n  'b' \\n|"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"replicas_per_job": 0}, "replicas-per-job is 0: it must be at least 1"),
+        ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
+        ({"replicas": 2}, r"use --replicas 4\."),
+        ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
+        ({"target": "throughput"}, "leave one of them out"),
+        ({"keep_up": True}, "leave out --replicas-per-job 4, or --keep-up"),
+        ({"engine_args": ("--port", "8000")}, "leave out --port"),
+        ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(fields, why):
+    with pytest.raises(InvalidRequestError, match=why):
+        request(**fields)
+
+
+def test_on_this_machine_they_share_one_job():
+    bash_accepts(script(cluster="local", replicas=4))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engines", "why"),
+    [
+        (
+            cluster_named("h100-80gb", gpus_per_node=6),
+            4,
+            "4 replicas cannot divide the 6 GPUs of a node evenly: use 1, 2",
+        ),
+        (cluster_named("cpu-spr-2s", total_bytes=GIB), 3, "the 2 sockets of a node evenly"),
+        (cluster_named("v6e:2x4"), 2, "the chips of a host serve one engine"),
+    ],
+)
+def test_machines_that_cannot_be_divided(cluster: ClusterSpec, engines: int, why: str):
+    with pytest.raises(InvalidRequestError, match=why):
+        part_of_node(cluster, engines)
+
+
+# -- one job of four, 7, whose replicas serve
+
+
+@pytest.fixture
+def live(store: ServiceStore, slurm: FakeSlurm) -> Iterator[StubService]:
+    slurm.queue(("7", "RUNNING", "None"))
+    slurm.job("7", "RUNNING")
+    stubs = StubService(store.home, "8b")
+    for replica in range(4):
+        stubs.start(job_id="7", replica=replica, replicas_per_job=4, model=MODEL)
+    yield stubs
+    stubs.close()
+
+
+def submitted(store: ServiceStore, slurm: FakeSlurm, **fields) -> str:
+    """A job of four that waits in the queue."""
+    return services.submit(request(**fields)).job.job_id
+
+
+def states(store: ServiceStore) -> dict[str, str]:
+    return {status.name: status.state for status in read_status(store, "8b").replicas}
+
+
+def end_of(store: ServiceStore, replica: int, state: str = "stopped") -> None:
+    """What its launcher writes at its end."""
+    store.write(
+        make_record(
+            service="8b", job_id="7", replica=replica, replicas_per_job=4, model=MODEL, state=state, reason="as asked"
+        )
+    )
+
+
+class TestStatus:
+    def test_a_job_that_waits_is_all_of_them(self, store, slurm, capsys):
+        job = submitted(store, slurm, replicas=8)
+        assert states(store) == {f"101_{task}-{replica}": "pending" for task in range(2) for replica in range(4)}
+        assert job == "101_0"
+        assert run(["status"]) == 0
+        assert "8b: 0/8 replicas ready\n" in capsys.readouterr().out
+
+    def test_each_is_shown_once_and_counted(self, store, slurm, live, capsys):
+        assert run(["status"]) == 0
+        out = capsys.readouterr().out
+        assert out.endswith("8b: 4/4 replicas ready\n")
+        assert [line.split()[1] for line in out.splitlines() if line.startswith("8b ")] == [f"7-{n}" for n in range(4)]
+
+    def test_those_that_have_not_begun_are_counted_beside_those_that_have(self, store, slurm):
+        submitted(store, slurm)
+        slurm.queue(("101", "RUNNING", "None"))
+        slurm.job("101", "RUNNING")
+        store.write(
+            make_record(service="8b", job_id="101", replica=2, replicas_per_job=4, model=MODEL, state="starting")
+        )
+        assert states(store) == {f"101-{replica}": "starting" for replica in range(4)}
+
+    def test_one_that_ended_is_over_while_its_job_runs(self, store, slurm, live):
+        end_of(store, 1, "failed")
+        assert states(store) == {"7-0": "ready", "7-1": "failed", "7-2": "ready", "7-3": "ready"}
+
+    def test_the_end_of_the_job_is_the_end_of_all(self, store, slurm):
+        for replica in range(2):
+            store.write(
+                make_record(
+                    service="8b", job_id="7", replica=replica, replicas_per_job=4, model=MODEL, state="starting"
+                )
+            )
+        slurm.queue()
+        slurm.job("7", "NODE_FAIL")
+        assert states(store) == {"7-0": "failed", "7-1": "failed"}
+
+    def test_they_are_found_by_job_and_by_name(self, store, slurm, live):
+        assert [status.name for status in find(store, "7")] == [f"7-{replica}" for replica in range(4)]
+        assert [status.name for status in find(store, "7-2")] == ["7-2"]
+
+    def test_the_logs_of_each_are_its_own(self, store, slurm, live, capsys):
+        store.log_dir("8b").mkdir(exist_ok=True)
+        for name in ("7.log", "7-1-node0.log", "7-2-node0.log"):
+            (store.log_dir("8b") / name).write_text(name)
+        capsys.readouterr()
+        assert run(["logs", "7-2", "--files"]) == 0
+        files = capsys.readouterr().out.split()
+        assert [path.rpartition("/")[2] for path in files] == ["7.log", "7-2-node0.log"]
+
+    def test_as_json(self, store, slurm, live, capsys):
+        assert run(["status", "7-3", "--json"]) == 0
+        (one,) = json.loads(capsys.readouterr().out)["services"]
+        assert (one["name"], one["job_id"], one["replica"], one["replicas_per_job"]) == ("7-3", "7", 3, 4)
+
+
+def test_a_submission_names_them(store, slurm, capsys):
+    assert run(["submit", "8b", "--replicas-per-job", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    log = str(store.log_dir("8b") / "101.log")
+    assert told["replicas"] == [{"name": f"101-{replica}", "job_id": "101", "log": log} for replica in range(2)]
+    assert run(["submit", "8b", "--replicas-per-job", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "(2 replicas, 2 on one node, each 1 node x 4 GPUs, TP=4 PP=1)" in out
+    assert "8b has 4 replicas now; it had 2 before" in out
+
+
+class TestStop:
+    def asked(self, store: ServiceStore, *, then: list[int]) -> threading.Thread:
+        """Ends the replicas that are asked to drain, of those in `then`, as their launchers would."""
+
+        def watch() -> None:
+            folder, left, until = store.service_dir("8b"), set(then), time.monotonic() + 60
+            while left and time.monotonic() < until:
+                for replica in list(left):
+                    if (path := folder / f"7-r0-{replica}.drain").exists():
+                        path.unlink()
+                        end_of(store, replica)
+                        left.discard(replica)
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        return thread
+
+    def test_one_ends_and_its_job_goes_on(self, store, slurm, live):
+        watch = self.asked(store, then=[2])
+        (ended,) = stopping.stop(store, find(store, "7-2"))
+        watch.join()
+        assert (ended.name, ended.state, ended.reason) == ("7-2", "stopped", "as asked")
+        assert slurm.cancelled == []
+        assert states(store) == {"7-0": "ready", "7-1": "ready", "7-2": "stopped", "7-3": "ready"}
+
+    def test_the_command_takes_its_name(self, store, slurm, live, capsys):
+        watch = self.asked(store, then=[0, 3])
+        assert run(["stop", "8b", "--replica", "7-0"]) == 0
+        assert run(["stop", "7-3"]) == 0
+        watch.join()
+        out = capsys.readouterr().out
+        assert "8b (job 7-0) is over: stopped: as asked\n" in out
+        assert "8b (job 7-3) is over: stopped: as asked\n" in out
+        assert slurm.cancelled == []
+
+    def test_all_drain_and_the_job_is_not_cancelled(self, store, slurm, live):
+        watch = self.asked(store, then=[0, 1, 2, 3])
+
+        def job_ends() -> None:
+            watch.join()
+            slurm.queue()
+            slurm.job("7", "COMPLETED", nodes="")
+
+        ending = threading.Thread(target=job_ends)
+        ending.start()
+        ended = stopping.stop(store, find(store, "8b"))
+        ending.join()
+        assert [status.state for status in ended] == ["stopped"] * 4
+        assert slurm.cancelled == []
+
+    def test_a_job_with_one_that_serves_nobody_is_cancelled_once_the_others_have_drained(self, store, slurm, live):
+        store.write(make_record(service="8b", job_id="7", replica=3, replicas_per_job=4, model=MODEL, state="starting"))
+        slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
+        watch = self.asked(store, then=[0, 1, 2])
+        ended = stopping.stop(store, find(store, "8b"))
+        watch.join()
+        assert slurm.cancelled == ["7"]
+        assert {status.name: status.state for status in ended} == {f"7-{replica}": "stopped" for replica in range(4)}
+
+    def test_one_that_does_not_end_is_told(self, store, slurm, live, monkeypatch):
+        monkeypatch.setattr(stopping, "_WAY_DOWN_S", 0.0)
+        with pytest.raises(
+            WaitTimeoutError, match=r"7-1 was asked to end .* `hpc-serve stop 7` ends it with the others"
+        ):
+            stopping.stop(store, find(store, "7-1"), drain_s=0.1, timeout_s=0.1)
+        assert slurm.cancelled == []
+
+    def test_one_of_a_job_that_waits_cannot_end_alone(self, store, slurm):
+        submitted(store, slurm)
+        with pytest.raises(InvalidRequestError, match=r"101-1 has not begun, .* hpc-serve stop 101"):
+            stopping.stop(store, find(store, "101-1"))
+        assert slurm.cancelled == []
+
+
+class TestScale:
+    def test_more_are_whole_jobs(self, store, slurm):
+        submitted(store, slurm)
+        assert [job.job_id for job in scale(store, "8b", 12).added] == ["102_0", "102_1"]
+        assert len(states(store)) == 12
+        with pytest.raises(
+            InvalidRequestError, match=r"8b has 12 replicas, and a job of it has 4: it can have 20, or 16\."
+        ):
+            scale(store, "8b", 18)
+        assert len(slurm.scripts) == 2
+
+    def test_fewer_are_whole_jobs(self, store, slurm):
+        submitted(store, slurm, replicas=8)
+        with pytest.raises(InvalidRequestError, match="cannot lose 2 of its 8 replicas in whole jobs"):
+            scale(store, "8b", 6)
+        assert slurm.cancelled == []
+        slurm.job("101_1", "CANCELLED", after_cancel=True, nodes="")
+        done = scale(store, "8b", 4)
+        assert slurm.cancelled == ["101_1"]
+        assert sorted(status.name for status in done.ended) == [f"101_1-{replica}" for replica in range(4)]
