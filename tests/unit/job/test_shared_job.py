@@ -1,4 +1,4 @@
-"""Several replicas in one job, on this machine: the script as it is rendered, launchers, records; the engine is the stub.
+"""Several replicas in one job, on this machine: rendered script, launchers, records. The engine is the stub.
 
 How a node is divided is in test_share.py. Under Slurm it is tests/e2e/test_replicas_per_job.py.
 """
