@@ -19,7 +19,6 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
-from hpc_serve.submit.replicas import jobs_of, replicas_of
 from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
@@ -131,6 +130,18 @@ def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, .
 def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
     """What the program beside the launcher shall do; empty where none is needed."""
     return ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
+
+
+def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
+    """How many there are in all jobs: as many as are asked for, else one job of them, or as many as the plan takes."""
+    if request.replicas or request.replicas_per_job > 1:
+        return request.replicas or request.replicas_per_job
+    return plan.replicas if request.cluster == "slurm" else 1
+
+
+def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
+    """How many jobs are submitted for them."""
+    return replicas_of(request, plan) // request.replicas_per_job
 
 
 def devices_per_node(plan: ServePlan) -> int:

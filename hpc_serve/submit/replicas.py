@@ -1,65 +1,45 @@
-"""How the replicas of a request are dealt to jobs: each in a job of its own, or several in each. Pure."""
+"""Which numbers of replicas, in all and in each job, can be. Pure: `request` asks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.vllm.arguments import read_arguments, value_of
 
-if TYPE_CHECKING:
-    from hpc_serve.plan import ServePlan
-    from hpc_serve.submit.request import ServeRequest
+_NOT_TOGETHER = {
+    "--target": "it chooses how many GPUs an engine has, and several replicas in a job divide the node",
+    "--keep-up": "each replica hands over for itself, and those of one job have one time limit",
+    "--port": "engines on one node need ports of their own",
+}
 
 
-def check_replicas(request: ServeRequest) -> None:
-    """Raises InvalidRequestError for numbers that contradict each other, or what else is asked for."""
-    per_job, replicas = request.replicas_per_job, request.replicas
-    is_local = request.cluster == "local"
-    for name, count, most in (("nodes", request.num_nodes, 1), ("replicas", replicas, per_job)):
+def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool) -> None:
+    """Raises InvalidRequestError for numbers that contradict each other, or the place."""
+    for name, count, most in (("nodes", num_nodes, 1), ("replicas", replicas, per_job)):
         if is_local and (count or 1) > most:
             raise InvalidRequestError(
                 f"--cluster local runs on this machine alone, but {count} {name} were asked for; "
                 f"leave --{name} out, or use --cluster slurm."
             )
-    if per_job > 1:
-        _check_shared_job(request)
-
-
-def _check_shared_job(request: ServeRequest) -> None:
-    per_job, replicas = request.replicas_per_job, request.replicas
-    asked = f"--replicas-per-job {per_job}"
-    if (request.num_nodes or 1) > 1:
+    if per_job > 1 and (num_nodes or 1) > 1:
         raise InvalidRequestError(
-            f"{asked} divides one node, but --nodes is {request.num_nodes}: leave one of them out. "
+            f"--replicas-per-job {per_job} divides one node, but --nodes is {num_nodes}: leave one of them out. "
             "More nodes of such replicas are more jobs: --replicas counts the replicas of all jobs."
         )
     if replicas is not None and replicas % per_job:
         below = replicas - replicas % per_job
         numbers = f"{below} or {below + per_job}" if below else f"{per_job}"
         raise InvalidRequestError(
-            f"{replicas} replicas cannot be dealt to jobs of {per_job} each ({asked}): use --replicas {numbers}."
+            f"{replicas} replicas cannot be dealt to jobs of {per_job} each (--replicas-per-job): "
+            f"use --replicas {numbers}."
         )
-    if request.target is not None:
-        raise InvalidRequestError(
-            f"--target chooses how many GPUs an engine has, and {asked} divides the node: leave one of them out."
-        )
-    if request.keep_up:
-        raise InvalidRequestError(
-            f"--keep-up is for jobs of one replica, because each replica hands over for itself: leave out {asked}, "
-            "or --keep-up."
-        )
-    if value_of(read_arguments(request.engine_args), "--port") is not None:
-        raise InvalidRequestError(f"{asked}: engines on one node need ports of their own; leave out --port.")
 
 
-def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
-    """How many there are in all jobs: as many as are asked for, else one job of them, or as many as the plan takes."""
-    if request.replicas or request.replicas_per_job > 1:
-        return request.replicas or request.replicas_per_job
-    return plan.replicas if request.cluster == "slurm" else 1
-
-
-def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
-    """How many jobs are submitted for them."""
-    return replicas_of(request, plan) // request.replicas_per_job
+def check_shared_job(per_job: int, asked: Mapping[str, object]) -> None:
+    """Raises InvalidRequestError if one of the options in `asked` has a value, and a job has several replicas."""
+    for option, value in asked.items():
+        if value and per_job > 1:
+            raise InvalidRequestError(
+                f"{option} and --replicas-per-job {per_job} do not go together: {_NOT_TOGETHER[option]}. "
+                "Leave one of them out."
+            )

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
-from hpc_serve.submit.replicas import check_replicas
+from hpc_serve.submit.replicas import check_replicas, check_shared_job
 from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
@@ -210,8 +210,7 @@ def variable_of(setting: str) -> str:
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
-    `replicas` are dealt to jobs, tasks of one array, each with `num_nodes` and `gpus_per_node` of its own, which the
-    `replicas_per_job` replicas of a job divide.
+    `replicas` are dealt to jobs, tasks of one array; the `replicas_per_job` replicas of a job divide its node.
     `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
     `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
@@ -278,7 +277,9 @@ class ServeRequest:
             raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
         _check_choice("backend", self.backend, Backend)
         _check_choice("cluster", self.cluster, Cluster)
-        check_replicas(self)
+        check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
+        port = value_of(read_arguments(self.engine_args), "--port")
+        check_shared_job(self.replicas_per_job, {"--target": self.target, "--keep-up": self.keep_up, "--port": port})
         if self.keep_up:
             self._check_keep_up()
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)

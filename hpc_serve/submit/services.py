@@ -26,8 +26,7 @@ from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
-from hpc_serve.submit.render import devices_per_node, render_script
-from hpc_serve.submit.replicas import jobs_of
+from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option

@@ -105,9 +105,12 @@ class TestScript:
         ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
         ({"replicas": 2}, r"use --replicas 4\."),
         ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
-        ({"target": "throughput"}, "leave one of them out"),
-        ({"keep_up": True}, "leave out --replicas-per-job 4, or --keep-up"),
-        ({"engine_args": ("--port", "8000")}, "leave out --port"),
+        ({"target": "throughput"}, "--target and --replicas-per-job 4 do not go together"),
+        (
+            {"keep_up": True},
+            "--keep-up and --replicas-per-job 4 do not go together: each replica hands over",
+        ),
+        ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
         ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
     ],
 )
