@@ -24,8 +24,7 @@ EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 GpuDirective = Literal["gpus-per-node", "gres"]
 
 _COUNTS = (
-    "replicas",
-    "replicas_per_job",
+    *("replicas", "replicas_per_job"),
     "num_nodes",
     "gpus_per_node",
     "tensor_parallel_size",
