@@ -36,6 +36,7 @@ COMMANDS = {
     "stop": ("hpc_serve.cli.watch", "stop_command", "End a service, or one job of it."),
     "chat": ("hpc_serve.cli.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
+    "gateway": ("hpc_serve.cli.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
     "demo": ("hpc_serve.cli.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
 }
 _INTERRUPTED = 130

@@ -87,7 +87,10 @@ Steps = Generator[Step, Any, T]
 
 
 class Exchange:
-    """One request. `relay` is there if its answer is a stream that can be watched over."""
+    """One request. `relay` is there if its answer is a stream that can be watched over.
+
+    `sent` counts how often it was sent from its beginning, `resumed` how often its stream went on at another replica.
+    """
 
     def __init__(
         self, watch: ServiceWatch, origins: Origins, request: http.Request, *, resume: bool, wait: Wait
@@ -98,6 +101,8 @@ class Exchange:
         self._wait = WaitPolicy(wait or LOST_WAIT_S)
         self._tried: set[str] = set()
         self._lost = 0
+        self.sent = 0
+        self.resumed = 0
         self.relay: Relay | None = None
         if resume and _is_replayable(request):
             asked = read_request(request.url.path, request.content)
@@ -114,6 +119,7 @@ class Exchange:
                     raise
                 raise self._as_lost(f"no other one is ready: {error}") from failure
             self._request.url = shown_url(self._request.url, attempt.replica)
+            self.sent += 1
             try:
                 response: http.Response = yield Send(self._addressed(attempt), attempt)
             except BaseException as error:
@@ -170,6 +176,8 @@ class Exchange:
                 continue
             if response.status_code == 200:
                 relay.go_on(replica)
+                self.resumed += relay.is_continued
+                self.sent += not relay.is_continued
                 return response
             said: bytes = yield Read(response)
             failure = http.RemoteProtocolError(f"HTTP {response.status_code}: {said.decode(errors='replace')[:200]}")

@@ -33,6 +33,9 @@ from hpc_serve.client.wait import Wait, wait_for_replica, wait_for_replica_async
 
 __all__ = ["AsyncServiceTransport", "NoReplicaError", "ServiceTransport"]
 
+EXCHANGE = "hpc_serve_exchange"
+"""In the extensions of a response: the `Exchange` that it is the answer of."""
+
 T = TypeVar("T")
 
 
@@ -49,6 +52,7 @@ class ServiceTransport(http.BaseTransport):
     def handle_request(self, request: http.Request) -> http.Response:
         exchange = Exchange(self._watch, self._origins, request, resume=self._resume, wait=self._wait)
         response = self.carry_out(exchange.answer())
+        response.extensions[EXCHANGE] = exchange
         if exchange.relay is not None and exchange.goes_on(response):
             response.stream = _ResumedBody(self, exchange, exchange.relay, cast(AttemptBody, response.stream))
         return response
@@ -102,6 +106,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
     async def handle_async_request(self, request: http.Request) -> http.Response:
         exchange = Exchange(self._watch, self._origins, request, resume=self._resume, wait=self._wait)
         response = await self.carry_out(exchange.answer())
+        response.extensions[EXCHANGE] = exchange
         if exchange.relay is not None and exchange.goes_on(response):
             body = cast(AsyncAttemptBody, response.stream)
             response.stream = _AsyncResumedBody(self, exchange, exchange.relay, body)

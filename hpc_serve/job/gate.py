@@ -170,7 +170,7 @@ async def _refuse(
             await send({"type": "websocket.close", "code": 1008 if status == 401 else 1013, "reason": code})
             return
     else:
-        await _discard_body(receive)
+        await discard_body(receive)
     error = {"message": text, "type": "invalid_request_error" if status == 401 else code, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
     content_headers = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
@@ -178,7 +178,7 @@ async def _refuse(
     await send({"type": f"{kind}.body", "body": b"" if scope.get("method") == "HEAD" else body})
 
 
-async def _discard_body(receive: Receive) -> None:
+async def discard_body(receive: Receive) -> None:
     """Read the rest of the request: a connection closed before that is reset, and the client loses the answer."""
 
     async def read() -> None:

@@ -51,7 +51,10 @@ Steps = Generator[Ask, Any, Ask]
 
 
 class Relay:
-    """One stream between its engines and its user. `failure` is why its engine is to be left, "" while all is well."""
+    """One stream between its engines and its user. `failure` is why its engine is to be left, "" while all is well.
+
+    `is_continued`: its last engine was given the beginning of the answer.
+    """
 
     def __init__(self, request: StreamRequest) -> None:
         self.request = request
@@ -63,7 +66,7 @@ class Relay:
         self._is_done = False
         self._next_place: Place | None = None
         self._unseen = ""
-        self._is_continued = False
+        self.is_continued = False
         self._mark: dict[str, Any] | None = None
 
     def feed(self, data: bytes) -> bytes:
@@ -134,8 +137,8 @@ class Relay:
         if received.is_begun and received.obstacle:
             raise CannotResumeError(received.obstacle)
         place = (yield from self._find_place()) if received.is_begun else START
-        self._next_place, self._is_continued = place, bool(place.tokens)
-        if not self._is_continued:
+        self._next_place, self.is_continued = place, bool(place.tokens)
+        if not self.is_continued:
             return Ask(method="POST", path=request.path, content=request.content)
         if received.prompt_ids is None:
             raise CannotResumeError("the engine sent no token ids of the prompt")
@@ -210,7 +213,7 @@ class Relay:
         chunk: Chunk = json.loads(data)
         received = self._received
         head = received.head
-        if self._is_continued and self.request.is_chat:
+        if self.is_continued and self.request.is_chat:
             chunk["choices"] = [_as_chat(choice) for choice in chunk.get("choices") or ()]
         elif not _is_new(chunk, received.roles):
             received.add(chunk)

@@ -1,0 +1,59 @@
+"""What the gateway says itself, in the form of OpenAI's errors: which status, which words, when to try again. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_serve.client.exchange import NoReplicaError
+from hpc_serve.client.sdk import http, openai
+from hpc_serve.errors import HpcServeError, StreamBrokenError
+
+FULL_RETRY_S = 1
+NO_REPLICA_RETRY_S = 5
+
+_NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}  # read by OpenAI's SDKs
+
+
+@dataclass(kw_only=True, eq=False)  # not frozen: Python notes on an exception where it was raised
+class Refusal(Exception):
+    """A request that gets an error of the gateway's own."""
+
+    status: int
+    code: str
+    message: str
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def refusal_of(error: Exception, service: str) -> Refusal:
+    """The answer to a request that got none from an engine of `service`."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HpcServeError | NoReplicaError):
+        return Refusal(
+            status=503,
+            code="no_replica",
+            kind="service_unavailable",
+            message=str(error),
+            headers={"retry-after": str(NO_REPLICA_RETRY_S)},
+        )
+    if isinstance(error, openai.APITimeoutError | http.TimeoutException):
+        text = f"{service} did not answer in time: {error}"
+        return Refusal(status=504, code="timeout", kind="timeout", message=text, headers=_NOT_AGAIN)
+    text = f"The request to {service} failed: {str(error) or type(error).__name__}"
+    return Refusal(status=502, code="request_lost", kind="bad_gateway", message=text, headers=_NOT_AGAIN)
+
+
+def broken_event(error: Exception) -> bytes:
+    """The event that ends a stream which cannot go on. No `[DONE]` follows: it is not done."""
+    message = str(error) if isinstance(error, StreamBrokenError) else f"The stream broke: {error}"
+    content = {"message": message, "type": "stream_broken", "param": None, "code": "stream_broken"}
+    return b"data: " + json.dumps({"error": content}).encode() + b"\n\n"

@@ -1,0 +1,65 @@
+"""The name of the model in the body of a request, and the same body with another name. Pure.
+
+A body of JSON has the field `model`, and one of a form (audio) has a part of that name. What else is in it is the
+engine's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
+_IS_MODEL = re.compile(
+    rb'^content-disposition:[^\r\n]*;[ \t]*name="?model"?[ \t]*(;|\r|$)', re.IGNORECASE | re.MULTILINE
+)
+_LONGEST_NAME = 1_000
+
+
+def asked_model(content_type: str, body: bytes) -> str | None:
+    """The model that a request is for; None where it names none, or the engine has to say what is wrong with it."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        found = _model_part(content_type, body)
+        return found[1].decode(errors="replace") if found is not None else None
+    if not body:
+        return None
+    model = _read(body).get("model")
+    return model if isinstance(model, str) and model else None
+
+
+def with_model(content_type: str, body: bytes, model: str) -> bytes:
+    """The same body, for another name of the model."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        found = _model_part(content_type, body)
+        return body if found is None else body[: found[0]] + model.encode() + body[found[0] + len(found[1]) :]
+    return json.dumps({**_read(body), "model": model}, separators=(",", ":")).encode()
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _model_part(content_type: str, body: bytes) -> tuple[int, bytes] | None:
+    """Where the value of the form's field `model` begins, and the value."""
+    match = _BOUNDARY.search(content_type)
+    if match is None:
+        return None
+    mark = b"--" + (match[1] or match[2]).encode("latin-1", "replace")
+    begin = body.find(mark)
+    while begin != -1:
+        end = body.find(b"\r\n" + mark, begin + len(mark))
+        head_end = body.find(b"\r\n\r\n", begin, end if end != -1 else None)
+        if end == -1 or head_end == -1:
+            return None
+        if _IS_MODEL.search(body[begin + len(mark) + 2 : head_end]):
+            value = body[head_end + 4 : end]
+            return (head_end + 4, value) if 0 < len(value) <= _LONGEST_NAME else None
+        begin = end + 2
+    return None

@@ -1,0 +1,209 @@
+"""The services behind a gateway: which there are, and which one a model's name means.
+
+The records are read every ten seconds and, at most once a second, when a name is not known. A service goes when no live
+record of it is left and no replica of it answers: unknown is not over. How its requests are sent is up to `front`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.gateway.answers import Refusal
+from hpc_serve.gateway.front import Front
+from hpc_serve.gateway.settings import Settings
+from hpc_serve.rendezvous.live import LiveRecords
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
+
+LOOK_S = 10.0
+AGAIN_S = 1.0
+ASK_S = 5.0  # between two times that engines are asked for a name that is not known
+_READ_S = 5.0
+_SHOWN_NAME = 80
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A service with live records or submitted jobs: the names of its models, and how it is by the records."""
+
+    names: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return "ready" if "ready" in self.states else (self.states[-1] if self.states else "not started")
+
+
+class Directory:
+    """All services that are served. Used in one event loop."""
+
+    def __init__(self, store: ServiceStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        self._live: dict[str, LiveRecords] = {}
+        self._found: dict[str, Found] = {}
+        self._fronts: dict[str, Front] = {}
+        self._look: asyncio.Task[None] | None = None
+        self._looked_at_s = float("-inf")
+        self._asked_at_s = float("-inf")
+
+    async def follow(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self._look_again(older_than_s=0.0)
+            await asyncio.sleep(LOOK_S)
+
+    async def find(self, model: str | None) -> Front:
+        """The service of a model's name, or the only one without a name. Raises Refusal."""
+        if (service := self._service_of(model)) is None:
+            await self._look_again(older_than_s=AGAIN_S)
+            service = self._service_of(model)
+        if service is None and model is not None and self._found and self._may_ask_engines():
+            await self.models()  # an adapter has a name that no record knows
+            service = self._service_of(model)
+        if service is None:
+            raise self._unknown(model)
+        return self._front(service)
+
+    def _may_ask_engines(self) -> bool:
+        return asyncio.get_running_loop().time() - self._asked_at_s >= ASK_S
+
+    def _service_of(self, model: str | None) -> str | None:
+        if model is None:
+            if len(self._found) > 1:
+                names = ", ".join(sorted(self._found))
+                raise Refusal(
+                    status=400,
+                    code="model_required",
+                    param="model",
+                    message=f"The request names no model, and there are several services: {names}.",
+                )
+            return next(iter(self._found), None)
+        if model in self._found:
+            return model
+        serving = [service for service in self._found if model in self._names_of(service)]
+        serving = [service for service in serving if self._found[service].words == "ready"] or serving
+        if len(serving) > 1:
+            raise Refusal(
+                status=400,
+                code="ambiguous_model",
+                param="model",
+                message=f"Several services have that model: {', '.join(sorted(serving))}. Name the service as `model`.",
+            )
+        return serving[0] if serving else None
+
+    def _names_of(self, service: str) -> Sequence[str]:
+        front = self._fronts.get(service)
+        return (*self._found[service].names, *(front.names if front is not None else ()))
+
+    def _unknown(self, model: str | None) -> Refusal:
+        there = [f"{service} ({found.words}): {', '.join(found.names)}" for service, found in self._found.items()]
+        listed = f"There is: {'; '.join(there)}." if there else "There is no service. Start one: hpc-serve submit"
+        wanted = f"No service has the model {model[:_SHOWN_NAME]!r}." if model is not None else "No service is there."
+        return Refusal(status=404, code="model_not_found", param="model", message=f"{wanted} {listed}")
+
+    def _front(self, service: str) -> Front:
+        if (front := self._fronts.get(service)) is None:
+            front = self._fronts[service] = Front(self._store, service, self._settings)
+            front.names = self._found[service].names
+        return front
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What can be asked for now, as OpenAI lists models: of each service the engine's names and its own."""
+        self._asked_at_s = asyncio.get_running_loop().time()
+        await self._look_again(older_than_s=AGAIN_S)
+        fronts = [self._front(service) for service in list(self._found)]
+        await asyncio.gather(*(asyncio.to_thread(_refresh, front.watch) for front in fronts))
+        ready = [front for front in fronts if front.is_ready]
+        listed = []
+        for front, cards in zip(ready, await asyncio.gather(*(front.models() for front in ready)), strict=True):
+            front.names = tuple(dict.fromkeys((*front.names, *(card["id"] for card in cards))))
+            listed += [{**card, "service": front.service} for card in cards]
+            if cards and all(card["id"] != front.service for card in cards):
+                listed.append({**cards[0], "id": front.service, "root": cards[0]["id"], "service": front.service})
+        return listed
+
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Requests in flight and queued, by service."""
+        return {front.service: (front.turns.in_flight, front.turns.queued) for front in self._fronts.values()}
+
+    async def close(self) -> None:
+        for front in self._fronts.values():
+            await front.close()
+
+    # -- looking
+
+    async def _look_again(self, *, older_than_s: float) -> None:
+        """Look once more if the last look is that old. One look at a time; a filesystem that hangs holds nobody up."""
+        loop = asyncio.get_running_loop()
+        if self._look is None or self._look.done():
+            if loop.time() - self._looked_at_s < older_than_s:
+                return
+            self._look = loop.create_task(self._look_once())
+        await asyncio.wait({self._look}, timeout=_READ_S)
+
+    async def _look_once(self) -> None:
+        try:
+            found, unreadable = await asyncio.to_thread(self._read)
+        except HpcServeError as error:
+            _log.debug("looking for services: %s", error)
+            return
+        finally:
+            self._looked_at_s = asyncio.get_running_loop().time()
+        for service, front in list(self._fronts.items()):
+            if service in found or service in unreadable:
+                continue
+            await asyncio.to_thread(_refresh, front.watch)
+            if front.is_ready or front.turns.in_flight or front.turns.queued:
+                unreadable.add(service)
+            else:
+                del self._fronts[service]
+                self._live.pop(service, None)
+                await front.close()
+        self._found = {**{name: self._found[name] for name in unreadable if name in self._found}, **found}
+        for service, front in self._fronts.items():
+            front.names = (
+                tuple(dict.fromkeys((*found[service].names, *front.names))) if service in found else front.names
+            )
+
+    def _read(self) -> tuple[dict[str, Found], set[str]]:
+        """The services that are there, and those whose files cannot be read. Raises StoreError."""
+        found: dict[str, Found] = {}
+        unreadable: set[str] = set()
+        services = self._settings.services or self._store.services()
+        if not services and self._found and not (self._store.home / "services").is_dir():
+            raise StoreError(f"{self._store.home} is away.")
+        for service in services:
+            live = self._live.setdefault(service, LiveRecords(self._store, service))
+            try:
+                entries = live.read_all()
+            except HpcServeError:
+                unreadable.add(service)
+                continue
+            if entries.exists or service in self._settings.services:
+                records = entries.records
+                names = dict.fromkeys(name for record in records for name in record.served_model_names)
+                found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))
+            elif entries.unreadable:
+                unreadable.add(service)
+        return found, unreadable
+
+
+def _state_of(record: EndpointRecord) -> str:
+    return "not heard of any more" if time.time() - record.updated_at > ABANDONED_AFTER_S else record.state
+
+
+def _refresh(watch: ServiceWatch) -> None:
+    try:
+        watch.refresh()
+    except HpcServeError as error:  # go on with what is known
+        _log.debug("looking for replicas of %s: %s", watch.service, error)

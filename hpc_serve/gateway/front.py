@@ -1,0 +1,109 @@
+"""One service behind the gateway: its watch, its transport, its turns, and the wait for a replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.exchange import NoReplicaError
+from hpc_serve.client.messages import summary
+from hpc_serve.client.sdk import http
+from hpc_serve.client.transport import AsyncServiceTransport
+from hpc_serve.client.wait import WaitPolicy, wait_for_replica_async
+from hpc_serve.errors import HpcServeError, WaitTimeoutError
+from hpc_serve.gateway.settings import Settings
+from hpc_serve.gateway.turns import Turns
+from hpc_serve.rendezvous.store import ServiceStore
+
+# A replica may go between the wait and the request. How often a request waits for another one:
+_MOST_ROUNDS = 3
+_FIRST_LOOK_S = 10.0
+_REFUSAL_COUNTS_S = 1.0
+_MODELS_S = 3.0
+
+
+class Front:
+    """One service. `names` are those that its engines answer to."""
+
+    def __init__(self, store: ServiceStore, service: str, settings: Settings) -> None:
+        self.service = service
+        self.watch = ServiceWatch(store, service)
+        self.turns = Turns(service, most_in_flight=settings.most_in_flight, most_queued=settings.most_queued)
+        self.names: tuple[str, ...] = ()
+        self._wait_s = settings.wait_s
+        self._transport = AsyncServiceTransport(self.watch, wait=settings.wait_s or None)
+        self._search: asyncio.Task[None] | None = None
+        self._refused: tuple[float, HpcServeError] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica is known that takes requests."""
+        return bool(self.watch.pool)
+
+    @property
+    def state(self) -> str:
+        """How the service is, in one line."""
+        return summary(self.watch.status)
+
+    async def ready(self) -> None:
+        """Return once a replica is ready. Raises HpcServeError when none is in the time that a request waits."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._wait_s
+        while not self.is_ready:
+            if self._refused is not None and clock() < self._refused[0]:
+                raise self._refused[1]
+            search = self._searching()
+            await asyncio.wait({search}, timeout=max(until_s - clock(), 0.0) + _FIRST_LOOK_S)
+            if not search.done():
+                raise WaitTimeoutError(f"Whether {self.service} has a ready replica could not be found out in time.")
+            error = search.exception()
+            if isinstance(error, WaitTimeoutError) and clock() < until_s:
+                continue  # another request had begun that wait
+            if isinstance(error, HpcServeError):
+                self._refused = clock() + _REFUSAL_COUNTS_S, error
+            if error is not None:
+                raise error
+
+    def _searching(self) -> asyncio.Task[None]:
+        """The search for a replica that all waiting requests share."""
+        if self._search is None or self._search.done():
+            wait = wait_for_replica_async(self.watch, WaitPolicy(self._wait_s or None))
+            self._search = asyncio.get_running_loop().create_task(wait)
+        return self._search
+
+    async def send(self, make_request: Callable[[], http.Request]) -> http.Response:
+        """The answer to a request; its body was not read. Raises what the client's transport raises."""
+        rounds_left = _MOST_ROUNDS
+        while True:
+            rounds_left -= 1
+            try:
+                return await self._transport.handle_async_request(make_request())
+            except NoReplicaError:
+                if not rounds_left:
+                    raise
+            await self.ready()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What an engine says of its models; without an answer in time, the names in the records."""
+        request = http.Request("GET", "http://gateway/v1/models", headers={"accept-encoding": "identity"})
+        try:
+            answer = await asyncio.wait_for(self._read(request), _MODELS_S)
+            found = [card for card in answer["data"] if isinstance(card["id"], str)]
+        except (asyncio.TimeoutError, http.HTTPError, HpcServeError, ValueError, TypeError, KeyError):
+            found = [{"id": name, "object": "model", "created": 0, "owned_by": "hpc-serve"} for name in self.names]
+        return found
+
+    async def _read(self, request: http.Request) -> Any:
+        response = await self._transport.handle_async_request(request)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response.json()
+
+    async def close(self) -> None:
+        if self._search is not None:
+            self._search.cancel()
+        await self._transport.aclose()

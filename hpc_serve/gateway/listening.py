@@ -1,0 +1,172 @@
+"""Where a gateway listens: on a Unix socket that only its user reaches, or on a port.
+
+A socket's folder is 0700, so nobody else can connect. Its name has the host in it, since a socket on a shared
+filesystem works on the host alone that made it. A lock that the gateway holds while it runs tells a socket that is used
+from one that was left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.rendezvous.files import make_folders, make_private_folder
+from hpc_serve.rendezvous.ownership import require
+
+LONGEST_PATH = 100  # the kernel allows 107 bytes
+_MOST_WAITING = 1024
+_ANSWER_S = 1.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A listener and what it is reached by: a socket's path, or an address."""
+
+    listener: socket.socket
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.path is not None or ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+
+
+@contextmanager
+def on_socket(path: Path) -> Iterator[Place]:
+    """Listen on a socket in a folder of this user's own, 0700, which is made if it is missing.
+
+    Raises InvalidRequestError if the folder is open to others, the path is too long, or another gateway is there.
+    """
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise InvalidRequestError(
+            f"the socket's path {path} has {len(os.fsencode(path))} bytes, and {LONGEST_PATH} are possible: give"
+            " --socket a shorter one."
+        )
+    folder_advice = "Give --socket a path in a folder of your own that nobody else can look into (chmod 700)."
+    try:
+        make_folders(path.parent)
+    except OSError as error:
+        raise InvalidRequestError(f"{path.parent} cannot be made: {error.strerror}. {folder_advice}") from error
+    require(path.parent, "private", called=f"the socket's folder {path.parent}", advice=folder_advice)
+    with _lock_of(path):
+        _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            before = os.umask(0o177)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(before)
+            listener.listen(_MOST_WAITING)
+            yield Place(listener=listener, path=path)
+        finally:
+            listener.close()
+            with suppress(OSError):
+                os.unlink(path)
+
+
+@contextmanager
+def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[Place]:
+    """The same at the usual place below the home, or on this node where the home cannot have a socket."""
+    host = socket.gethostname().partition(".")[0]
+    path = home / "gateway" / f"{host}.sock"
+    if len(os.fsencode(path)) <= LONGEST_PATH:
+        make_private_folder(home, tighten=False)
+        make_private_folder(path.parent)
+        if _can_have_sockets(path.parent):
+            with on_socket(path) as place:
+                yield place
+            return
+    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:8]
+    root = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
+    with on_socket(root / f"hpc-serve-gateway-{os.getuid()}" / f"{digest}.sock") as place:
+        yield place
+
+
+@contextmanager
+def on_port(host: str, port: int) -> Iterator[Place]:
+    """Listen on a port of one address of this host, 0 for any port. Raises InvalidRequestError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server((str(address[0]), port), family=family, backlog=_MOST_WAITING)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise InvalidRequestError(
+            f"the gateway cannot listen on port {port} of {host}: {why}. Give another --port (0 for any free one)."
+        ) from error
+    with listener:
+        name = listener.getsockname()
+        yield Place(listener=listener, host=str(name[0]), port=int(name[1]))
+
+
+@contextmanager
+def _lock_of(path: Path) -> Iterator[None]:
+    """Hold the lock of a socket's path. Where the filesystem has no locks, whoever answers holds it."""
+    descriptor = os.open(
+        path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(path) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise HpcServeError(f"{path}.lock cannot be locked: {error.strerror}.") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket that nobody listens on. Raises InvalidRequestError if somebody does, or it is no socket."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise InvalidRequestError(f"{path} is in the way: it is no socket. Remove it, or give another --socket.")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            pass
+        except OSError:  # its queue is full: somebody is there
+            raise _taken(path) from None
+        else:
+            raise _taken(path)
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _taken(path: Path) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"another gateway listens on {path}. Use it, end it, or give this one another path with --socket."
+    )
+
+
+def _can_have_sockets(folder: Path) -> bool:
+    """Whether the filesystem of a folder carries Unix sockets. Some network filesystems do not."""
+    path = folder / f".try-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind(str(path))
+            trial.listen(1)
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+    return True

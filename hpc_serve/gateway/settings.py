@@ -1,0 +1,26 @@
+"""What a gateway was asked for, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """`services` are those that it serves; none: all of the home. `key` is what clients must show; None: nothing.
+
+    Of each service `most_in_flight` requests are with its engines, and `most_queued` wait for their turn or, `wait_s`
+    seconds, for a replica. A body has `most_body_bytes`, and all that are held have `most_held_bytes`. Web pages of
+    `origins` may ask.
+    """
+
+    services: tuple[str, ...] = ()
+    key: str | None = field(default=None, repr=False)
+    wait_s: float = 60.0
+    most_in_flight: int = 1000
+    most_queued: int = 1000
+    most_body_bytes: int = 64 * MIB
+    most_held_bytes: int = 1024 * MIB
+    origins: tuple[str, ...] = ()

@@ -1,0 +1,55 @@
+"""How many requests of one service are under way at once, how many wait for their turn, and that no more do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from hpc_serve.gateway.answers import FULL_RETRY_S, Refusal
+
+
+class Turns:
+    """The requests of one service. `in_flight` have their turn, `queued` wait for it or for a replica."""
+
+    def __init__(self, service: str, *, most_in_flight: int, most_queued: int) -> None:
+        self._service = service
+        self._most_in_flight = most_in_flight
+        self._most_queued = most_queued
+        self._turns = asyncio.Semaphore(most_in_flight)
+        self.in_flight = 0
+        self.queued = 0
+
+    @asynccontextmanager
+    async def turn(self, is_ready: Callable[[], bool], ready: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """One request: it waits until the service `is_ready`, and for its turn. Raises Refusal, and as `ready`."""
+        if not is_ready() or self._turns.locked():
+            if self.queued >= self._most_queued:
+                raise self._full()
+            self.queued += 1
+            try:
+                await ready()
+                await self._turns.acquire()
+            finally:
+                self.queued -= 1
+        else:
+            await self._turns.acquire()
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self._turns.release()
+
+    def _full(self) -> Refusal:
+        return Refusal(
+            status=429,
+            code="queue_full",
+            kind="rate_limit_error",
+            message=(
+                f"{self._service} has {self.in_flight} requests under way through this gateway (at most"
+                f" {self._most_in_flight}) and {self.queued} that wait (at most {self._most_queued}). Try again, or"
+                " start the gateway with another --max-in-flight or --queue."
+            ),
+            headers={"retry-after": str(FULL_RETRY_S)},
+        )
