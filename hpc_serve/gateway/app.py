@@ -148,8 +148,6 @@ class Gateway:
             status = refusal.status
             if status >= 500:
                 _log.warning("%s", printable(f"{service or 'no service'}, {route}: HTTP {status}: {refusal.message}"))
-            if status == 413:
-                await discard_body(receive)
             await _refuse(scope, receive, send, refusal)
         finally:
             self._bodies.release(held)

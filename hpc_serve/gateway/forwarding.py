@@ -20,6 +20,7 @@ from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.headers import Header, for_client
 from hpc_serve.gateway.metrics import Metrics
 from hpc_serve.gateway.settings import MIB
+from hpc_serve.job.gate import discard_body
 from hpc_serve.printable import printable
 
 Scope = MutableMapping[str, Any]
@@ -57,6 +58,7 @@ class Bodies:
     async def read(self, receive: Receive, announced: bytes, held: list[int]) -> bytes:
         """The whole body. `held` notes how many bytes to `release`. Raises Refusal; ClientLeftError."""
         if announced.isdigit() and int(announced[:19]) > self._most_bytes:
+            await discard_body(receive)
             raise self._too_large()
         parts: list[bytes] = []
         size, is_more = 0, True
@@ -67,14 +69,20 @@ class Bodies:
             part = message.get("body", b"")
             is_more = message.get("more_body", False)
             size += len(part)
-            if size > self._most_bytes:
-                raise self._too_large()
-            if self.held_bytes + len(part) > self._most_held_bytes:
-                raise self._too_many()
+            refusal = self._refusal(size, len(part))
+            if refusal is not None:
+                if is_more:
+                    await discard_body(receive)
+                raise refusal
             self.held_bytes += len(part)
             held.append(len(part))
             parts.append(part)
         return b"".join(parts)
+
+    def _refusal(self, size: int, more: int) -> Refusal | None:
+        if size > self._most_bytes:
+            return self._too_large()
+        return self._too_many() if self.held_bytes + more > self._most_held_bytes else None
 
     def release(self, held: list[int]) -> None:
         self.held_bytes -= sum(held)
@@ -108,7 +116,7 @@ async def forward(front: Front, asked: Asked, send: Send, metrics: Metrics) -> i
     Whatever is raised, nothing of an answer was sent; but BrokenAnswerError.
     """
     arrived_at_s = time.perf_counter()
-    async with front.turns.turn(lambda: front.is_ready, front.ready):
+    async with front.turns.turn(front.ready):
         begun_at_s = time.perf_counter()
         metrics.waited.labels(front.service).observe(begun_at_s - arrived_at_s)
         body = _for_engine(front, asked)

@@ -21,19 +21,16 @@ class Turns:
         self.queued = 0
 
     @asynccontextmanager
-    async def turn(self, is_ready: Callable[[], bool], ready: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """One request: it waits until the service `is_ready`, and for its turn. Raises Refusal, and as `ready`."""
-        if not is_ready() or self._turns.locked():
-            if self.queued >= self._most_queued:
-                raise self._full()
-            self.queued += 1
-            try:
-                await ready()
-                await self._turns.acquire()
-            finally:
-                self.queued -= 1
-        else:
+    async def turn(self, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """One request: it waits until the service is `ready`, and for its turn. Raises Refusal, and as `ready`."""
+        if self.in_flight + self.queued >= self._most_in_flight + self._most_queued:
+            raise self._full()
+        self.queued += 1
+        try:
+            await ready()
             await self._turns.acquire()
+        finally:
+            self.queued -= 1
         self.in_flight += 1
         try:
             yield

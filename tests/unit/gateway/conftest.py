@@ -1,0 +1,162 @@
+"""A gateway to services of stub engines, in a thread of the test or as the program that a user starts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.support.asgi_server import served
+from tests.unit.client.conftest import service
+
+assert service  # a fixture of the client's tests
+
+NEEDS = ("starlette", "uvicorn", "httptools", "prometheus_client")
+
+
+@dataclass
+class Answer:
+    """An answer as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> Any:
+        return self.json["error"]["code"]
+
+
+class Front:
+    """A gateway on a port of the loopback address."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def open(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection = self.open()
+        try:
+            connection.request(method, path, content, {name.replace("_", "-"): text for name, text in headers.items()})
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def complete(self, model: str | None = "405b", **fields: Any) -> Answer:
+        named = {"model": model} if model is not None else {}
+        return self.ask("POST", "/v1/completions", {**named, "prompt": "Why?", "temperature": 0, **fields})
+
+    def stream(self, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """The beginning of a stream: its connection, and its response to read."""
+        connection = self.open()
+        asked = {"model": "405b", "prompt": "Why?", "temperature": 0, "max_tokens": 100, "stream": True, **fields}
+        connection.request("POST", "/v1/completions", json.dumps(asked))
+        return connection, connection.getresponse()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's values with these labels."""
+        total = 0.0
+        for line in self.ask("GET", "/metrics").body.decode().splitlines():
+            head, _, value = line.rpartition(" ")
+            found = head.partition("{")[0] == f"hpc_serve_gateway_{name}"
+            if found and all(f'{label}="{text}"' in head for label, text in labels.items()):
+                total += float(value)
+        return total
+
+
+@pytest.fixture
+def gateway(service) -> Iterator[Callable[..., Front]]:
+    """Starts a gateway with some settings to the services of the test's home."""
+    for package in NEEDS:
+        pytest.importorskip(package, reason=f"the gateway needs {package}")
+    from hpc_serve.gateway.app import make_app
+    from hpc_serve.gateway.settings import Settings
+
+    with ExitStack() as stack:
+
+        def start(**settings: Any) -> Front:
+            app = make_app(service.store, Settings(**{"wait_s": 0.0, **settings}))
+            return Front(stack.enter_context(served(app)))
+
+        yield start
+
+
+class Program:
+    """`hpc-serve gateway`, started by a user, and what it has printed."""
+
+    def __init__(self, home: Path, *words: str) -> None:
+        environ = {**os.environ, "HPC_SERVE_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hpc_serve.cli", "gateway", *words],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines += []
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def started(self) -> Program:
+        """Once it has said where it is."""
+        wait_for(lambda: "Gateway to" in self.said or self.process.poll() is not None, 60, what="the gateway")
+        assert self.process.poll() is None, self.said
+        wait_for(lambda: "curl" in self.said or "OPENAI_API_KEY" in self.said, 10, what="its address")
+        return self
+
+    def ended(self) -> int:
+        """Its exit code."""
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.ended()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def program(service) -> Iterator[Callable[..., Program]]:
+    """Starts `hpc-serve gateway` with some words for the services of the test's home."""
+    for package in NEEDS:
+        pytest.importorskip(package, reason=f"the gateway needs {package}")
+    started: list[Program] = []
+
+    def start(*words: str) -> Program:
+        started.append(Program(service.store.home, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()

@@ -1,0 +1,208 @@
+"""`hpc-serve gateway` as a program: where it listens, who reaches that, several side by side, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from http.client import HTTPSConnection
+
+import openai
+import pytest
+
+from hpc_serve.client.sdk import http
+from hpc_serve.gateway import listening
+from tests.cluster import wait_for
+from tests.support.stub_engine import greedy_answer
+
+GREEDY = ("--stub-greedy", "--stub-words", "12")
+ANSWER = greedy_answer("Why?", 12)
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def sdk(path) -> openai.OpenAI:
+    transport = http.HTTPTransport(uds=str(path))
+    client = openai.DefaultHttpxClient(transport=transport, trust_env=False)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0)
+
+
+def ask(path) -> str:
+    return sdk(path).completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text
+
+
+def socket_of(service):
+    return service.store.home / "gateway" / f"{socket.gethostname().partition('.')[0]}.sock"
+
+
+def test_it_listens_on_a_socket_that_its_user_alone_reaches(service, program):
+    service.start(*GREEDY)
+    one = program().started()
+    path = socket_of(service)
+    assert (mode(path), mode(path.parent)) == (0o600, 0o700)
+    assert f"curl --unix-socket {path} http://localhost/v1/models" in one.said
+    assert ask(path) == ANSWER
+    one.process.send_signal(signal.SIGTERM)
+    assert one.ended() == 0
+    assert not path.exists()
+    assert "Traceback" not in one.said
+
+
+def test_a_second_one_on_the_same_socket_is_refused(service, program):
+    service.start(*GREEDY)
+    program().started()
+    second = program()
+    assert second.ended() == 2
+    assert "another gateway listens on" in second.said
+    assert ask(socket_of(service)) == ANSWER
+
+
+def test_two_side_by_side_and_one_is_killed(service, program):
+    service.start(*GREEDY)
+    first, second = service.store.home / "gateway" / "a.sock", service.store.home / "gateway" / "b.sock"
+    one = program("--socket", str(first)).started()
+    program("--socket", str(second), "405b").started()
+    assert ask(first) == ask(second) == ANSWER
+    one.process.kill()
+    one.ended()
+    assert first.exists()  # nobody listens on it
+    with pytest.raises(openai.APIConnectionError):
+        ask(first)
+    assert ask(second) == ANSWER
+    program("--socket", str(first)).started()
+    assert ask(first) == ANSWER
+
+
+def test_a_folder_that_others_can_look_into_is_refused(service, program, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    one = program("--socket", str(folder / "g.sock"))
+    assert one.ended() == 2
+    assert "can be read by others" in one.said
+
+
+def test_what_is_no_socket_is_not_replaced(service, program, tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    (folder / "g.sock").write_text("notes")
+    one = program("--socket", str(folder / "g.sock"))
+    assert one.ended() == 2
+    assert "it is no socket" in one.said
+    assert (folder / "g.sock").read_text() == "notes"
+
+
+def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(service, tmp_path, monkeypatch):
+    local = tmp_path / "t"
+    local.mkdir()
+    home = tmp_path / ("long" * 30)
+    monkeypatch.setattr(listening, "LONGEST_PATH", len(str(local)) + 60)
+    with listening.on_default_socket(home, {"HPC_SERVE_TMPDIR": str(local)}) as place:
+        assert place.path.parent == local / f"hpc-serve-gateway-{os.getuid()}"
+        assert (mode(place.path), mode(place.path.parent)) == (0o600, 0o700)
+    assert not place.path.exists()
+
+
+def test_a_port_has_a_key_that_nobody_else_reads(service, program):
+    service.start(*GREEDY)
+    one = program("--port", "0").started()
+    key_file = service.store.home / "gateway" / "api_key"
+    key = key_file.read_text().strip()
+    assert mode(key_file) == 0o600
+    assert len(key) >= 32
+    assert key not in one.said
+    assert key.encode() not in _command_line(one.process.pid)
+    assert "in the clear" in one.said
+    base_url = one.said.split("OPENAI_BASE_URL=")[1].split()[0]
+    assert base_url.startswith("http://127.0.0.1:")
+    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    assert client.completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text == ANSWER
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=base_url, api_key="x" * 43, max_retries=0).models.list()
+
+
+def _command_line(pid: int) -> bytes:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+
+
+def test_an_address_that_others_reach_speaks_tls(service, program):
+    service.start(*GREEDY)
+    one = program("--port", "0", "--host", "0.0.0.0").started()
+    wait_for(lambda: "SSL_CERT_FILE=" in one.said, 10, what="what to trust")
+    assert "OPENAI_BASE_URL=https://0.0.0.0:" in one.said
+    port = int(one.said.split("OPENAI_BASE_URL=https://0.0.0.0:")[1].split("/")[0])
+    key = (service.store.home / "gateway" / "api_key").read_text().strip()
+    bundle = one.said.split("SSL_CERT_FILE=")[1].split()[0]
+    context = ssl.create_default_context(cafile=bundle)
+    connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=20)
+    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+    assert json.loads(connection.getresponse().read())["data"]
+    connection.close()
+
+
+def test_a_key_file_that_others_read_is_refused(service, program, tmp_path):
+    key_file = tmp_path / "key"
+    key_file.write_text("k" * 32)
+    key_file.chmod(0o644)
+    one = program("--port", "0", "--key-file", str(key_file))
+    assert one.ended() == 5
+    assert "can be read by others" in one.said
+    assert "k" * 32 not in one.said
+
+
+@pytest.mark.parametrize("words", [("--socket", "/x/y", "--port", "0"), ("--host", "0.0.0.0"), ("no/name",)])
+def test_what_cannot_be_asked_for(program, words):
+    assert program(*words).ended() == 2
+
+
+def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, program, tmp_path):
+    hang = tmp_path / "hang"
+    service.start(*GREEDY, "--stub-word-s", "0.1", "--stub-hang-file", str(hang))
+    one = program().started()
+    path = socket_of(service)
+    stream = sdk(path).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
+    chunks = [next(stream)]
+    hang.touch()
+    one.process.send_signal(signal.SIGTERM)
+
+    def takes_no_more() -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(path)) != 0
+
+    wait_for(takes_no_more, 20, what="the end of the listener")
+    assert one.process.poll() is None
+    hang.unlink()
+    chunks += list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == ANSWER
+    assert one.ended() == 0
+
+
+def test_at_sigterm_what_takes_longer_than_the_grace_is_cut(service, program, tmp_path):
+    hang = tmp_path / "hang"
+    service.start(*GREEDY, "--stub-word-s", "0.1", "--stub-hang-file", str(hang))
+    one = program("--grace", "1s").started()
+    stream = sdk(socket_of(service)).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
+    next(stream)
+    hang.touch()
+    one.process.send_signal(signal.SIGTERM)
+    assert one.ended() == 0
+    with pytest.raises((openai.APIError, http.HTTPError)):
+        list(stream)
+
+
+def test_without_the_extra_it_says_what_to_install(service, tmp_path):
+    code = (
+        "import sys; sys.modules['starlette'] = None; sys.modules['uvicorn'] = None\n"
+        "from hpc_serve.cli.main import main; main(['gateway'])"
+    )
+    environ = {**os.environ, "HPC_SERVE_HOME": str(service.store.home)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'hpc-serve[gateway]'" in done.stderr

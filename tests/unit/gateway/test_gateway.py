@@ -1,0 +1,409 @@
+"""Requests through a gateway to stub engines: where they go, what comes back, and what becomes of those that cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+
+from hpc_serve.client import discovery, exchange
+from tests.cluster import wait_for
+from tests.support.stub_engine import greedy_answer
+from tests.support.stubs import StubService, make_submitted
+from tests.unit.gateway.test_words import form
+
+WORDS = 12
+GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
+MORTAL = (*GREEDY, "--stub-die-at-request", "1")
+ANSWER = greedy_answer("Why?", WORDS)
+
+
+def events(data: bytes) -> list[dict]:
+    return [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+def text_of(data: bytes) -> str:
+    return "".join(choice["text"] for event in events(data) for choice in event.get("choices", ()))
+
+
+def other_service(service, name: str = "tiny", model: str = "tiny-model") -> StubService:
+    """A second service in the same home."""
+    other = StubService(service.store.home, name)
+    other.start("--served-model-name", model, *GREEDY, job_id="300", model=model, served_model_names=(model,))
+    service.engines.append(other.engines[0])  # ends with the first service
+    return other
+
+
+# -- where requests go
+
+
+def test_a_request_goes_to_the_service_that_it_names(service, gateway):
+    service.start(*GREEDY)
+    other_service(service)
+    front = gateway()
+    for model, engine in (("405b", 0), ("meta-llama/Llama-3.1-405B-Instruct", 0), ("tiny-model", 1), ("tiny", 1)):
+        answer = front.complete(model)
+        assert answer.status == 200, answer.body
+        assert answer.headers["x-stub-engine"] == str(service.engines[engine].port)
+        assert answer.json["choices"][0]["text"] == ANSWER
+    assert answer.headers["x-hpc-serve-service"] == "tiny"
+    assert answer.headers["x-hpc-serve-replica"] == "300-r0-0"
+
+
+def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):
+    service.start(*GREEDY)
+    front = gateway()
+    answer = front.complete("gpt-\x1b[2J")
+    assert (answer.status, answer.code) == (404, "model_not_found")
+    assert "405b (ready): meta-llama/Llama-3.1-405B-Instruct" in answer.json["error"]["message"]
+    assert b"\x1b" not in answer.body
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="405b"):
+        client.completions.create(model="gpt", prompt="x")
+
+
+def test_without_a_model_the_only_service_is_meant(service, gateway):
+    service.start(*GREEDY)
+    front = gateway()
+    assert front.complete(None).code == 404  # the engine's own answer
+    assert front.ask("POST", "/v1/embeddings", b"no json").headers["x-hpc-serve-service"] == "405b"
+    other_service(service)
+    wait_for(lambda: front.complete("tiny").status == 200, 20, what="the second service")
+    answer = front.complete(None)
+    assert (answer.status, answer.code) == (400, "model_required")
+    assert "405b, tiny" in answer.json["error"]["message"]
+
+
+def test_a_model_of_two_services_is_ambiguous_until_one_ends(service, gateway, monkeypatch):
+    monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
+    service.start(*GREEDY)
+    other = other_service(service, model="meta-llama/Llama-3.1-405B-Instruct")
+    front = gateway()
+    answer = front.complete("meta-llama/Llama-3.1-405B-Instruct")
+    assert (answer.status, answer.code) == (400, "ambiguous_model")
+    assert front.complete("tiny").status == 200
+    other.publish(other.engines[0], job_id="300", state="stopped")
+    wait_for(lambda: front.complete("meta-llama/Llama-3.1-405B-Instruct").status == 200, 30, what="the other service")
+
+
+def test_a_form_is_routed_by_its_field(service, gateway):
+    service.start(*GREEDY)
+    other_service(service)
+    front = gateway()
+    body = form(("name=model", b"tiny"), ('name="file"', b"\x00" * 1000))
+    kind = "multipart/form-data; boundary=XyZ"
+    answer = front.ask("POST", "/v1/audio/transcriptions", body, Content_Type=kind)
+    assert answer.headers["x-hpc-serve-service"] == "tiny"
+
+
+def test_only_the_services_that_were_named_are_served(service, gateway):
+    service.start(*GREEDY)
+    other_service(service)
+    front = gateway(services=("tiny",))
+    assert front.complete("tiny").status == 200
+    assert front.complete("405b").status == 404
+
+
+def test_services_come_and_go_without_a_restart(service, gateway, monkeypatch):
+    monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
+    front = gateway()
+    assert front.complete("405b").status == 404
+    assert front.ask("GET", "/v1/models").json["data"] == []
+    engine = service.start(*GREEDY)
+    wait_for(lambda: front.complete("405b").status == 200, 30, what="the new service")
+    assert front.metric("in_flight", service="405b") == 0
+    service.publish(engine, state="stopped")
+    wait_for(lambda: front.complete("405b").status == 404, 30, what="the end of the service")
+    wait_for(lambda: 'in_flight{service="405b"' not in front.ask("GET", "/metrics").body.decode(), 30, what="its watch")
+
+
+def test_services_stay_while_the_home_is_away(service, gateway, monkeypatch):
+    monkeypatch.setattr("hpc_serve.gateway.directory.LOOK_S", 0.1)
+    service.start(*GREEDY)
+    front = gateway()
+    assert front.complete().status == 200
+    home = service.store.home
+    home.rename(home.with_name("away"))
+    looks = front.metric("requests_total")
+    for _ in range(20):
+        assert front.complete().status == 200
+        assert front.complete("unknown").status == 404  # looks again, at most each second
+    assert front.metric("requests_total") > looks
+    home.with_name("away").rename(home)
+
+
+# -- models
+
+
+def test_models_are_those_of_ready_engines_and_the_names_of_services(service, gateway):
+    service.start(*GREEDY)
+    other_service(service)
+    service.store.write_submitted(make_submitted(service="waiting"))
+    front = gateway()
+    listed = {model["id"]: model for model in front.ask("GET", "/v1/models").json["data"]}
+    assert set(listed) == {"405b", "meta-llama/Llama-3.1-405B-Instruct", "tiny", "tiny-model"}
+    assert listed["tiny"]["root"] == "tiny-model"
+    assert listed["tiny"]["max_model_len"] == 100_000
+    assert front.ask("GET", "/v1/models/tiny-model").json["service"] == "tiny"
+    assert front.ask("GET", "/v1/models/meta-llama/Llama-3.1-405B-Instruct").status == 200
+    assert front.ask("GET", "/v1/models/other").status == 404
+
+
+def test_an_adapter_that_no_record_names_is_found(service, gateway):
+    service.start("--served-model-name", "base", "my-adapter", *GREEDY, served_model_names=("base",), tls=True)
+    other_service(service)
+    assert gateway().complete("my-adapter").status == 200
+
+
+# -- answers as they are
+
+
+def test_an_answer_is_passed_on_byte_for_byte(service, gateway):
+    engine = service.start(*GREEDY)
+    front = gateway()
+    asked = {"model": "405b", "prompt": "Why?", "temperature": 0, "stream": True, "return_token_ids": True}
+    for stream in (True, False):
+        direct, through = (
+            re.sub(rb'"id": "stub-\d+", "created": \d+', b"", body)
+            for body in (
+                _ask_engine(service, engine, {**asked, "stream": stream}),
+                front.complete(**asked | {"stream": stream}).body,
+            )
+        )
+        assert direct == through
+        assert len(direct) > 100
+
+
+def _ask_engine(service, engine, asked) -> bytes:
+    import http.client
+
+    from hpc_serve.trust.pinned import pinned_context
+
+    connection = http.client.HTTPSConnection("127.0.0.1", engine.port, context=pinned_context(engine.certificate))
+    key = service.key_file.read_text().strip()
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Authorization": f"Bearer {key}"})
+    with connection.getresponse() as response:
+        body = response.read()
+    connection.close()
+    return body
+
+
+def test_events_come_one_by_one(service, gateway, tmp_path):
+    hang = tmp_path / "hang"
+    service.start(*GREEDY, "--stub-word-s", "0.02", "--stub-hang-file", str(hang))
+    connection, response = gateway().stream()
+    first = response.read1()  # it comes while the engine works on the others
+    assert first.startswith(b"data: {")
+    assert first.count(b"data: ") < WORDS
+    assert text_of(first + response.read()) == ANSWER
+    connection.close()
+
+
+def test_an_error_of_the_engine_is_passed_on(service, gateway):
+    service.start("--stub-error", "422")
+    answer = gateway().complete()
+    assert (answer.status, answer.json["error"]["message"]) == (422, "a stubbed error")
+
+
+# -- engines that are lost
+
+
+def test_a_stream_goes_on_at_another_replica(service, gateway):
+    service.start(*MORTAL, "--stub-word-s", "0.05")
+    front = gateway()
+    connection, response = front.stream()
+    begun = response.read1()
+    service.start(*GREEDY)
+    data = begun + response.read()
+    assert text_of(data) == ANSWER
+    assert data.endswith(b"data: [DONE]\n\n")
+    (mark,) = [event["resumed"] for event in events(data) if "resumed" in event]
+    assert (mark["exact"], mark["replica"]) == (True, "101-r0-0.json")
+    assert front.metric("resumed_total", service="405b") == 1
+    connection.close()
+
+
+def test_a_request_is_repeated_at_another_replica(service, gateway):
+    service.start(*MORTAL)
+    service.start(*GREEDY)
+    front = gateway()
+    answers = [front.complete() for _ in range(8)]
+    assert {answer.json["choices"][0]["text"] for answer in answers} == {ANSWER}
+    assert service.engines[0].process.wait(10) == 1
+    assert front.metric("repeated_total", service="405b") >= 1
+
+
+def test_a_stream_that_cannot_go_on_ends_with_an_error_event(service, gateway, monkeypatch):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
+    service.start(*MORTAL)
+    front = gateway()
+    connection, response = front.stream()
+    data = response.read()
+    assert response.status == 200
+    *_, last = events(data)
+    assert last["error"]["code"] == "stream_broken"
+    assert "cannot go on at another replica" in last["error"]["message"]
+    assert b"[DONE]" not in data
+    assert ANSWER.startswith(text_of(data))
+    assert front.metric("broken_streams_total", service="405b") == 1
+    connection.close()
+
+
+def test_the_sdk_sees_a_broken_stream_as_an_error(service, gateway, monkeypatch):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
+    service.start(*MORTAL)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{gateway().port}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="cannot go on"):
+        list(client.completions.create(model="405b", prompt="Why?", temperature=0, stream=True))
+
+
+def test_without_a_replica_it_waits_and_then_says_how_the_service_is(service, gateway):
+    engine = service.start(*GREEDY)
+    service.publish(engine, state="starting", stage="loading weights")
+    front = gateway(wait_s=0.3)
+    answer = front.complete()
+    assert (answer.status, answer.code) == (503, "no_replica")
+    assert "loading weights" in answer.json["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_request_that_waits_is_answered_once_a_replica_is_ready(service, gateway, monkeypatch):
+    monkeypatch.setattr(discovery, "REFRESH_S", 0.2)
+    engine = service.start(*GREEDY)
+    service.publish(engine, state="starting", counter=1)
+    front = gateway(wait_s=60.0)
+    answers: list = []
+    asking = [threading.Thread(target=lambda: answers.append(front.complete().status)) for _ in range(3)]
+    for one in asking:
+        one.start()
+    wait_for(lambda: front.metric("queued", service="405b") == 3, 20, what="the requests")
+    service.publish(engine, counter=2)
+    for one in asking:
+        one.join(30)
+    assert answers == [200, 200, 200]
+
+
+# -- limits
+
+
+def test_over_the_limit_it_says_when_to_try_again(service, gateway, tmp_path):
+    hang = tmp_path / "hang"
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang))
+    front = gateway(most_in_flight=2, most_queued=1, wait_s=5.0)
+    statuses: list = []
+    asking = [threading.Thread(target=lambda: statuses.append(front.complete().status)) for _ in range(3)]
+    for one in asking:
+        one.start()
+    wait_for(lambda: front.metric("in_flight") == 2 and front.metric("queued") == 1, 20, what="the requests")
+    answer = front.complete()
+    assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "queue_full", "1")
+    hang.unlink()
+    for one in asking:
+        one.join(30)
+    assert statuses == [200, 200, 200]
+    assert front.complete().status == 200
+    assert front.metric("requests_total", status="429", service="405b", route="/v1/completions") == 1
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_body_over_the_limit_is_refused(service, gateway, is_announced):
+    service.start(*GREEDY)
+    front = gateway(most_body_bytes=10_000)
+    body = json.dumps({"model": "405b", "prompt": "x" * 20_000}).encode()
+    connection = front.open()
+    content = body if is_announced else iter([body[:9_000], body[9_000:]])
+    connection.request("POST", "/v1/completions", content)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert front.complete().status == 200
+
+
+def test_bodies_that_are_held_are_bounded_and_given_back(service, gateway, tmp_path):
+    hang = tmp_path / "hang"
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang))
+    front = gateway(most_held_bytes=10_000)
+    statuses: list = []
+    one = threading.Thread(target=lambda: statuses.append(front.complete(user="x" * 8_000).status))
+    one.start()
+    wait_for(lambda: front.metric("in_flight") == 1, 20, what="the request")
+    assert front.complete(user="x" * 8_000).code == "memory_full"
+    hang.unlink()
+    one.join(30)
+    assert statuses == [200]
+    assert front.complete(user="x" * 8_000).status == 200
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_engine(service, gateway, tmp_path):
+    log, hang = tmp_path / "log", tmp_path / "hang"
+    log.mkdir()
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang), "--stub-work-log", str(log))
+    front = gateway()
+
+    def logged() -> list[str]:
+        return [json.loads(line)["event"] for path in Path(log).glob("*") for line in path.read_text().splitlines()]
+
+    for number, is_stream in enumerate((True, False), start=1):
+        connection = front.open()
+        asked = {"model": "405b", "prompt": "Why?", "stream": is_stream, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(asked))
+        wait_for(lambda: logged().count("begun") == number, 20, what="the request at the engine")  # noqa: B023
+        connection.close()
+        wait_for(lambda: logged().count("abort") == number, 20, what="its end")  # noqa: B023
+    wait_for(lambda: front.metric("in_flight") == 0, 10, what="its place")
+    assert front.metric("requests_total", status="499") == 2
+
+
+# -- who may ask
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/nothing"])
+def test_the_key_is_asked_for_on_every_route_but_health(service, gateway, path):
+    key = "k" * 32
+    service.start(*GREEDY)
+    front = gateway(key=key)
+    assert front.ask("GET", "/health").json == {"status": "ok"}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}, {"X_Api_Key": key[:-1]}):
+        answer = front.ask("GET", path, **headers)
+        assert (answer.status, answer.code) == (401, "invalid_api_key")
+        assert front.ask("POST", "/v1/completions", {"model": "405b"}, **headers).status == 401
+    for headers in ({"Authorization": f"Bearer {key}"}, {"X_Api_Key": key}):
+        assert front.ask("GET", path, **headers).status != 401
+        answer = front.ask("POST", "/v1/completions", {"model": "405b", "prompt": "Why?", "temperature": 0}, **headers)
+        assert answer.status == 200
+    assert key not in repr(front)
+
+
+def test_pages_of_other_origins_are_refused(service, gateway):
+    service.start(*GREEDY)
+    front, open_front = gateway(), gateway(origins=("http://localhost:3000",))
+    asked = {"model": "405b", "prompt": "Why?", "temperature": 0}
+    assert front.ask("POST", "/v1/completions", asked, Origin="http://evil.example").code == "origin_not_allowed"
+    assert front.ask("GET", "/v1/models", Origin="null").status == 403
+    assert open_front.ask("GET", "/v1/models", Origin="http://evil.example").status == 403
+    answer = open_front.ask("POST", "/v1/completions", asked, Origin="http://localhost:3000")
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+    preflight = {"Origin": "http://localhost:3000", "Access_Control_Request_Method": "POST"}
+    asking = {**preflight, "Access_Control_Request_Headers": "authorization,content-type"}
+    assert open_front.ask("OPTIONS", "/v1/completions", **asking).status == 200
+
+
+def test_metrics_count_requests_by_service_route_and_status(service, gateway):
+    service.start(*GREEDY)
+    front = gateway()
+    front.complete()
+    front.complete("nothing")
+    front.ask("POST", "/sleep", {})
+    assert front.metric("requests_total", service="405b", route="/v1/completions", status="200") == 1
+    assert front.metric("requests_total", service="", route="/v1/completions", status="404") == 1
+    assert front.metric("requests_total", service="", route="other", status="404") == 1
+    assert front.metric("sent_bytes_total", service="405b") > 100
+    assert front.metric("received_bytes_total", service="405b") > 20
+    assert front.metric("wait_seconds_count", service="405b") == 1
