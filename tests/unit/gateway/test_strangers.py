@@ -27,7 +27,7 @@ def front(service, gateway, monkeypatch):
     return gateway(key=KEY)
 
 
-def say(front, data: bytes, *, until_closed: bool = True) -> bytes:
+def say(front, data: bytes) -> bytes:
     """What the gateway answers to these bytes."""
     got = b""
     with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection, suppress(ConnectionError):
