@@ -10,6 +10,7 @@
         SubmissionRefusedError       4
       RendezvousError                5   the shared records cannot be read or written
         ServiceNotFoundError         5
+          ServiceAsleepError         5   it ended because nobody used it, and can be woken
         AmbiguousServiceError        5
         ServiceConflictError         5
         RecordError                  5   a record is half-written, malformed or not ours
@@ -75,6 +76,10 @@ class RendezvousError(HpcServeError):
 
 class ServiceNotFoundError(RendezvousError, LookupError):
     """No live service of that name; the text lists those there are."""
+
+
+class ServiceAsleepError(ServiceNotFoundError):
+    """The service's jobs ended because nobody asked for anything (--idle-stop); the text says how to wake it."""
 
 
 class AmbiguousServiceError(RendezvousError, LookupError):

@@ -33,6 +33,7 @@ COMMANDS = {
     "wait": ("hpc_serve.cli.watch", "wait_command", "Wait until a service is ready."),
     "logs": ("hpc_serve.cli.watch", "logs_command", "Show what a service's job has written."),
     "scale": ("hpc_serve.cli.watch", "scale_command", "Change the number of a service's replicas."),
+    "wake": ("hpc_serve.cli.watch", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.watch", "stop_command", "End a service, or one job of it."),
     "chat": ("hpc_serve.cli.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from hpc_serve.cli.values import Duration, Replicas, Size
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import Backend, Cluster, ServeRequest, SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 
@@ -24,25 +24,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
     from hpc_serve.submit.site import SiteProfile
-
-    _IntType = click.ParamType[int]
-else:
-    _IntType = click.ParamType
-
-
-class Size(_IntType):
-    """A number of bytes: 79.2GiB (powers of 1024), 80GB (powers of 1000), or plain."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(value)
-        except InvalidRequestError as error:
-            self.fail(str(error), param, ctx)
-
 
 _EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
 
@@ -118,9 +99,15 @@ _JOB_OPTIONS = (
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option(
         "--replicas",
-        type=int,
-        metavar="N",
-        help="Replicas of the service, a job each, one array [default: as --target takes, or 1].",
+        type=Replicas(),
+        metavar="N|MIN:MAX",
+        help="Replicas, a job each, one array; 1:4: more while requests wait [default: as --target takes, or 1].",
+    ),
+    click.option(
+        "--idle-stop",
+        "idle_stop_s",
+        type=Duration(needs_unit=True),
+        help="End all jobs after so long without a request (30m); `hpc-serve wake` brings them back.",
     ),
     click.option(
         "--replicas-per-job",
@@ -237,15 +224,18 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     site = load_site(find_site_file(environ, options["site"]))
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     model = model_of(options)
+    replicas, max_replicas = options["replicas"] or (None, None)
     as_they_are = (
         *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "replicas", "replicas_per_job", "allow_unknown_config_keys"),
+        *("target", "input_tokens", "output_tokens", "idle_stop_s", "replicas_per_job", "allow_unknown_config_keys"),
     )
     return ServeRequest(
         model=model,
         service=options["service"] if options["service"] is not None else default_service(model),
         **machines_of(options, site),
         **{name: options[name] for name in as_they_are},
+        replicas=replicas,
+        max_replicas=max_replicas,
         backend=options["backend"],
         cluster=options["cluster"],
         tls=options["tls"],
@@ -273,17 +263,3 @@ def default_service(model: str) -> str:
     if not name:
         raise InvalidRequestError(f"No service can be named after {model!r}: give it a --name.")
     return name
-
-
-class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no time: write seconds, or 90s, 10m, 2h.", param, ctx)
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

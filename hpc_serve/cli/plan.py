@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.options import Size, machines_of, model_of, not_empty, plan_options
+from hpc_serve.cli.options import machines_of, model_of, not_empty, plan_options
+from hpc_serve.cli.values import Size
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:

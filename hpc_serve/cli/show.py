@@ -24,6 +24,7 @@ from hpc_serve.sizes import GIB
 if TYPE_CHECKING:
     from hpc_serve.client.status import ReplicaStatus
     from hpc_serve.plan.catalog import CatalogModel
+    from hpc_serve.rendezvous.elastic import Elastic
     from hpc_serve.submit.job_status import StatusReport
 
 _COLOURS = {
@@ -129,19 +130,32 @@ class Stages:
 
 def report_json(report: StatusReport) -> dict[str, Any]:
     """A report under stable keys."""
-    return {"services": [status_json(status) for status in report.replicas], "problems": list(report.problems)}
+    return {
+        "services": [status_json(status) for status in report.replicas],
+        "problems": list(report.problems),
+        "elastic": {service: _elastic_json(elastic) for service, elastic in report.elastic.items()},
+    }
 
 
-def print_counts(statuses: Sequence[ReplicaStatus]) -> None:
-    """For each service of several replicas that are not over, how many of them are ready; without those that only wait
-    to take over from one of them."""
+def _elastic_json(elastic: Elastic) -> dict[str, Any]:
+    keys = dataclasses.asdict(elastic)
+    return {name: keys[name] for name in ("state", "least", "most", "idle_stop_s", "decider", "problem", "decided")}
+
+
+def print_counts(report: StatusReport) -> None:
+    """How many replicas are ready of each service that has several which are not over, without those that only wait to
+    take over from one of them; and what its jobs decided of their number."""
+    from hpc_serve.submit.elastic_sentence import elastic_sentence
     from hpc_serve.submit.job_status import without_successors
 
-    live = without_successors(status for status in statuses if not status.is_over)
+    live = without_successors(status for status in report.replicas if not status.is_over)
     for service, count in Counter(status.service for status in live).items():
         if count > 1:
             ready = sum(status.service == service and status.state == "ready" for status in live)
             click.echo(f"{service}: {ready}/{count} replicas ready")
+    for service, elastic in report.elastic.items():
+        if sentence := elastic_sentence(service, elastic, live, time.time()):
+            click.echo(sentence)
 
 
 def status_json(status: ReplicaStatus) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.options import Duration
+from hpc_serve.cli.values import Duration
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.names import is_service_name

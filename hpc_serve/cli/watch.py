@@ -1,4 +1,4 @@
-"""`status`, `wait`, `logs`, `scale` and `stop`: the commands for services that were submitted."""
+"""`status`, `wait`, `logs`, `scale`, `wake` and `stop`: the commands for services that were submitted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.options import Duration
+from hpc_serve.cli.values import Duration, Replicas
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -33,16 +34,15 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     whose records are not in this HPC_SERVE_HOME).
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.job_status import StatusReport
     from hpc_serve.submit.status_reader import find, read_status
 
     store = _store()
     report = read_status(store, service)
     if service is not None and not report.replicas:
-        report, everything = StatusReport(replicas=tuple(find(store, service)), problems=report.problems), True
+        report, everything = replace(report, replicas=tuple(find(store, service))), True
     if not everything:
         within_s = math.inf if service else _A_DAY_S
-        report = StatusReport(replicas=tuple(_latest(report.replicas, within_s)), problems=report.problems)
+        report = replace(report, replicas=tuple(_latest(report.replicas, within_s)))
     if as_json:
         show.print_json(show.report_json(report))
         return
@@ -53,7 +53,7 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
         show.print_table(report.replicas)
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
-    show.print_counts(report.replicas)
+    show.print_counts(report)
     show.warn(report.problems)
 
 
@@ -134,6 +134,7 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
     A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
     them, nor if it has begun to.
     """
+    from hpc_serve.submit.service_bounds import note_stop_of
     from hpc_serve.submit.status_reader import find
     from hpc_serve.submit.stop import stop
 
@@ -147,6 +148,7 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.")
+        note_stop_of(store, found)
         for status in live:
             click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
         for status in stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain):
@@ -155,28 +157,53 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
 
 @click.command("scale")
 @click.argument("service")
-@click.argument("replicas", type=click.IntRange(min=1))
+@click.argument("replicas", type=Replicas(), metavar="N|MIN:MAX")
 @click.option(
     "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
 )
-def scale_command(service: str, replicas: int, drain: float) -> None:
-    """Bring a service to a number of REPLICAS.
+def scale_command(service: str, replicas: tuple[int, int | None], drain: float) -> None:
+    """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
 
     More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
-    those that start; one that is ready finishes its requests before.
+    those that start; one that is ready finishes its requests before. MIN:MAX is for a service that was submitted with
+    --replicas MIN:MAX or --idle-stop.
     """
     from hpc_serve.submit.scale import scale
+    from hpc_serve.submit.service_bounds import set_bounds
 
     def say(status: ReplicaStatus) -> None:
         click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
 
-    done = scale(_store(), service, replicas, drain_s=drain, on_stop=say)
+    store, (count, most) = _store(), replicas
+    if most is not None:
+        set_bounds(store, service, count, most)
+        click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.")
+        return
+    done = scale(store, service, count, drain_s=drain, on_stop=say)
     for job in done.added:
         click.echo(f"{service}: submitted as job {job.job_id}")
     for status in done.ended:
         click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
-    change = "as before" if done.before == replicas else f"it had {done.before}"
-    click.echo(f"{service} has {replicas} replica{'s' if replicas > 1 else ''}, {change}.")
+    change = "as before" if done.before == count else f"it had {done.before}"
+    click.echo(f"{service} has {count} replica{'s' if count > 1 else ''}, {change}.")
+
+
+@click.command("wake")
+@click.argument("service")
+def wake_command(service: str) -> None:
+    """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
+
+    They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
+    """
+    from hpc_serve.submit.wake import wake
+
+    woken = wake(_store(), service)
+    for job in woken.jobs:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    if woken.jobs:
+        click.echo(f"{service} is woken; hpc-serve wait {service}")
+    else:
+        click.echo(f"{service} needs no waking: {woken.note}.")
 
 
 def _store() -> ServiceStore:

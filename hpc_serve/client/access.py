@@ -22,36 +22,50 @@ if TYPE_CHECKING:
 
 
 def connect(
-    service: str | None = None, *, wait: Wait = None, home: str | Path | None = None, **options: Any
+    service: str | None = None,
+    *,
+    wait: Wait = None,
+    wake: bool = False,
+    home: str | Path | None = None,
+    **options: Any,
 ) -> ServiceClient:
     """An `openai.OpenAI` client of a service: requests go to its ready replicas, `client.model` is its model's name.
 
     Without a name, the one service that is ready is taken. `wait` is how many seconds to wait for a replica that is
     coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless given.
-    With `resume=False` a stream whose replica is lost is not continued at another one.
+    With `wake` a service that is asleep is woken, now and whenever a request finds it so; without `wait` that takes as
+    long as it takes. With `resume=False` a stream whose replica is lost is not continued at another one.
     `options` are the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError,
-    AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError.
+    ServiceAsleepError, AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError.
     """
     from hpc_serve.client.openai_client import ServiceClient
 
+    wait = True if wake and wait is None else wait
     store, policy = _store(home), WaitPolicy(wait)
-    watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
+    service = service or pick_service(find_ready_services(store), store, waits=policy.waits)
+    watch = ServiceWatch(store, service, may_wake=wake)
     wait_for_replica(watch, policy)
     return ServiceClient(watch=watch, wait=wait, **options)
 
 
 async def connect_async(
-    service: str | None = None, *, wait: Wait = None, home: str | Path | None = None, **options: Any
+    service: str | None = None,
+    *,
+    wait: Wait = None,
+    wake: bool = False,
+    home: str | Path | None = None,
+    **options: Any,
 ) -> AsyncServiceClient:
     """An `openai.AsyncOpenAI` client of a service; all else is as in `connect`."""
     import anyio.to_thread
 
     from hpc_serve.client.openai_client import AsyncServiceClient
 
+    wait = True if wake and wait is None else wait
     store, policy = _store(home), WaitPolicy(wait)
     if service is None:
         service = pick_service(await anyio.to_thread.run_sync(find_ready_services, store), store, waits=policy.waits)
-    watch = ServiceWatch(store, service)
+    watch = ServiceWatch(store, service, may_wake=wake)
     await wait_for_replica_async(watch, policy)
     return AsyncServiceClient(watch=watch, wait=wait, **options)
 

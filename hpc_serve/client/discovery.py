@@ -22,6 +22,7 @@ from hpc_serve.client.replicas import LastReplica
 from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.search import Search
 from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.client.wake import Waker
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
@@ -50,6 +51,7 @@ class ServiceWatch:
         probe: Probe | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        may_wake: bool = False,
     ) -> None:
         store.service_dir(service)  # a name that cannot be one is refused here
         self.store = store
@@ -57,6 +59,7 @@ class ServiceWatch:
         self.pool = ReplicaPool(clock=clock)
         self.requests = RequestWatch(self._look_after)
         self.last_replica = LastReplica()
+        self.waker = Waker(store, service, may_wake=may_wake)
         self.status = ServiceStatus(service=service, home=str(store.home))
         self.api_key = ""
         self._probe = probe or _probe

@@ -76,7 +76,10 @@ def _may_pass(error: StoreError) -> bool:
 
 
 def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
-    """Return once a ready replica is known. Raises what WaitPolicy.next_step_s raises, and StoreError."""
+    """Return once a ready replica is known; a service that is asleep is woken, if the watch's `waker` may.
+
+    Raises what WaitPolicy.next_step_s raises, ServiceAsleepError and StoreError.
+    """
     while not watch.pool:
         try:
             if watch.find_one():
@@ -87,6 +90,8 @@ def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
             continue
         if status.ready:
             return
+        if not status.is_coming:
+            watch.waker.wake_if_asleep()
         time.sleep(policy.next_step_s(status, lambda: discover_services(watch.store)))
 
 
@@ -105,5 +110,7 @@ async def wait_for_replica_async(watch: ServiceWatch, policy: WaitPolicy) -> Non
             continue
         if status.ready:
             return
+        if not status.is_coming:
+            await anyio.to_thread.run_sync(watch.waker.wake_if_asleep)
         step_s = await anyio.to_thread.run_sync(policy.next_step_s, status, lambda: discover_services(watch.store))
         await anyio.sleep(step_s)

@@ -13,12 +13,21 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpc_serve.job.connection_limits import HAS_KEY
-from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.rendezvous.gate_headers import (
+    CANARY_HEADER,
+    CHALLENGE_HEADER,
+    DRAINING_HEADER,
+    PROOF_HEADER,
+    REQUESTS_HEADER,
+    RequestCount,
+    prove_connection,
+)
 from hpc_serve.rendezvous.host import host_id
 
 _log = logging.getLogger(__name__)
@@ -60,6 +69,8 @@ class Gate:
         self._drain_file = _DrainFile(os.environ.get("HPC_SERVE_DRAIN_FILE"))
         self._record = os.environ.get("HPC_SERVE_RECORD")
         self._host = host_id()
+        self._id = secrets.token_hex(4)
+        self._count = self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -70,10 +81,27 @@ class Gate:
             await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
         elif not self._has_key(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
-        elif self._drain_file.exists() and not _is_get(scope, "/metrics"):  # which tell when it has drained
+        elif _is_get(scope, "/metrics"):  # which tell when it has drained
+            await self._app(scope, receive, _with_headers(send, [self._requests_header()]))
+        elif self._drain_file.exists():
             await _refuse(scope, receive, send, 503, "draining", _DRAINING, (DRAINING_HEADER, _RETRY_AFTER))
         else:
+            await self._pass_on(scope, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") in ("GET", "HEAD") or _header(scope, CANARY_HEADER[0]) == CANARY_HEADER[1]:
             await self._app(scope, receive, send)
+            return
+        self._count += 1
+        self._under_way += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._under_way -= 1
+
+    def _requests_header(self) -> Header:
+        count = RequestCount(gate=self._id, count=self._count, under_way=self._under_way)
+        return REQUESTS_HEADER, count.text.encode()
 
     def _has_key(self, scope: Scope) -> bool:
         if self._key is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.job.canary import Look
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, RequestCount, read_request_count
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from hpc_serve.vllm import metrics
 
@@ -124,6 +125,30 @@ def requests_under_way(engine: EngineAddress) -> int | None:
     return metrics.requests_under_way(text.decode(errors="replace"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """How many requests run and wait, by the engine's figures, and what its gate has counted."""
+
+    running: int
+    waiting: int
+    requests: RequestCount
+
+
+def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -> EngineLoad | None:
+    """The load of an engine; None if it cannot be read."""
+    try:
+        with contextlib.closing(_connect(engine, timeout_s=timeout_s)) as connection:
+            response = _answer(connection, engine, "GET", "/metrics", timeout_s=timeout_s)
+            text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return None
+    found = metrics.requests_running_and_waiting(text) if response.status == 200 else None
+    requests = read_request_count(response.headers)
+    if found is None or requests is None:
+        return None
+    return EngineLoad(running=found[0], waiting=found[1], requests=requests)
+
+
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise NotReadyError(what)
@@ -154,12 +179,27 @@ def _exchange(
     body: Mapping[str, Any] | None = None,
 ) -> tuple[int, bytes, str]:
     """Status, content and content type of an answer."""
+    response = _answer(connection, engine, method, path, timeout_s=timeout_s, body=body)
+    content = response.read()
+    return response.status, content, response.headers.get_content_type()
+
+
+def _answer(
+    connection: VerifiedConnection,
+    engine: EngineAddress,
+    method: str,
+    path: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
+) -> http.client.HTTPResponse:
+    """An answer whose content was not read. What is asked with a body is a canary."""
     if connection.sock is not None:
         connection.sock.settimeout(timeout_s)
     headers = {"Content-Type": "application/json"}
     if path != _HEALTH:  # which needs no key
         headers["Authorization"] = f"Bearer {engine.identity.api_key}"
+    if body is not None:
+        headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
     connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-    response = connection.getresponse()
-    content = response.read()
-    return response.status, content, response.headers.get_content_type()
+    return connection.getresponse()

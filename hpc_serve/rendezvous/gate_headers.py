@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 DRAINING_HEADER = (b"x-hpc-serve", b"draining")
@@ -15,6 +17,29 @@ DRAINING_HEADER = (b"x-hpc-serve", b"draining")
 CHALLENGE_HEADER = b"x-hpc-serve-challenge"
 """In a client's first request on a connection without TLS; PROOF_HEADER is in the answer."""
 PROOF_HEADER = b"x-hpc-serve-proof"
+CANARY_HEADER = (b"x-hpc-serve", b"canary")
+"""In requests of the engine's own launcher, which only wants to know whether it answers."""
+REQUESTS_HEADER = b"x-hpc-serve-requests"
+"""In answers of /metrics: the RequestCount of the gate that passed the question on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestCount:
+    """How many requests one gate has let through, without GET, HEAD and canaries, and how many are `under_way`.
+
+    An engine with several server processes has as many gates; `gate` tells them apart.
+    """
+
+    gate: str
+    count: int
+    under_way: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.gate} {self.count} {self.under_way}"
+
+
+_REQUESTS = re.compile(r"(\w{1,32}) (\d{1,15}) (\d{1,15})")
 
 
 class Headers(Protocol):
@@ -26,6 +51,18 @@ class Headers(Protocol):
 def is_draining(headers: Headers) -> bool:
     """Whether an answer says that its engine accepts no new requests."""
     return headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
+
+
+def read_request_count(headers: Headers) -> RequestCount | None:
+    """What an answer of /metrics says of requests; None if it does not.
+
+    >>> read_request_count({"x-hpc-serve-requests": "5f3a 17 2"})
+    RequestCount(gate='5f3a', count=17, under_way=2)
+    """
+    found = _REQUESTS.fullmatch(headers.get(REQUESTS_HEADER.decode()) or "")
+    if found is None:
+        return None
+    return RequestCount(gate=found[1], count=int(found[2]), under_way=int(found[3]))
 
 
 def prove_connection(

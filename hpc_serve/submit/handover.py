@@ -11,7 +11,9 @@ from hpc_serve.rendezvous.successor import Successor
 from hpc_serve.submit.slurm import JobState
 
 KEEP_UP = "hpc-serve keep-up"
-_BY_A_PERSON = "hpc-serve stop"
+ELASTIC = "hpc-serve elastic"
+# Who ends a replica so that nothing shall take over from it: a person, or the job that decides how many there are.
+_FOR_GOOD = ("hpc-serve stop", ELASTIC)
 _START_FACTOR = 1.2  # starts of one service differ by how busy the filesystem is
 # sbatch's manual: the notice of --signal may come up to a minute early.
 _MARGIN_S = 60.0
@@ -73,11 +75,11 @@ def pause_s(tries: int) -> float:
 
 
 def was_stopped(request: DrainRequest | None, record: EndpointRecord | None) -> bool:
-    """Whether a person ends the replica, by `hpc-serve stop` or `scale`; then nothing shall take over from it."""
-    if request is not None and request.by.startswith(_BY_A_PERSON):
+    """Whether a replica is ended by `hpc-serve stop` or `scale`, or as it is not needed: nothing takes over then."""
+    if request is not None and request.by.startswith(_FOR_GOOD):
         return True
     is_ending = record is not None and record.state in ("draining", "stopped")
-    return is_ending and record is not None and (record.reason or "").startswith(_BY_A_PERSON)
+    return is_ending and record is not None and (record.reason or "").startswith(_FOR_GOOD)
 
 
 def successor_sentence(successor: Successor, state: str) -> str:

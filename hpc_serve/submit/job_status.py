@@ -7,11 +7,12 @@ ask the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.rendezvous.elastic import Elastic
 from hpc_serve.submit.slurm import UNKNOWN, JobState
 from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence
 
@@ -30,10 +31,14 @@ _KEPT_FOR_NEXT_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReport:
-    """All replicas that were found, and `problems`: files that are not trusted, a scheduler that does not answer."""
+    """All replicas that were found, and `problems`: files that are not trusted, a scheduler that does not answer.
+
+    `elastic` says what the jobs of a service, by its name, decided of their number.
+    """
 
     replicas: tuple[ReplicaStatus, ...]
     problems: tuple[str, ...] = ()
+    elastic: Mapping[str, Elastic] = field(default_factory=dict)
 
 
 def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:

@@ -129,7 +129,13 @@ def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, .
 
 def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
     """What the program beside the launcher shall do; empty where none is needed."""
-    return ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
+    words: list[object] = ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
+    if request.is_elastic:
+        least = replicas_of(request, plan)
+        words += ["--replicas", f"{least}:{request.max_replicas or least}"]
+    if request.idle_stop_s is not None:
+        words += ["--idle-stop-s", f"{request.idle_stop_s:g}"]
+    return words
 
 
 def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
@@ -219,8 +225,9 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     words = ["hpc-serve", "render", "--model", request.model]
     named = {
         "--name": request.service if request.service != request.model else None,
-        "--replicas": request.replicas,
+        "--replicas": _asked_replicas(request),
         "--replicas-per-job": request.replicas_per_job if request.replicas_per_job > 1 else None,
+        "--idle-stop": f"{request.idle_stop_s:g}s" if request.idle_stop_s is not None else None,
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
         "--gpu": request.gpu if request.gpu != DEFAULT_GPU else None,
@@ -248,6 +255,12 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     if request.allow_unknown_config_keys:
         words.append(ALLOW_UNKNOWN_KEYS)
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
+
+
+def _asked_replicas(request: ServeRequest) -> str | int | None:
+    if request.max_replicas is None:
+        return request.replicas
+    return f"{request.replicas or 1}:{request.max_replicas}"
 
 
 def _title(request: ServeRequest, plan: ServePlan) -> str:

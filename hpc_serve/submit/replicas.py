@@ -9,6 +9,8 @@ from hpc_serve.errors import InvalidRequestError
 _NOT_TOGETHER = {
     "--target": "it chooses how many GPUs an engine has, and several replicas in a job divide the node",
     "--keep-up": "each replica hands over for itself, and those of one job have one time limit",
+    "--replicas MIN:MAX": "whole jobs are added and leave, one replica at a time",
+    "--idle-stop": "each job looks after one replica",
     "--port": "engines on one node need ports of their own",
 }
 

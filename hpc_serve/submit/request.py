@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
+from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
 from hpc_serve.submit.replicas import check_replicas, check_shared_job
 from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
@@ -215,7 +216,8 @@ class ServeRequest:
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
     know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
-    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit. Without `tls` the endpoint
+    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit. The jobs decide how many
+    there are, up to `max_replicas`; after `idle_stop_s` without a request all end. Without `tls` the endpoint
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     """
@@ -224,6 +226,8 @@ class ServeRequest:
     service: str
     replicas: int | None = None
     replicas_per_job: int = 1
+    max_replicas: int | None = None
+    idle_stop_s: float | None = None
     gpu: str = DEFAULT_GPU
     gpu_memory_bytes: int | None = None
     num_nodes: int | None = None
@@ -249,6 +253,11 @@ class ServeRequest:
     log_dir: str | None = None
     templates_dir: str | None = None
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the jobs themselves decide how many replicas there are."""
+        return self.max_replicas is not None or self.idle_stop_s is not None
+
     @cached_property
     def engine_options(self) -> Mapping[str, Any]:
         """What `engine_args` say of memory and layout, by EngineConfig's names and `max_model_len`.
@@ -267,6 +276,7 @@ class ServeRequest:
 
     def __post_init__(self) -> None:
         validate_service_name(self.service)
+        check_elastic(self.replicas, self.max_replicas, self.idle_stop_s)
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -278,23 +288,13 @@ class ServeRequest:
         _check_choice("cluster", self.cluster, Cluster)
         check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
         port = value_of(read_arguments(self.engine_args), "--port")
-        check_shared_job(self.replicas_per_job, {"--target": self.target, "--keep-up": self.keep_up, "--port": port})
-        if self.keep_up:
-            self._check_keep_up()
+        asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
+        check_shared_job(self.replicas_per_job, {"--target": self.target, "--port": port} | asked)
+        for option in [option for option, value in asked.items() if value]:
+            check_jobs_can_submit(option, self.cluster, self.environment.kind, self.environment.path)
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
             check_log_path(self.log_dir, "log-dir")
-
-    def _check_keep_up(self) -> None:
-        """Refuse what cannot submit its successor."""
-        if self.cluster == "local":
-            raise InvalidRequestError("--keep-up is for jobs with a time limit; leave it out with --cluster local.")
-        if self.environment.kind == "apptainer":
-            raise InvalidRequestError(
-                "--keep-up needs hpc-serve beside the container, where the job can call sbatch, and the environment "
-                f"here is the image {self.environment.path}. Use venv, conda or modules, or submit the next job "
-                "ahead yourself: this command without --keep-up, and again with --sbatch=--begin=now+11hours."
-            )

@@ -10,6 +10,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.job_status import without_successors
+from hpc_serve.submit.service_bounds import set_fixed
 from hpc_serve.submit.services import add_replicas
 from hpc_serve.submit.status_reader import find
 from hpc_serve.submit.stop import stop
@@ -46,6 +47,7 @@ def scale(
     live = without_successors(
         status for status in find(store, service) if not status.is_over and status.state != "draining"
     )
+    set_fixed(store, service, replicas, is_done=replicas >= len(live))
     if replicas > len(live):
         jobs = _jobs_of(replicas - len(live), store, service, now=len(live))
         return Scaled(before=len(live), added=add_replicas(store, service, jobs))
@@ -54,7 +56,9 @@ def scale(
     spared = _whole_jobs(by_use, len(live) - replicas, service)
     for status in spared:
         on_stop(status)
-    return Scaled(before=len(live), ended=stop(store, spared, drain_s=drain_s) if spared else ())
+    ended = stop(store, spared, drain_s=drain_s) if spared else ()
+    set_fixed(store, service, replicas, is_done=True)
+    return Scaled(before=len(live), ended=ended)
 
 
 def _jobs_of(replicas: int, store: ServiceStore, service: str, *, now: int) -> int:

@@ -1,9 +1,10 @@
 """The program beside the launcher that keeps a service as it was asked for.
 
-    python -m hpc_serve.submit.service_keeper --service NAME --keep-up
+    python -m hpc_serve.submit.service_keeper --service NAME --keep-up --replicas 1:4 --idle-stop-s 1800
 
-A script of `submit --keep-up` starts it on the job's first node, outside of any container, and ends it. It is of the
-submit side: the job's own programs call no Slurm command. What is to be done, and when, is decided by its duties.
+A script of `submit` with --keep-up, --replicas MIN:MAX or --idle-stop starts it on the job's first node, outside of any
+container, and ends it. It is of the submit side: the job's own programs call no Slurm command. What is to be done, and
+when, is decided by its duties.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Protocol
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.submit.bounds import parse_replicas
 from hpc_serve.submit.keep_up import KeepUp
 from hpc_serve.submit.script_environ import take_over_submission_environ
 
@@ -45,19 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--service", required=True)
     parser.add_argument("--keep-up", action="store_true")
     parser.add_argument("--notice-s", type=float, default=0.0)
+    parser.add_argument("--replicas", metavar="MIN:MAX", type=parse_replicas)
+    parser.add_argument("--idle-stop-s", type=float)
     options = parser.parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s service-keeper %(levelname)s %(message)s", force=True
     )
     ending = Ending()
     ending.listen()
-    store, job_id = ServiceStore(default_home(os.environ)), os.environ["HPC_SERVE_JOB_ID"]
-    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    run_of_job = {
+        "store": ServiceStore(default_home(os.environ)),
+        "service": options.service,
+        "job_id": os.environ["HPC_SERVE_JOB_ID"],
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+    }
     duties: list[Duty] = []
     if options.keep_up:
-        duties.append(
-            KeepUp(store=store, service=options.service, job_id=job_id, restart=restart, notice_s=options.notice_s)
-        )
+        duties.append(KeepUp(**run_of_job, notice_s=options.notice_s))
+    if options.replicas:
+        from hpc_serve.submit.adjust import Adjuster
+        from hpc_serve.submit.elastic import Bounds, windows_of
+
+        least, most = options.replicas
+        bounds = Bounds(least=least, most=most or least, idle_stop_s=options.idle_stop_s)
+        duties.append(Adjuster(**run_of_job, bounds=bounds, windows=windows_of(os.environ)))
     take_over_submission_environ()
     return run(duties, ending)
 

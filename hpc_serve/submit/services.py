@@ -29,6 +29,7 @@ from hpc_serve.submit.preflight import check_before_plan, check_weights
 from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
+from hpc_serve.submit.service_bounds import note_submission
 from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option
 from hpc_serve.submit.status_reader import read_status, scheduled_job
 from hpc_serve.submit.stop import end_job
@@ -74,6 +75,8 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
             job_id, jobs = _start_locally(store, job, script, log_dir)
         else:
             job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
+            with _ended_if_it_fails(job_id, jobs[0]):
+                note_submission(store, request, len(jobs), environ)
     return Submission(job_id=job_id, jobs=jobs, plan=plan)
 
 
@@ -180,12 +183,18 @@ def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -
 
 def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
     """The same jobs, written down; if that fails they are ended."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(end_job, job_id, jobs[0])
+    with _ended_if_it_fails(job_id, jobs[0]):
         for job in jobs:
             store.write_submitted(job)
-        undo.pop_all()
     return jobs
+
+
+@contextlib.contextmanager
+def _ended_if_it_fails(job_id: str, job: SubmittedJob) -> Iterator[None]:
+    with contextlib.ExitStack() as undo:
+        undo.callback(end_job, job_id, job)
+        yield
+        undo.pop_all()
 
 
 def _scripts(store: ServiceStore, service: str) -> Path:

@@ -15,6 +15,7 @@ from hpc_serve.client.messages import not_found
 from hpc_serve.client.probe import probe_records
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
+from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
@@ -50,7 +51,9 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
-    return StatusReport(replicas=tuple(replicas), problems=tuple(problems))
+    elastic = {records.service: read_elastic_or_none(store, records.service) for records in found}
+    bounds = {name: one for name, one in elastic.items() if one is not None}
+    return StatusReport(replicas=tuple(replicas), problems=tuple(problems), elastic=bounds)
 
 
 def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:

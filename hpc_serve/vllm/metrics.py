@@ -14,7 +14,7 @@ _STEPS = (
     *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"),
     "vllm:kv_cache_usage_perc",
 )
-_UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_RUNNING, _WAITING = _UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? +(?P<value>\S+)")
 
 
@@ -44,6 +44,13 @@ def requests_under_way(text: str) -> int | None:
     """
     total = _total(_sums(text), _UNDER_WAY)
     return None if total is None else int(total)
+
+
+def requests_running_and_waiting(text: str) -> tuple[int, int] | None:
+    """How many requests run, and how many wait; None if the metrics do not say."""
+    sums = _sums(text)
+    running, waiting = _total(sums, [_RUNNING]), _total(sums, [_WAITING])
+    return None if running is None or waiting is None else (int(running), int(waiting))
 
 
 def _sums(text: str) -> dict[str, float]:

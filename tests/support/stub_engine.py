@@ -192,6 +192,7 @@ class Work:
         self._folder = options.stub_work_log
         self.waiting = 0
         self.running = 0
+        self.count = self.under_way = 0
         self.tokens = 0
         self.ended: Counter[str] = Counter()
 
@@ -213,6 +214,21 @@ class Work:
                     self.running -= 1
                     self.ended[progress.finish] += 1
                 self._write(event=progress.finish, request=progress.name, tokens=progress.tokens)
+
+    @contextlib.contextmanager
+    def counted(self, *, is_canary: bool) -> Iterator[None]:
+        """Count a request as the gate counts it."""
+        with self._lock:
+            self.count += not is_canary
+            self.under_way += not is_canary
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.under_way -= not is_canary
+
+    def requests(self) -> str:
+        return f"{os.getpid()} {self.count} {self.under_way}"
 
     def add_token(self) -> None:
         with self._lock:
@@ -342,7 +358,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         elif self.path == "/metrics":
             text = self.server.work.metrics(self.server.names[0])
-            self.answer(200, text.encode(), {}, kind="text/plain; version=0.0.4; charset=utf-8")
+            headers = {"X-HPC-Serve-Requests": self.server.work.requests()}
+            self.answer(200, text.encode(), headers, kind="text/plain; version=0.0.4; charset=utf-8")
         else:
             model = {"object": "model", "owned_by": "stub", "max_model_len": CONTEXT_LENGTH}
             models = [{"id": name, **model} for name in self.server.names]
@@ -353,6 +370,10 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if not self.enters():
             return
+        with self.server.work.counted(is_canary=self.headers.get("X-HPC-Serve") == "canary"):
+            self.post(body)
+
+    def post(self, body: bytes) -> None:
         if self.path == "/detokenize":
             tokens = json.loads(body)["tokens"]
             self.answer_json(200, {"prompt": decode(tokens) + ("\ufffd" if tokens and tokens[-1] >= HALF_ID else "")})

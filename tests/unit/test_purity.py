@@ -26,6 +26,8 @@ PURE = (
     "hpc_serve.errors",
     "hpc_serve.sizes",
     "hpc_serve.rendezvous.names",
+    "hpc_serve.submit.bounds",
+    "hpc_serve.submit.elastic",
     "hpc_serve.submit.handover",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",

@@ -17,7 +17,8 @@ import pytest
 
 from hpc_serve.cli import main as cli_main
 from hpc_serve.cli.main import COMMANDS, run
-from hpc_serve.cli.options import Duration, default_service
+from hpc_serve.cli.options import default_service
+from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.cli.options import Size
+from hpc_serve.cli.values import Size
 from hpc_serve.sizes import GIB
 
 KEYS = {

@@ -1,0 +1,82 @@
+"""How many replicas a service may have and when it may sleep: as a person asks for it, checked. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_serve.errors import InvalidRequestError
+
+_BOUNDS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
+
+
+def parse_replicas(text: str) -> tuple[int, int | None]:
+    """The least and the most number of replicas; the second is None where one number is given.
+
+    Raises InvalidRequestError.
+
+    >>> parse_replicas("1:4"), parse_replicas("3")
+    ((1, 4), (3, None))
+    """
+    found = _BOUNDS.fullmatch(text)
+    if found is None:
+        raise InvalidRequestError(f"{text!r} is no number of replicas: write 4, or 1:4 for one to four.")
+    return int(found[1]), int(found[2]) if found[2] is not None else None
+
+
+def check_bounds(least: int, most: int) -> None:
+    """Raises InvalidRequestError for bounds that cannot be."""
+    if least < 1:
+        raise InvalidRequestError(
+            f"replicas is {least}:{most}: at least 1 stays. A service that ends while nobody uses it, and can be woken,"
+            f" is --replicas 1:{max(1, most)} --idle-stop 30m."
+        )
+    if most < least:
+        raise InvalidRequestError(
+            f"replicas is {least}:{most}: the least, {least}, is more than the most, {most}. Write {most}:{least}."
+        )
+
+
+def check_elastic(replicas: int | None, most: int | None, idle_stop_s: float | None) -> None:
+    """Raises InvalidRequestError for bounds, or an idle stop, that cannot be."""
+    if most is not None:
+        check_bounds(replicas if replicas is not None else 1, most)
+    if idle_stop_s is not None and idle_stop_s <= 0:
+        raise InvalidRequestError(f"idle-stop is {idle_stop_s:g} s: it must be more than 0, for example 30m.")
+
+
+def check_jobs_can_submit(option: str, cluster: str, environment_kind: str, image: str | None) -> None:
+    """Refuse an option whose jobs must submit others, where they cannot. Raises InvalidRequestError."""
+    if cluster == "local":
+        what = "jobs with a time limit" if option == "--keep-up" else "jobs of Slurm"
+        raise InvalidRequestError(f"{option} is for {what}; leave it out with --cluster local.")
+    if environment_kind == "apptainer":
+        instead = {
+            "--keep-up": "submit the next job ahead yourself: this command without --keep-up, and again with "
+            "--sbatch=--begin=now+11hours"
+        }
+        by_hand = instead.get(option, "change the number yourself: hpc-serve scale")
+        raise InvalidRequestError(
+            f"{option} needs hpc-serve beside the container, where the job can call sbatch, and the environment "
+            f"here is the image {image}. Use venv, conda or modules, or {by_hand}."
+        )
+
+
+def shown_bounds(least: int, most: int) -> str:
+    """
+    >>> shown_bounds(1, 4), shown_bounds(2, 2)
+    ('1:4', '2')
+    """
+    return str(least) if least == most else f"{least}:{most}"
+
+
+def shown_time(seconds: float) -> str:
+    """A time in words.
+
+    >>> [shown_time(seconds) for seconds in (20, 90, 1800, 5400, 7200, 200000)]
+    ['20 s', '90 s', '30 min', '90 min', '2 h', '56 h']
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"

@@ -1,0 +1,136 @@
+"""A service that is asleep, as its clients see it. `hpc-serve wake` runs as a child process; Slurm is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.client import connect, connect_async
+from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
+from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
+from tests.cluster import wait_for
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import StubService, make_record, make_submitted
+
+SERVICE = "405b"
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+WHY = "no request for 30 min"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    return fake
+
+
+@pytest.fixture
+def asleep(service: StubService, slurm: FakeSlurm, tmp_path: Path) -> StubService:
+    """The service of job 100, which has ended."""
+    script = service.store.service_dir(SERVICE) / "scripts" / "first.sh"
+    script.parent.mkdir(mode=0o700)
+    script.write_text("#!/bin/bash\n")
+    script.chmod(0o600)
+    log = tmp_path / "logs" / "100.log"
+    record = make_record(job_id="100", state="stopped", reason="hpc-serve elastic: no request")
+    service.store.write(record)
+    service.store.write_submitted(
+        make_submitted(job_id="100", model=record.model, script=str(script), log_path=str(log))
+    )
+    slurm.job("100", "COMPLETED")
+    fall_asleep(service)
+    return service
+
+
+def fall_asleep(service: StubService) -> None:
+    change_elastic(
+        service.store,
+        SERVICE,
+        lambda found: Elastic(least=1, most=4, state="asleep").with_decision(time.time(), WHY),
+    )
+
+
+def when_submitted(slurm: FakeSlurm, count: int, do: Callable[[], object]) -> threading.Thread:
+    """Do something once sbatch has taken so many scripts, as Slurm would start the job."""
+
+    def wait() -> None:
+        wait_for(lambda: len(slurm.scripts) >= count, 60, what="a submission")
+        do()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_without_wake_the_error_says_how(asleep, slurm):
+    for wait in (None, 600):
+        with pytest.raises(ServiceAsleepError) as caught:
+            connect(SERVICE, wait=wait)
+        assert str(caught.value) == (
+            "405b is asleep: no request for 30 min. Wake it: connect('405b', wait=600, wake=True), "
+            "or `hpc-serve wake 405b`."
+        )
+        assert isinstance(caught.value, ServiceNotFoundError)
+    assert slurm.scripts == []
+
+
+def test_several_programs_wake_it_once(asleep, slurm):
+    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
+
+    def ask(_: int) -> str:
+        client = connect(SERVICE, wait=60, wake=True)
+        return client.chat.completions.create(model=client.model, messages=HELLO).choices[0].message.content
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(4)))
+    assert len(answers) == 4
+    assert len(slurm.scripts) == 1
+    assert read_elastic(asleep.store, SERVICE).state == "awake"
+
+
+def test_a_request_of_a_connected_client_wakes_it(asleep, slurm):
+    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
+    client = connect(SERVICE, wake=True, max_retries=0)
+    asleep.engines[0].kill()
+    asleep.publish(asleep.engines[0], job_id="101_0", state="stopped", reason="hpc-serve elastic: no request")
+    slurm.job("101_0", "COMPLETED")
+    slurm.queue()
+    fall_asleep(asleep)
+    when_submitted(slurm, 2, lambda: asleep.start(job_id="102_0"))
+    client.chat.completions.create(model=client.model, messages=HELLO)
+    assert client.last_replica.startswith("102_0-r0-0")
+    assert len(slurm.scripts) == 2
+
+
+def test_in_an_event_loop(asleep, slurm):
+    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
+
+    async def ask() -> None:
+        client = await connect_async(SERVICE, wake=True)
+        await client.chat.completions.create(model=client.model, messages=HELLO)
+
+    asyncio.run(ask())
+    assert len(slurm.scripts) == 1
+
+
+def test_what_sbatch_says_when_it_refuses(asleep, slurm):
+    slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
+    with pytest.raises(ServiceAsleepError, match=r"is asleep, and was not woken: sbatch refused the job: .*denied"):
+        connect(SERVICE, wait=60, wake=True)
+    assert read_elastic(asleep.store, SERVICE).state == "asleep"
+
+
+def test_a_service_that_a_person_stopped_is_not_woken(asleep, slurm):
+    change_elastic(asleep.store, SERVICE, lambda found: Elastic(least=1, most=4, state="stopped"))
+    with pytest.raises(ServiceNotFoundError, match="No replica of 405b takes requests") as caught:
+        connect(SERVICE, wait=0.2, wake=True)
+    assert not isinstance(caught.value, ServiceAsleepError)
+    assert slurm.scripts == []
