@@ -1,0 +1,37 @@
+"""A user's program that asks a service all the time, from several threads: SERVICE THREADS. SIGTERM ends it.
+
+It connects with `wake=True`. At the end it prints how many requests were answered, and the errors of the others.
+"""
+
+import json
+import signal
+import sys
+import threading
+
+from hpc_serve.client import connect
+
+service, count = sys.argv[1], int(sys.argv[2])
+is_over = threading.Event()
+signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
+client = connect(service, wait=120, wake=True, max_retries=0)
+print("connected", flush=True)
+answered: list[str] = []
+errors: list[str] = []
+
+
+def keep_asking() -> None:
+    while not (is_over.is_set() and answered):
+        try:
+            answer = client.chat.completions.create(model=client.model, messages=[{"role": "user", "content": "Hello"}])
+            answered.append(answer.choices[0].finish_reason)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+
+threads = [threading.Thread(target=keep_asking) for _ in range(count)]
+for thread in threads:
+    thread.start()
+is_over.wait()
+for thread in threads:
+    thread.join()
+print(json.dumps({"answered": len(answered), "errors": errors}), flush=True)
