@@ -143,7 +143,7 @@ class Adjuster:
     def _decide(self, seen: Elastic, judge: ElasticJudge, now: float) -> None:
         report = self._read_status()
         live = live_replicas(self.store, report.replicas)
-        judge.note(self._look(live, is_complete=not report.problems), self.clock())
+        judge.note(self._look(live, report), self.clock())
         after = _note_starts(seen, report, now)
         if after != seen or self.clock() - self._renewed_s >= _RENEW_S or judge.most_running > seen.most_running:
             most_running = max(judge.most_running, seen.most_running)
@@ -186,8 +186,9 @@ class Adjuster:
             jobs = add_replicas(self.store, self.service, step.count, like=self.job_id)
         except HpcServeError as error:
             problem = f"{_count(step.count)} could not be added: {error}"
+            _log.warning("%s", problem)
             self._change(lambda found: _failed(replace(found, submitting=0), problem, now))
-            raise
+            return
         ids = tuple(job.job_id for job in jobs)
         text = f"added {_count(step.count)}: {step.why}"
         _log.info("%s (%s)", text, ", ".join(ids))
@@ -218,14 +219,18 @@ class Adjuster:
     def _read_status(self) -> StatusReport:
         return read_status(self.store, self.service, slurm=self._slurm)
 
-    def _look(self, live: Sequence[ReplicaStatus], *, is_complete: bool) -> ServiceLook:
+    def _look(self, live: Sequence[ReplicaStatus], report: StatusReport) -> ServiceLook:
         serving = [status for status in live if status.state not in _COMING]
         api_key = self.store.read_api_key(self.service)
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
             loads = list(threads.map(lambda status: _load(status, api_key), serving))
         names = [status.record.name if status.record else status.job_id for status in serving]
-        known = dict(zip(names, loads, strict=True))
-        return ServiceLook(loads=known, coming=len(live) - len(serving), is_complete=is_complete)
+        return ServiceLook(
+            loads=dict(zip(names, loads, strict=True)),
+            coming=len(live) - len(serving),
+            draining=sum(status.state == "draining" for status in report.replicas),
+            is_complete=not report.problems,
+        )
 
     # -- our own run
 

@@ -71,11 +71,13 @@ class ReplicaLoad:
 class ServiceLook:
     """One look at a service: the load of each ready replica by its name; None where it could not be asked.
 
-    `coming` replicas wait in the queue or start. A look that is not `is_complete` may have missed some.
+    `coming` replicas wait in the queue or start. `draining` ones still have their nodes, and count for nothing else. A
+    look that is not `is_complete` may have missed some.
     """
 
     loads: Mapping[str, ReplicaLoad | None]
     coming: int = 0
+    draining: int = 0
     is_complete: bool = True
 
     @property
@@ -205,7 +207,7 @@ class ElasticJudge:
         return Add(count=missing, why=f"there was {_replicas(self._look.count)}, of at least {bounds.least}")
 
     def _add(self, bounds: Bounds) -> Add | None:
-        free = bounds.most - self._look.count
+        free = bounds.most - self._look.count - self._look.draining
         if free <= 0 or not self._surplus:
             return None
         waited_s = self._looked_at_s - self._surplus[0][0]

@@ -10,14 +10,19 @@ from hpc_serve.rendezvous.elastic import Elastic
 from hpc_serve.submit.bounds import shown_time
 
 
+def asleep_sentence(service: str, elastic: Elastic) -> str:
+    """Since when, and why, a service is asleep, and how it is woken."""
+    last = elastic.decided[-1] if elastic.decided else None
+    since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.at))}: {last.text}" if last else ""
+    return f"{service} is asleep{since}. Wake it: hpc-serve wake {service}"
+
+
 def elastic_sentence(service: str, elastic: Elastic, live: Sequence[ReplicaStatus], now: float) -> str:
     """One line for people; "" where there is nothing to say. `live` replicas are not over, of whichever service."""
     live = [status for status in live if status.service == service]
     last = elastic.decided[-1] if elastic.decided else None
     if elastic.state == "asleep":
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at)) if last else ""
-        why = f": {last.text}" if last else ""
-        return f"{service} is asleep since {since}{why}. Wake it: hpc-serve wake {service}"
+        return asleep_sentence(service, elastic)
     if not live or elastic.state == "stopped":
         return ""
     bounds = f"{elastic.least}" if elastic.least == elastic.most else f"{elastic.least} to {elastic.most}"

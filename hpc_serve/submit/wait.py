@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import InvalidRequestError, ServiceFailedError, WaitTimeoutError
+from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceFailedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
+from hpc_serve.submit.elastic_sentence import asleep_sentence
 from hpc_serve.submit.log_files import places_of
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN
@@ -31,17 +32,16 @@ def wait(
     """Return once `replicas` of the service (or of its job or array `job_id`) are ready: the last of them.
 
     `on_change` is called with each new stage. Raises ServiceFailedError when so many jobs have ended that fewer are
-    left, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError if there is none, InvalidRequestError if
-    there were never so many.
+    left, ServiceAsleepError, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError if there is none,
+    InvalidRequestError if there were never so many.
     """
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
     shown: ReplicaStatus | None = None
     ended_at_s: float | None = None
     while True:
-        found = [
-            one for one in read_status(store, service, slurm=slurm).replicas if job_id is None or is_of_job(one, job_id)
-        ]
+        report = read_status(store, service, slurm=slurm)
+        found = [one for one in report.replicas if job_id is None or is_of_job(one, job_id)]
         if not found:
             raise not_found_error(store, job_id or service)
         ready = [one for one in found if one.state == "ready"]
@@ -51,6 +51,8 @@ def wait(
             shown = status
         if len(ready) >= replicas:
             return status
+        if status.is_over and service in report.elastic and report.elastic[service].state == "asleep":
+            raise ServiceAsleepError(asleep_sentence(service, report.elastic[service]))
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)

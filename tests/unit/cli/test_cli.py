@@ -349,7 +349,7 @@ def test_status_of_nothing(capsys):
     assert run(["status"]) == 0
     assert capsys.readouterr().out == "No services. Start one: hpc-serve submit --model 8b --wait\n"
     assert run(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"services": [], "problems": []}
+    assert json.loads(capsys.readouterr().out) == {"services": [], "problems": [], "elastic": {}}
     assert run(["status", "8b"]) == 5
 
 
@@ -380,7 +380,7 @@ def test_status_as_json_has_stable_keys(live, capsys, place):
     place.queue(("7", "RUNNING", "None"))
     assert run(["status", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"services", "problems"}
+    assert set(report) == {"services", "problems", "elastic"}
     assert set(report["services"][0]) == STATUS_KEYS
     assert report["services"][0]["state"] == "ready"
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.cli.main import run as run_command
-from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError, SubmissionRefusedError
+from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceNotFoundError, SubmissionRefusedError
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, read_elastic
 from hpc_serve.submit import services
@@ -26,6 +26,7 @@ from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.service_bounds import note_stop_of
 from hpc_serve.submit.status_reader import read_status
+from hpc_serve.submit.wait import wait
 from hpc_serve.submit.wake import wake
 from tests.support.stubs import StubService
 
@@ -124,8 +125,8 @@ def until_they_wait(job: Adjuster, count: int) -> None:
     """Until the engine says that so many of its requests wait."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        live = live_replicas(job.store, job._read_status().replicas)
-        load = next(iter(job._look(live, is_complete=True).loads.values()))
+        report = job._read_status()
+        load = next(iter(job._look(live_replicas(job.store, report.replicas), report).loads.values()))
         if load is not None and load.waiting == count:
             return
     raise AssertionError("the requests did not wait")
@@ -230,8 +231,7 @@ class TestAdding:
         slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
         requests(stubs, 3)
         until_they_wait(job, 1)
-        with pytest.raises(SubmissionRefusedError):
-            go_on(job, 60)
+        go_on(job, 40)
         found = read_elastic(store, SERVICE)
         assert found.submitting == 0
         assert found.failures == 1
@@ -299,6 +299,8 @@ class TestSleep:
         queue(slurm)
         assert "8b is asleep since " in status_line(store)
         assert "no request for 2 min. Wake it: hpc-serve wake 8b" in status_line(store)
+        with pytest.raises(ServiceAsleepError, match=r"8b is asleep since .* Wake it: hpc-serve wake 8b"):
+            wait(store, SERVICE)
         barrier = threading.Barrier(10)
 
         def wake_it(_: int):

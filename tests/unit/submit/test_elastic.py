@@ -82,6 +82,11 @@ class TestMore:
         assert Watched().sees(look(load(8, 1000)), 25)[0].count == 3
         assert Watched().sees(look(*[load(8, 1000)] * 4), 1000) == []
 
+    def test_those_that_drain_still_have_their_nodes(self):
+        seen = ServiceLook(loads={OWN: load(8, 1000)}, draining=2)
+        assert Watched().sees(seen, 25)[0].count == 1
+        assert Watched().sees(ServiceLook(loads={OWN: load(8, 1000)}, draining=3), 1000) == []
+
     def test_nothing_more_while_one_comes(self):
         assert Watched().sees(look(load(8, 100), coming=1), 1000) == []
 
