@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.options import Duration, Size
+from hpc_serve.cli.values import Duration, Size
 from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
