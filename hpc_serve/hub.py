@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
-from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes, match_checkpoint
+from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
+from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
 from hpc_serve.sizes import MIB
 
 if TYPE_CHECKING:
@@ -68,20 +69,32 @@ def find_model(
             name=entry.name, served_model_names=names, config=entry.config, note=entry.note, folder=cached
         )
     if path.is_dir() or path.is_file():
-        return _from_folder(path)
+        return _with_quantization(_from_folder(path))
     if looks_like_a_path:
         raise UnknownModelError(f"There is no folder or file {name!r}, so no model can be read from it.")
     if not _REPOSITORY.fullmatch(name):
         raise UnknownModelError(f"No model is known as {name!r}.{catalog.did_you_mean(name)}")
     cached = cached_folder(name, environ)
     if cached is not None:
-        config = _read(cached / "config.json")
-        return FoundModel(
-            name=name, served_model_names=(name,), config=config, origin="the Hugging Face cache", folder=cached
+        config = _read_config(cached / "config.json")
+        return _with_quantization(
+            FoundModel(
+                name=name, served_model_names=(name,), config=config, origin="the Hugging Face cache", folder=cached
+            )
         )
-    return FoundModel(
-        name=name, served_model_names=(name,), config=_from_hub(name, environ, transport), origin="the hub"
-    )
+    config = _from_hub(name, "config.json", environ, transport)
+    if "quantization_config" not in config:
+        beside = _from_hub(name, QUANTIZATION_FILE, environ, transport, optional=True)
+        config = with_quantization_file(config, beside)
+    return FoundModel(name=name, served_model_names=(name,), config=config, origin="the hub")
+
+
+def _with_quantization(found: FoundModel) -> FoundModel:
+    """The model with what ModelOpt's file beside its config says, which vLLM reads where the config says nothing."""
+    file = found.folder / QUANTIZATION_FILE if found.folder else None
+    if file is None or "quantization_config" in found.config or not file.is_file():
+        return found
+    return replace(found, config=with_quantization_file(found.config, _read_config(file)))
 
 
 def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
@@ -117,10 +130,13 @@ def find_spec(
     spec = model_from_config(
         found.config, name=found.name, dtype=dtype, quantization=quantization, allow_unknown_keys=allow_unknown_keys
     )
-    tensors = stored_tensors(found.folder) if found.folder else None
-    if tensors is None or spec.quantization.is_assumed:
+    if found.folder is None or spec.quantization.is_assumed:
         return found, spec
-    spec, sentence = match_checkpoint(spec, loaded_bytes(tensors, spec))
+    tensors = stored_tensors(found.folder)
+    stored = _indexed_bytes(found.folder, spec) if tensors is None else loaded_bytes(tensors, spec)
+    if stored is None:
+        return found, spec
+    spec, sentence = match_checkpoint(spec, stored)
     return replace(found, warning=sentence), spec
 
 
@@ -145,6 +161,19 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
+def _indexed_bytes(folder: Path, spec: ModelSpec) -> int | None:
+    """What an index says that all files hold, where they are not all there; None where that is not what is loaded."""
+    file = folder / "model.safetensors.index.json"
+    if not file.is_file():
+        return None
+    index = _read(file)
+    metadata, names = index.get("metadata"), index.get("weight_map")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if type(size) is not int or size <= 0 or not isinstance(names, dict):
+        return None
+    return size if holds_what_is_loaded(names, spec) else None
+
+
 def _stored(file: Path, name: str, entry: Any) -> StoredTensor:
     try:
         first, last = entry["data_offsets"]
@@ -161,11 +190,19 @@ def _from_folder(path: Path) -> FoundModel:
         raise UnknownModelError(f"{path} has no config.json, so it is not a model's folder.")
     folder = file.parent.absolute()
     return FoundModel(
-        name=str(folder), served_model_names=(folder.name,), config=_read(file), origin=str(file), folder=folder
+        name=str(folder), served_model_names=(folder.name,), config=_read_config(file), origin=str(file), folder=folder
     )
 
 
-def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.BaseTransport | None) -> Mapping[str, Any]:
+def _from_hub(
+    repository: str,
+    file: str,
+    environ: Mapping[str, str],
+    transport: httpx.BaseTransport | None,
+    *,
+    optional: bool = False,
+) -> Mapping[str, Any]:
+    """A JSON file of a repository. `optional`: nothing where the hub does not have it."""
     import httpx
 
     settings = read_hub_settings(environ)
@@ -179,12 +216,14 @@ def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.Base
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True, transport=transport) as client:
-            response = client.get(f"{endpoint}/{repository}/resolve/main/config.json", headers=headers)
+            response = client.get(f"{endpoint}/{repository}/resolve/main/{file}", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UnknownModelError(
             f"{repository} is not in the catalogue or the Hugging Face cache, and {endpoint} cannot be reached "
             f"({type(error).__name__}): name a folder or a config.json instead.{catalog.did_you_mean(repository)}"
         ) from None
+    if optional and response.status_code in (401, 403, 404):
+        return {}
     if response.status_code in (401, 403):
         cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
         raise UnknownModelError(
@@ -199,7 +238,20 @@ def _from_hub(repository: str, environ: Mapping[str, str], transport: httpx.Base
         raise UnknownModelError(
             f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
         )
-    return _object(response.content, f"{repository}/config.json of {endpoint}")
+    return _object(response.content, f"{repository}/{file} of {endpoint}")
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    """A config. Raises InvalidRequestError for a file that is too large for one."""
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
+    if size > _CONFIG_LIMIT_BYTES:
+        raise InvalidRequestError(
+            f"{file} is {size / MIB:,.0f} MiB long: a config has at most {_CONFIG_LIMIT_BYTES // MIB} MiB."
+        )
+    return _read(file)
 
 
 def _read(file: Path) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub import cached_folder, find_model, find_spec, stored_tensors
-from hpc_serve.plan.model.checkpoint import StoredTensor
+from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 TOKEN = "hf_secretsecretsecret"
@@ -22,7 +22,7 @@ def answering(status: int, body: object = CONFIG, seen: list[httpx.Request] | No
     def handle(request: httpx.Request) -> httpx.Response:
         if seen is not None:
             seen.append(request)
-        return httpx.Response(status, json=body)
+        return httpx.Response(status if status != 200 or request.url.path.endswith("/config.json") else 404, json=body)
 
     return httpx.MockTransport(handle)
 
@@ -109,6 +109,8 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(environ: dict[str,
     seen: list[httpx.Request] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/hf_quant_config.json"):
+            return httpx.Response(404)
         seen.append(request)
         if request.url.host == "huggingface.co":
             return httpx.Response(302, headers={"Location": "https://cdn.example/config.json"})
@@ -227,6 +229,85 @@ def test_files_that_are_heavier_are_believed(tmp_path: Path) -> None:
     assert found.warning is not None
     assert "the plan uses the size of the files" in found.warning
     assert spec.weight_bytes == pytest.approx(2 * (2_493_696 + 512 * 1024), rel=0.03)
+
+
+SIDECAR = {
+    "producer": {"name": "modelopt", "version": "0.23.0"},
+    "quantization": {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": None,
+        "exclude_modules": ["lm_head"],
+    },
+}
+
+
+def test_modelopts_file_beside_the_config_says_how_it_is_quantized(tmp_path: Path, environ: dict[str, str]) -> None:
+    """As vLLM's `get_config` reads it: only where the config itself says nothing."""
+    llama = {key: value for key, value in TINY.items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    assert find_spec(str(tmp_path))[1].quantization.method == "none"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
+    _, spec = find_spec(str(tmp_path))
+    assert (spec.quantization.method, spec.quantization.linear.name) == ("modelopt", "fp8")
+    assert spec.quantization.kv_cache_dtype == "fp8"
+    assert spec.quantization.skipped == ("lm_head",)
+    snapshot = cache(environ, "acme/rocket-8b", llama)
+    (snapshot / "hf_quant_config.json").write_text(json.dumps(SIDECAR))
+    assert find_spec("acme/rocket-8b", environ=environ)[1].quantization.method == "modelopt"
+    own = {**llama, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert find_spec(str(tmp_path))[1].quantization.method == "fp8"
+
+
+def test_the_hub_is_asked_for_modelopts_file(environ: dict[str, str]) -> None:
+    seen: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.path)
+        return httpx.Response(200, json=SIDECAR if "quant" in request.url.path else TINY)
+
+    _, spec = find_spec("acme/rocket-8b", environ=environ, transport=httpx.MockTransport(handle))
+    assert spec.quantization.method == "modelopt"
+    assert seen == [f"/acme/rocket-8b/resolve/main/{file}" for file in ("config.json", "hf_quant_config.json")]
+
+
+def test_an_index_without_its_files_decides_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    names = dict.fromkeys(("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"), "a.safetensors")
+    weight_bytes = 2 * find_spec(str(tmp_path))[1].parameters
+
+    def warning(total: object, *, extra: str = "model.norm.weight") -> str | None:
+        index = {"metadata": {"total_size": total}, "weight_map": {**names, extra: "a.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        return find_spec(str(tmp_path))[0].warning
+
+    assert warning(weight_bytes) is None
+    assert "the plan uses the size of the files" in str(warning(2 * weight_bytes))
+    assert warning(2 * weight_bytes, extra="model.layers.7.mlp.up_proj.weight") is None  # not loaded, of unknown size
+    for nonsense in (None, "x", -1, True, [1]):
+        assert warning(nonsense) is None
+
+
+def test_scales_that_bitsandbytes_quantized_twice_are_loaded_in_32_bit() -> None:
+    spec = find_spec("8b")[1]
+    prefix = "model.layers.0.mlp.up_proj.weight"
+    tensors = [
+        StoredTensor(name=prefix, dtype="U8", elements=512, size_bytes=512),
+        StoredTensor(name=f"{prefix}.absmax", dtype="U8", elements=16, size_bytes=16),
+        StoredTensor(name=f"{prefix}.nested_absmax", dtype="F32", elements=1, size_bytes=4),
+        StoredTensor(name=f"{prefix}.nested_quant_map", dtype="F32", elements=256, size_bytes=1024),
+        StoredTensor(name=f"{prefix}.quant_map", dtype="F32", elements=16, size_bytes=64),
+        StoredTensor(name=f"{prefix}.quant_state.bitsandbytes__nf4", dtype="U8", elements=90, size_bytes=90),
+    ]
+    assert loaded_bytes(tensors, spec) == 512 + 4 * 16
+
+
+def test_a_config_of_many_megabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(50 * 2**20)
+    with pytest.raises(InvalidRequestError, match="is 50 MiB long: a config has at most 10 MiB"):
+        find_model(str(tmp_path))
 
 
 def test_an_index_whose_files_are_not_all_there(tmp_path: Path) -> None:

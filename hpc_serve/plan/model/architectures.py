@@ -80,6 +80,12 @@ _FIELDS: dict[str, Callable[[CheckedConfig], None]] = {
 }
 """What brings a config to the fields that its family reads."""
 
+_TOWER_FIELDS = {
+    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 256},
+    "Mistral3ForConditionalGeneration": {"spatial_merge_size": 2},
+}
+"""Fields of towers that configs have outside `vision_config`, and what transformers takes where they are missing."""
+
 _TIED_UNLESS_SAID = (
     *("FalconForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
     "Gemma3ForConditionalGeneration",
@@ -109,6 +115,9 @@ _ON_EVERY_STAGE: dict[str, frozenset[str]] = {
 """What vLLM 0.32 builds on each pipeline stage, even on stages that do not use it, by the model's file in vLLM."""
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
+_UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary embedding whose factor is in max_position_embeddings already."""
 
 _DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
 
@@ -143,8 +152,8 @@ def model_from_config(
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
     if architecture in _TOWERS and config.get("vision_config"):
-        if architecture == "Mistral3ForConditionalGeneration":
-            config["vision_config"].setdefault("spatial_merge_size", config.get("spatial_merge_size", 2))
+        for key, default in _TOWER_FIELDS.get(architecture, {}).items():
+            config["vision_config"].setdefault(key, config.get(key, default))
         tower, images = _TOWERS[architecture](config["vision_config"], builder.hidden_size)
     final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
     layers = _layers(builder, family)
@@ -172,6 +181,7 @@ def model_from_config(
         num_experts_per_tok=builder.first("num_experts_per_tok", "experts_per_token", default=0) if experts else 0,
         moe_intermediate_size=expert_size or builder.intermediate_size,
         images=images,
+        stored_wide=_declared_dtype(config, text) == "float32",
         prediction_layers=builder.first(*_PREDICTION, default=0),
     )
     if scheme.is_assumed:
@@ -226,25 +236,30 @@ def _text_config(config: CheckedConfig) -> CheckedConfig:
     return text
 
 
-def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> str:
+def _dtype(config: CheckedConfig, text: CheckedConfig, asked: str) -> str:
     """The type that weights are loaded in: what is asked for, else the checkpoint's. vLLM loads float32 as bfloat16."""
-    declared = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
     if asked not in ("auto", ""):
         return {"half": "float16", "float": "float32"}.get(asked, asked)
-    name = str(declared or "bfloat16").removeprefix("torch.")
+    name = _declared_dtype(config, text)
     return "bfloat16" if name == "float32" else name
+
+
+def _declared_dtype(config: CheckedConfig, text: CheckedConfig) -> str:
+    """The type in which the checkpoint was saved, by its config."""
+    declared = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
+    return str(declared or "bfloat16").removeprefix("torch.")
 
 
 def _max_model_len(builder: LayerBuilder) -> int:
     """The longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
     length = int(builder.first("max_position_embeddings", "model_max_length", default=2048))
     scaling = builder.first("rope_scaling", "rope_parameters", default={})
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in (None, "default", "llama3", "mrope", "longrope", "su"):
-        return length
-    factor = float(scaling.get("factor", 1.0))
-    if kind == "yarn":
-        return int(scaling.get("original_max_position_embeddings", length) * factor)
+    # transformers 5 may have one object for each kind of layer
+    objects = [CheckedConfig(value) for value in scaling.values() if isinstance(value, Mapping)] or [scaling]
+    factor = 1.0
+    for one in objects:
+        if one.get("rope_type", one.get("type")) not in _UNSCALED:
+            factor = one.get("factor", factor)
     return length if "gemma3" in str(builder.get("model_type")) else int(length * factor)
 
 

@@ -20,6 +20,9 @@ _GRAIN_BYTES = 40_320
 """A layer changes by a multiple of this, which tensor parallel sizes divide: 1 to 10, 12, 14, 16, 32, 64 and 128."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_NESTED = re.compile(r"\.(?:nested_absmax|nested_quant_map|quant_map|quant_state\.\w+)$")
+_ABSMAX_BYTES = 4
+"""bitsandbytes may quantize its scales too ("double quantisation"). vLLM undoes that when it loads them."""
 _WIDE_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -39,9 +42,22 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
     for tensor in tensors:
         if _is_skipped(tensor.name, model):
             continue
+        if _NESTED.search(tensor.name):
+            continue
+        if tensor.name.endswith(".absmax"):
+            total += tensor.elements * _ABSMAX_BYTES
+            continue
         is_plain = tensor.dtype in _WIDE_FLOATS and "scale" not in tensor.name
         total += tensor.elements * model.dtype_bytes if is_plain else tensor.size_bytes
     return total
+
+
+def holds_what_is_loaded(names: Iterable[str], model: ModelSpec) -> bool:
+    """Whether vLLM loads all tensors of these names, and as they are stored.
+
+    Then the sum of their bytes is what it loads. The files of a model in 32 bit are twice what is loaded.
+    """
+    return not (model.stored_wide or model.dtype_asked or any(_is_skipped(name, model) for name in names))
 
 
 def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:

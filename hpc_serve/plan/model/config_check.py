@@ -28,34 +28,31 @@ _AT_LEAST_ONE = (
     *("linear_num_value_heads", "linear_value_head_dim", "conv_kernel", "mamba_head_dim", "mamba_num_heads"),
     *("n_groups", "ssm_state_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
     *("image_size", "patch_size", "in_channels", "num_channels", "num_position_embeddings"),
-    *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits"),
+    *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits", "w_bit", "num_bits"),
     *("projector_input_dim", "projector_output_dim", "no_rope_layer_interval", "num_ln_in_parallel_attn"),
-    "moe_latent_size",
+    *("moe_latent_size", "mm_tokens_per_image", "n_heads_in_group"),
 )
 _AT_LEAST_ZERO = (
     *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("num_experts", "n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok"),
     *("experts_per_token", "first_k_dense_replace", "sliding_window", "attention_chunk_size", "q_lora_rank"),
-    *("qk_nope_head_dim", "rotary_dim", "moe_shared_expert_intermediate_size", "mm_tokens_per_image"),
+    *("qk_nope_head_dim", "rotary_dim", "moe_shared_expert_intermediate_size"),
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "max_window_layers"),
 )
-_NUMBERS = ("factor", "partial_rotary_factor", "pixel_shuffle_ratio")
+_GROUP_SIZES = ("group_size",)
+_NUMBERS = ("factor", "ffn_mult", "partial_rotary_factor", "pixel_shuffle_ratio")
 _LISTS = (
-    *("architectures", "layer_types", "modules_to_not_convert", "ignored_layers", "ignore"),
-    *(
-        "layers_block_type",
-        "no_rope_layers",
-        "moe_layers",
-        "mlp_only_layers",
-        "deepstack_visual_indexes",
-        "fullatt_block_indexes",
-        "weight_block_size",
-    ),
+    *("architectures", "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
+    *("llm_int8_skip_modules", "mlp_only_layers", "moe_layers", "no_rope_layers", "deepstack_visual_indexes"),
+    *("fullatt_block_indexes", "weight_block_size"),
 )
+_LISTS_OF_TEXTS = ("layer_types", "layers_block_type")
 _OBJECTS = (
     *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
     *("config_groups", "weights", "input_activations", "attention", "ffn"),
+    *("quantization", "global_quant_config", "weight"),
 )
+_OBJECTS_OF_OBJECTS = "config_groups."
 _LISTS_OF_OBJECTS = ("block_configs",)
 _PATTERNS = ("sliding_window_pattern",)
 _TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype")
@@ -98,10 +95,11 @@ class CheckedConfig(dict[str, Any]):
         self.pop(name, None)
 
     def _checked(self, name: str, value: Any) -> Any:
+        kind = _OBJECTS[0] if self.path.endswith(_OBJECTS_OF_OBJECTS) else name
         for names, is_right, wanted in _RULES:
-            if name in names and not is_right(value):
+            if kind in names and not is_right(value):
                 raise InvalidRequestError(f"The config's {self.path}{name} is {_shown(value)}: it must be {wanted}.")
-        if name in _OBJECTS:
+        if kind in _OBJECTS:
             return CheckedConfig(value, path=f"{self.path}{name}.", read=self.read)
         if name in _LISTS_OF_OBJECTS:
             inside = f"{self.path}{name}"
@@ -128,6 +126,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= _LARGEST and math.isfinite(value)
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
 def _are_objects(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value)
 
@@ -136,8 +138,10 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_LAYERS, lambda value: _is_whole(value, 1, _MOST_LAYERS), f"a whole number from 1 to {_MOST_LAYERS:,}"),
     (_AT_LEAST_ONE, lambda value: _is_whole(value, 1), "a whole number of at least 1"),
     (_AT_LEAST_ZERO, lambda value: _is_whole(value, 0), "a whole number, not negative"),
+    (_GROUP_SIZES, lambda value: _is_whole(value, -1), "a whole number, or -1"),
     (_NUMBERS, _is_number, "a number above 0"),
     (_LISTS, lambda value: isinstance(value, (list, tuple)), "a list"),
+    (_LISTS_OF_TEXTS, _are_texts, "a list of texts"),
     (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
     (_LISTS_OF_OBJECTS, _are_objects, "a list of objects"),
     (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),

@@ -58,7 +58,16 @@ _ENDINGS = re.compile(
 
 _OF_QUANTIZATION = frozenset(
     (
-        *("version", "producer", "format", "quantization_status", "global_compression_ratio", "targets", "fmt"),
+        *(
+            "config_groups",
+            "version",
+            "producer",
+            "format",
+            "quantization_status",
+            "global_compression_ratio",
+            "targets",
+            "fmt",
+        ),
         *("activation_scheme", "activation_scale_ub", "input_activations", "output_activations", "kv_cache_scheme"),
         *("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "dynamic", "block_structure"),
         *("desc_act", "static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "meta", "dataset"),
@@ -70,12 +79,15 @@ _OF_QUANTIZATION = frozenset(
         *("bnb_4bit_use_double_quant", "_load_in_4bit", "_load_in_8bit", "group", "algo_config", "export"),
         *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "input_tensors", "output_tensors"),
         *("bias", "iters", "low_gpu_mem_usage", "seqlen", "gradient_accumulate_steps", "autoround_version", "lr"),
+        *("ch_axis", "layer_type_quant_config", "train_bs", "quant_block_list", "supported_types", "minmax_lr"),
+        "to_quant_block_names",
     )
 )
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
 
 _ASSUMED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"attention_bias": True},
+    "Llama4ForConditionalGeneration": {"multi_modal_projector_bias": False},
     "MiniMaxM2ForCausalLM": {"use_qk_norm": True},
     "Qwen3MoeForCausalLM": {"use_qk_norm": True},
     "Qwen3VLMoeForConditionalGeneration": {"use_qk_norm": True},

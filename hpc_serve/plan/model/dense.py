@@ -193,7 +193,8 @@ def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
     """Nemotron from architecture search: each layer has its own KV heads and MLP size, or lacks one of the two."""
     prefix = f"model.layers.{index}"
     config = builder.require("block_configs")[index]
-    attention, feed_forward = config.get("attention", {}), config.get("ffn", {})
+    attention = config.get("attention", CheckedConfig({}, path=f"{config.path}attention."))
+    feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
         kv_heads = builder.heads // attention["n_heads_in_group"]

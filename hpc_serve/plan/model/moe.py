@@ -226,6 +226,6 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
     chunk, without_rope = builder.get("attention_chunk_size", 0), builder.get("no_rope_layers")
     interval, kinds = builder.get("no_rope_layer_interval", 4), builder.get("layer_types")
     has_chunks = bool(chunk) and bool(without_rope[index] if without_rope else (index + 1) % interval)
-    if chunk and kinds and ("chunked" in kinds[index]) != has_chunks:
+    if chunk and kinds and (kinds[index] == "chunked_attention") != has_chunks:
         raise InvalidRequestError(f"The config's layer_types and no_rope_layers do not agree about layer {index}.")
     return DecoderLayer(block=weights, cache=builder.cache(chunk, "chunked") if has_chunks else builder.cache())

@@ -20,8 +20,10 @@ from hpc_serve.plan.model.scheme import (
     FP8_TENSOR,
     INT8_CHANNEL,
     MXFP4,
+    MXFP8,
     NVFP4,
     Scheme,
+    fp8_blocks,
     int_groups,
 )
 
@@ -111,6 +113,16 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+QUANTIZATION_FILE = "hf_quant_config.json"
+_MODELOPT = {
+    "FP8": FP8_TENSOR,
+    "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL,
+    "FP8_PB_WO": FP8_BLOCK,
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+    "MXFP8": MXFP8,
+}
+
 _SKIP_KEYS = (
     "modules_to_not_convert",
     "ignored_layers",
@@ -123,8 +135,11 @@ _SKIP_KEYS = (
 
 def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of modules that are not quantised, under the key of each method, and the "-:" patterns of GPTQModel."""
-    names = [str(name) for key in _SKIP_KEYS for name in config.get(key) or ()]
+    inner = config.get("quantization") or {}
+    names = [str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ()]
     dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise InvalidRequestError("The config's quantization_config.dynamic must be an object.")
     return (*names, *(f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")))
 
 
@@ -133,11 +148,16 @@ def _same_method(declared: str, override: str) -> bool:
     return declared.lower().replace("-", "_") == base
 
 
+def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with what ModelOpt wrote `beside` it, to QUANTIZATION_FILE; as it is where that is empty."""
+    return {**config, "quantization_config": {"quant_method": "modelopt", **beside}} if beside else config
+
+
 def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
     """The schemes of (linear layers, experts, output head) for a method."""
     if method == "fp8":
         block = config.get("weight_block_size")
-        scheme = FP8_BLOCK if block else FP8_TENSOR
+        scheme = fp8_blocks(block) if block else FP8_TENSOR
         return scheme, scheme, plain
     if method == "fbgemm_fp8":
         return FP8_CHANNEL, FP8_CHANNEL, plain
@@ -154,11 +174,21 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
         return scheme, scheme, plain
     if method == "mxfp4":
         return plain, MXFP4, plain
-    if method == "modelopt":
-        algorithm = str(config.get("quant_algo", config.get("quantization", {}).get("quant_algo", "FP8"))).upper()
-        found = {"FP8": FP8_TENSOR, "NVFP4": NVFP4, "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL}.get(algorithm)
-        if found is not None:
-            return found, found, plain
+    if method.startswith("modelopt"):
+        settings = config.get("quantization") or config
+        named = settings.get("quant_algo", "FP8")
+        found = _MODELOPT.get(str(named).upper())
+        if found is None:
+            raise InvalidRequestError(
+                f"quantization_config of modelopt has quant_algo {str(named)[:40]!r}, which this planner does not "
+                f"know; it knows {', '.join(_MODELOPT)}."
+            )
+        group = settings.get("group_size")
+        if found.group and group not in (None, found.group):
+            raise InvalidRequestError(
+                f"quantization_config has group_size {group}: {named} has groups of {found.group}."
+            )
+        return found, found, plain
     if method == "compressed_tensors":
         scheme = _compressed_tensors(config)
         return scheme, scheme, plain
@@ -167,7 +197,7 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
         return scheme, scheme, plain
     raise InvalidRequestError(
         f"quantization_config has quant_method {config.get('quant_method')!r}, which this planner does not know; "
-        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt (FP8, NVFP4), compressed-tensors "
+        "it knows fp8, fbgemm_fp8, int8, awq, gptq, bitsandbytes, mxfp4, modelopt, compressed-tensors "
         "and quark."
     )
 
@@ -209,6 +239,10 @@ def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
     return INT8_CHANNEL if bits == 8 else int_groups(bits, -1, False)
 
 
+def _other_weights(layer: Any, weights: Mapping[str, Any]) -> bool:
+    return not isinstance(layer, Mapping) or layer.get("weight") not in (None, weights)
+
+
 def _quark(config: Mapping[str, Any]) -> Scheme:
     """The scheme of AMD's Quark, by the specification for all weights."""
     weights = (config.get("global_quant_config") or {}).get("weight") or {}
@@ -220,10 +254,19 @@ def _quark(config: Mapping[str, Any]) -> Scheme:
         ("int8", "per_channel"): INT8_CHANNEL,
         ("fp4", "per_group"): MXFP4,
     }
+    group, layers = weights.get("group_size"), config.get("layer_quant_config") or {}
+    if not isinstance(layers, Mapping) or any(_other_weights(layer, weights) for layer in layers.values()):
+        raise InvalidRequestError(
+            "quantization_config of quark has weights of different kinds (layer_quant_config): this planner knows one "
+            "kind for all."
+        )
     if kind == "int4" and strategy == "per_group":
-        return int_groups(4, int(weights.get("group_size") or 128), not weights.get("symmetric", True))
+        return int_groups(4, group or 128, not weights.get("symmetric", True))
+    if kind == "fp4" and group not in (None, MXFP4.group):
+        raise InvalidRequestError(f"quantization_config has group_size {group}: mxfp4 has groups of {MXFP4.group}.")
     if (kind, strategy) not in known:
         raise InvalidRequestError(
-            f"quantization_config of quark has weights in {kind}, {strategy}, which this planner does not know."
+            f"quantization_config of quark has weights in {kind[:40]}, {strategy[:40]}, which this planner does not "
+            "know."
         )
     return known[kind, strategy]

@@ -7,7 +7,7 @@ decides which module has which scheme.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -80,9 +80,17 @@ INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", sc
 MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128))
 """Padded as Marlin and TensorRT-LLM kernels need it: `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's
 fused_moe/oracle/mxfp4.py."""
+MXFP8 = Scheme(name="mxfp8", weight_bits=8, granularity="group", scale_bytes=1, group=32)
 NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)
 BNB_INT4 = Scheme(name="bitsandbytes nf4", weight_bits=4, granularity="group", scale_bytes=4, group=64)
 BNB_INT8 = Scheme(name="bitsandbytes int8", weight_bits=8, granularity="channel", scale_bytes=4)
+
+
+def fp8_blocks(block: Sequence[int]) -> Scheme:
+    """fp8 with a 32-bit scale for each block of (output, input) features. Raises InvalidRequestError for another."""
+    if len(block) != 2 or any(type(size) is not int or not 1 <= size <= 2**20 for size in block):
+        raise InvalidRequestError(f"weight_block_size is {str(block)[:40]}: it must be two whole numbers.")
+    return FP8_BLOCK if tuple(block) == FP8_BLOCK.block else replace(FP8_BLOCK, block=(block[0], block[1]))
 
 
 @lru_cache(maxsize=64)

@@ -79,7 +79,7 @@ def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
             _linear("vision_tower.head.mlp.fc1", width, [inner], "column", bias=True),
             _linear("vision_tower.head.mlp.fc2", inner, [width], "row", bias=True),
         ]
-    tokens = config.get("mm_tokens_per_image", 256)
+    tokens = config["mm_tokens_per_image"]
     images = ImageEncoder(
         image_tokens=tokens,
         patches_per_token=patches // tokens,
@@ -196,4 +196,5 @@ def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, I
         _linear("vision_model.vision_adapter.fc2", between, [adapted], "row"),
         _linear("multi_modal_projector.linear_1", output, [hidden_size]),
     ]
-    return block(layers, ends), _rotating_encoder(width, _LLAMA4_TILES * patches // 4, 2)
+    tokens = int(_LLAMA4_TILES * patches * config.get("pixel_shuffle_ratio", 0.5) ** 2)
+    return block(layers, ends), _rotating_encoder(width, tokens, 2)

@@ -123,6 +123,20 @@ def test_unknown_quantisation_is_named() -> None:
         spec("8b", quantization_config={"quant_method": "magic"})
     with pytest.raises(InvalidRequestError, match="quark has weights in fp6"):
         spec("8b", quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6"}}})
+    with pytest.raises(InvalidRequestError, match=r"modelopt has quant_algo 'MIXED_PRECISION'.*knows FP8, .*NVFP4"):
+        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
+    with pytest.raises(InvalidRequestError, match="group_size 32: NVFP4 has groups of 16"):
+        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32})
+    fp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
+    quark = {"quant_method": "quark", "global_quant_config": {"weight": fp4}}
+    with pytest.raises(InvalidRequestError, match="group_size 16: mxfp4 has groups of 32"):
+        spec("8b", quantization_config={**quark, "global_quant_config": {"weight": {**fp4, "group_size": 16}}})
+    with pytest.raises(InvalidRequestError, match="weights of different kinds"):
+        spec("8b", quantization_config={**quark, "layer_quant_config": {"*.k_proj": {"weight": {"dtype": "int8"}}}})
+    assert spec("8b", quantization_config={**quark, "layer_quant_config": {"*.k_proj": {"weight": fp4}}}).parameters
+    groups = {"a": {"weights": {"num_bits": 8, "type": "float"}}, "b": {"weights": {"num_bits": 4, "type": "float"}}}
+    with pytest.raises(InvalidRequestError, match="groups of different kinds, fp8 and mxfp4"):
+        spec("8b", quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
     with pytest.raises(InvalidRequestError, match="'magic'"):
         model_from_config(resolve("8b").config, name="x", quantization="magic")
 
@@ -133,6 +147,10 @@ def test_unknown_quantisation_is_named() -> None:
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 5.33),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.61),
         ({"quant_method": "fp8"}, 8.46),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, 8.46),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO"}}, 8.46),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "w4a16_nvfp4", "group_size": 16}, 5.62),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 8.66),
         ({"quant_method": "mxfp4"}, 14.96),  # mxfp4 is for experts
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8.46),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*down_proj": {}}}, 7.91),

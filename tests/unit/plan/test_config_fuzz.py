@@ -1,0 +1,245 @@
+"""What a config may hold: any other size is another answer or a refusal, and nonsense is an error in words.
+
+The configs are those of test_config_keys.py, which have few layers, one with layers of its own, and one for each method
+of quantization. Each key is changed by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.hub import find_spec
+from hpc_serve.plan import model_from_config, resolve
+from hpc_serve.plan.catalog import models
+from hpc_serve.plan.model.config_keys import looks_like_size
+
+MEASURED = json.loads(Path(__file__).with_name("config_key_effects.json").read_text())["architectures"]
+LLAMA = MEASURED["LlamaForCausalLM"]["config"]
+NAS = dict(resolve("nvidia/Llama-3_3-Nemotron-Super-49B-v1").config)
+NAS.update(num_hidden_layers=4, block_configs=NAS["block_configs"][:4])
+
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
+QUANTIZED: list[dict[str, Any]] = [
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:x": {}}, "sym": True, "damp_percent": 0.1},
+    {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": FP8_WEIGHTS, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    },
+    {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": INT4_WEIGHTS}}},
+    {
+        "quant_method": "modelopt",
+        "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
+        "producer": {"name": "modelopt", "version": "0.29"},
+    },
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+        "ignore": ["lm_head"],
+    },
+    {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 128, "ch_axis": -1}},
+        "exclude": ["lm_head"],
+    },
+    {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0,
+    },
+]
+
+NO_EFFECT = {
+    # positions: how they are turned; what of it makes contexts longer is in max_position_embeddings
+    *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
+    *("rope_theta", "rope_interleave", "truncate", "mrope_section", "mrope_interleaved", "mscale_all_dim"),
+    # which tokens are special, how text is generated, how weights were first chosen
+    *("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "image_token_index"),
+    *("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "max_length"),
+    *("chunk_size_feed_forward", "pretraining_tp", "num_logits_to_keep", "id2label", "label2id", "LABEL_1"),
+    # how experts are chosen
+    *("n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap"),
+    # numbers that scale activations
+    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "floor_scale", "swiglu_limit"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("routed_scaling_factor", "time_step_limit", "tokens_per_second", "attn_temperature_tuning"),
+    # heads of towers, and what only says which patches see each other
+    *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer"),
+    # what follows from others, which are read: DeepSeek's head_dim is qk_rope_head_dim, `expand` Mamba's heads
+    *("head_dim", "qk_head_dim", "expand", "chunk_size", "no_rope_layer_interval", "_sliding_window_pattern"),
+    # what only speculation loads, and layers for it
+    "mtp_layers_block_type",
+    # what a quantization does to activations, or how it was found
+    *("activation_scale_ub", "damp_percent", "llm_int8_threshold", "targets", "bnb_4bit_use_double_quant", "ch_axis"),
+}
+"""Keys whose every change leaves the answer as it is."""
+
+SOMETIMES_NO_EFFECT = {
+    ("FalconForCausalLM", "num_kv_heads"): "without its new decoder",
+    ("FalconForCausalLM", "multi_query"): "with its new decoder",
+    ("Exaone4ForCausalLM", "sliding_window_pattern"): "where layer_types decide",
+    ("Gemma3ForCausalLM", "sliding_window_pattern"): "where layer_types decide",
+    ("Llama4ForConditionalGeneration", "intermediate_size_mlp"): "where every layer has experts",
+    ("Llama4ForConditionalGeneration", "moe_layers"): "another order of the same layers",
+    ("Qwen2ForCausalLM", "max_window_layers"): "without a window",
+    ("Qwen2MoeForCausalLM", "max_window_layers"): "without a window",
+    ("Qwen2MoeForCausalLM", "sliding_window"): "where use_sliding_window is false",
+    ("Qwen2_5_VLForConditionalGeneration", "max_window_layers"): "without a window",
+    ("Qwen3ForCausalLM", "max_window_layers"): "without a window",
+    ("Qwen3VLForConditionalGeneration", "deepstack_visual_indexes"): "another order of the same layers",
+    ("Qwen3VLMoeForConditionalGeneration", "deepstack_visual_indexes"): "another order of the same layers",
+    ("Gemma3ForConditionalGeneration", "num_attention_heads"): "the tower's",
+    ("Llama4ForConditionalGeneration", "no_rope_layers"): "2 is as true as 1",
+    ("Llama4ForConditionalGeneration", "use_qk_norm"): "its norm has no weight",
+    ("Gemma3ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
+    ("Qwen3VLMoeForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
+    ("Mistral3ForConditionalGeneration", "vocab_size"): "the tower has none",
+    ("Llama4ForConditionalGeneration", "num_attention_heads"): "the tower's",
+    ("Mistral3ForConditionalGeneration", "num_attention_heads"): "the tower's",
+    ("LlamaForCausalLM", "num_bits"): "of the KV cache",
+    ("LlamaForCausalLM", "group_size"): "of a kind that is not in groups",
+}
+
+
+def configs() -> Iterator[dict[str, Any]]:
+    yield from (measured["config"] for measured in MEASURED.values())
+    yield NAS
+    yield from ({**LLAMA, "quantization_config": quantized} for quantized in QUANTIZED)
+    known: set[str] = set()
+    for entry in models().values():
+        kind = str([entry.config["architectures"], sorted(entry.config), entry.config.get("sliding_window")])
+        if kind not in known:
+            known.add(kind)
+            yield dict(entry.config)
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a config, in lists the first alone."""
+    inner = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*path, key)
+        yield from paths(one, (*path, key))
+
+
+def at(config: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        config = config[key]
+    return config
+
+
+def changed(config: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    copied = copy.deepcopy(config)
+    at(copied, path[:-1])[path[-1]] = value
+    return copied
+
+
+def other_sizes(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [2 * value, value + 64] if value > 0 else [64]
+    if isinstance(value, float):
+        return [2 * value]
+    if isinstance(value, list):
+        return [value[::-1]] if value[::-1] != value else [value[:-1]]
+    return []
+
+
+def test_another_size_is_another_answer_or_is_refused() -> None:
+    passed_over, checked = set(), 0
+    for config in configs():
+        base = model_from_config(config, name="x")
+        for path in paths(config):
+            name, value = next(key for key in reversed(path) if isinstance(key, str)), at(config, path)
+            if not looks_like_size(name, value):
+                continue
+            for other in other_sizes(value):
+                checked += 1
+                try:
+                    after = model_from_config(changed(config, path, other), name="x")
+                except InvalidRequestError:
+                    continue
+                if after == base and name not in NO_EFFECT:
+                    passed_over.add((config["architectures"][0], name))
+    assert checked >= 1000
+    assert passed_over <= set(SOMETIMES_NO_EFFECT)
+
+
+def nested(depth: int, key: str | None = None) -> Any:
+    value: Any = {} if key else []
+    for _ in range(depth):
+        value = {key: value} if key else [value]
+    return value
+
+
+CYCLE: dict[str, Any] = {}
+CYCLE.update(text_config=CYCLE, vision_config=CYCLE, a=[CYCLE])
+NONSENSE: list[Any] = [
+    *(None, True, -1, 0, 3, 2**63, 10**400, 1.5, -2.5, 1e308, float("nan"), float("inf")),
+    *("x", "4096", "", [], [1], ["a"], [None], [{}], {}, {"a": 1}, {"1": {"weights": 3}}),
+    *(nested(500), nested(500, "text_config"), CYCLE),
+]
+TRIED = (
+    *("Llama4ForConditionalGeneration", "Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("DeepseekV3ForCausalLM", "NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration", "FalconForCausalLM"),
+)
+
+
+def tried() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
+    """Each config with each place in it. What is the same in all is tried in one."""
+    yield from ((LLAMA, path) for path in paths(LLAMA))
+    for config in (*(MEASURED[name]["config"] for name in TRIED), NAS):
+        yield from ((config, path) for path in paths(config) if path[-1] not in LLAMA)
+    for quantized in QUANTIZED:
+        config = {**LLAMA, "quantization_config": quantized}
+        yield from ((config, path) for path in paths(config) if path[0] == "quantization_config")
+
+
+def test_nonsense_is_an_error_in_words() -> None:
+    refusals = []
+    for config, path in tried():
+        for value in NONSENSE:
+            try:
+                model = model_from_config(changed(config, path, value), name="x")
+                assert model.weight_bytes >= model.parameters // 8, path
+            except HpcServeError as error:
+                refusals.append(str(error))
+    assert len(refusals) >= 3000
+    assert all(error.strip() and len(error) < 2000 for error in refusals)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"text_config":' * 100_000, "cannot be read as JSON"),
+        (json.dumps({"architectures": ["LlamaForCausalLM"], **nested(200, "text_config")}).encode(), "8 deep"),
+        (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": ' + b"9" * 4000 + b"}", "hidden_size is 999"),
+        (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
+        (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": NaN}', "hidden_size is nan"),
+        (b'{"architectures": ["' + b"A" * 100_000 + b'"]}', "which this planner does not know"),
+        (b'{"architectures": {"a": 1}}', "architectures is .* it must be a list"),
+        (b'{"a": [' + b"1," * 500_000 + b"1]}", "none named"),
+        (b"\xff\xfe", "cannot be read as JSON"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_a_file_of_nonsense_is_an_error_in_words(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        find_spec(str(tmp_path))
+    assert len(str(caught.value)) < 3000
