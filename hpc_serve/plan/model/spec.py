@@ -125,6 +125,14 @@ class ModelSpec:
         return self.embedding.parameters + layers + self.final.parameters + head + self.everywhere.parameters
 
     @cached_property
+    def prediction_layer_parameters(self) -> int:
+        """Elements of a layer for multi-token prediction: a last layer, a projection of two inputs, and three norms.
+
+        Files may hold a copy of embedding and head with it (GLM-4.5's do).
+        """
+        return self.layers[-1].block.parameters + 2 * self.hidden_size**2 + 3 * self.hidden_size
+
+    @cached_property
     def active_parameters(self) -> int:
         """Elements that one token uses: of the routed experts only those chosen for it."""
         if not self.num_experts:

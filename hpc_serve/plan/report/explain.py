@@ -56,6 +56,10 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
         yield "  output head  the embedding itself (tied)"
     if model.everywhere.parameters:
         yield f"  vision tower and projector {model.everywhere.parameters:,}"
+    if model.prediction_layers:
+        layer = model.prediction_layer_parameters
+        why = "layers for multi-token prediction, which vLLM loads to speculate"
+        yield f"  not loaded   {model.prediction_layers:>12,} x {layer:,} ({why})"
     active = f", of which a token passes {model.active_parameters:,}" if model.num_experts else ""
     yield f"  parameters   {model.parameters:,}{active}"
     scheme = "" if model.quantization.method == "none" else f", {model.quantization.linear.name} or experts in it"

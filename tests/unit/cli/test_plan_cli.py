@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.values import Size
+from hpc_serve.hub import find_model
 from hpc_serve.sizes import GIB
 
 KEYS = {
@@ -49,6 +51,25 @@ def test_json_has_stable_keys_whether_it_fits_or_not(capsys: pytest.CaptureFixtu
     assert fits["vllm_args"][:2] == ["--tensor-parallel-size", "8"]
     assert too_small["remedies"]
     assert too_small["memory"]["kv_cache_bytes"] < 0
+
+
+def test_a_size_that_the_planner_does_not_know_is_named_and_may_be_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**find_model("8b").config, "moe_latent_size": 1024}))
+    assert run(["plan", str(tmp_path)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "has moe_latent_size (1024), which this planner does not know for LlamaForCausalLM" in error
+    plan = parsed(capsys, str(tmp_path), "--allow-unknown-config-keys")
+    assert plan["fits"]
+    assert "moe_latent_size (1024)" in plan["reasons"][-1]
+    shown = " ".join(printed(capsys, str(tmp_path), "--allow-unknown-config-keys").split())
+    assert "Note: the config has moe_latent_size (1024), which this planner does not know." in shown
+
+
+def test_layers_that_are_not_loaded_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = " ".join(printed(capsys, "zai-org/GLM-4.6", "--explain").split())
+    assert "not loaded 1 x 3,988,069,792 (layers for multi-token prediction, which vLLM loads to speculate)" in shown
 
 
 def test_the_plan_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,16 @@ def test_parameters_are_the_published_ones() -> None:
     assert checked >= 80
 
 
+def test_layers_for_prediction_are_what_the_files_hold_beyond_the_config() -> None:
+    """GLM-4.6 has one such layer in its files, GLM-4.5 with it a copy of embedding and head."""
+    glm = spec("zai-org/GLM-4.6")
+    assert glm.prediction_layers == 1
+    assert glm.prediction_layer_parameters == KNOWN_DIFFERENCES["zai-org/GLM-4.6"]
+    copies = 2 * glm.embedding.parameters
+    assert glm.prediction_layer_parameters + copies == KNOWN_DIFFERENCES["zai-org/GLM-4.5"]
+    assert spec("8b").prediction_layers == 0
+
+
 def case_name(case: dict[str, Any]) -> str:
     return f"{case['model']}-tp{case['tp']}-pp{case['pp']}-stage{case['rank']}"
 

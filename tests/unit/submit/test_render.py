@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub import find_model
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_argv, render_script
@@ -284,6 +286,15 @@ def test_options_that_the_pinned_vllm_does_not_know_are_refused_unless_overruled
     text = script(engine_args=words, allow_unknown_vllm_options=True)
     assert " --allow-unknown-vllm-options -- --new-option a b\n" in text
     assert "            --new-option a b" in text
+
+
+def test_a_size_that_the_planner_does_not_know_is_refused_unless_overruled(tmp_path: Path) -> None:
+    config = {**find_model("8b").config, "moe_latent_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match=r"moe_latent_size \(1024\).*--allow-unknown-config-keys"):
+        script(str(tmp_path), None, service="x")
+    text = script(str(tmp_path), None, service="x", allow_unknown_config_keys=True)
+    assert " --allow-unknown-config-keys\n" in text
 
 
 def test_a_value_that_the_plan_needs_must_be_known_even_if_overruled():
