@@ -116,6 +116,13 @@ _ON_EVERY_STAGE: dict[str, frozenset[str]] = {
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
+_QUANTIZATION = ("quantization_config", "compression_config")
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length"),
+    "seq_len",
+)
+"""Names of the longest context. The least counts, and `model_max_length` before all, as in vLLM."""
+
 _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is in max_position_embeddings already."""
 
@@ -143,7 +150,7 @@ def model_from_config(
         _FIELDS[architecture](text)
     chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
-    declared = config.get("quantization_config") or text.get("quantization_config")
+    declared = next((found for one in (config, text) for key in _QUANTIZATION if (found := one.get(key))), None)
     scheme = quantization_from_config(declared, plain=plain, override=quantization)
     builder = LayerBuilder(text, scheme, chosen)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
@@ -178,14 +185,16 @@ def model_from_config(
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
         num_experts=experts,
-        num_experts_per_tok=builder.first("num_experts_per_tok", "experts_per_token", default=0) if experts else 0,
+        num_experts_per_tok=builder.either("num_experts_per_tok", "experts_per_token", 0) if experts else 0,
         moe_intermediate_size=expert_size or builder.intermediate_size,
         images=images,
         stored_wide=_declared_dtype(config, text) == "float32",
         prediction_layers=builder.first(*_PREDICTION, default=0),
     )
     if scheme.is_assumed:
-        config.ignore("quantization_config")
+        for key in _QUANTIZATION:
+            config.ignore(key)
+            text.ignore(key)
     unknown = check_all_read(config, architecture, name=name, allow=allow_unknown_keys)
     return replace(model, unknown_keys=unknown) if unknown else model
 
@@ -252,7 +261,8 @@ def _declared_dtype(config: CheckedConfig, text: CheckedConfig) -> str:
 
 def _max_model_len(builder: LayerBuilder) -> int:
     """The longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
-    length = int(builder.first("max_position_embeddings", "model_max_length", default=2048))
+    lengths = [found for key in _LENGTHS if (found := builder.get(key)) is not None]
+    length: int = builder.get("model_max_length") or min(lengths, default=2048)
     scaling = builder.first("rope_scaling", "rope_parameters", default={})
     # transformers 5 may have one object for each kind of layer
     objects = [CheckedConfig(value) for value in scaling.values() if isinstance(value, Mapping)] or [scaling]

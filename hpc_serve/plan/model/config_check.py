@@ -30,6 +30,7 @@ _AT_LEAST_ONE = (
     *("image_size", "patch_size", "in_channels", "num_channels", "num_position_embeddings"),
     *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits", "w_bit", "num_bits"),
     *("projector_input_dim", "projector_output_dim", "no_rope_layer_interval", "num_ln_in_parallel_attn"),
+    *("n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len"),
     *("moe_latent_size", "mm_tokens_per_image", "n_heads_in_group"),
 )
 _AT_LEAST_ZERO = (
@@ -49,6 +50,7 @@ _LISTS = (
 _LISTS_OF_TEXTS = ("layer_types", "layers_block_type")
 _OBJECTS = (
     *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
+    "compression_config",
     *("config_groups", "weights", "input_activations", "attention", "ffn"),
     *("quantization", "global_quant_config", "weight"),
 )

@@ -19,35 +19,25 @@ ALLOW_UNKNOWN_KEYS = "--allow-unknown-config-keys"
 
 _NAMES = frozenset(
     (
-        # training, and how experts are chosen and their losses weighed
+        *("architectures", "model_type", "auto_map", "torch_dtype", "tokenizer_class", "tokenizer_model_max_length"),
+        # training, and how experts are chosen
         *("pretraining_tp", "ep_size", "aux_loss_alpha", "seq_aux", "topk_group", "n_group", "router_aux_loss_coef"),
         *("norm_topk_prob", "topk_method", "scoring_func", "num_experts_per_tok", "moe_router_dtype", "seed"),
-        *("first_last_no_quant", "router_jitter_noise", "jitter_noise", "output_router_logits", "swiglu_limit"),
-        *("routed_scaling_factor", "moe_shared_expert_overlap", "moe_router_load_balancing_type", "router_z_loss_coef"),
-        # numbers that scale activations
+        *("router_jitter_noise", "jitter_noise", "output_router_logits", "router_z_loss_coef", "num_labels"),
+        *("routed_scaling_factor", "moe_shared_expert_overlap", "moe_router_load_balancing_type", "use_cache"),
+        # numbers that scale or clip activations, and positions
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
-        *("query_pre_attn_scalar", "attn_scale", "floor_scale", "attn_temperature_tuning", "rope_theta"),
-        *("rope_local_base_freq", "max_seq_len_for_attn_temperature", "rope_interleave", "swa_rope_theta"),
-        *("rescale_prenorm_residual", "residual_in_fp32", "scale_depth", "mamba_hidden_act", "mlp_hidden_act"),
-        *("hidden_act", "hidden_activation", "activation", "act_fn", "initializer_factor"),
-        # how a program goes about it
-        *("auto_map", "num_logits_to_keep", "use_mamba_kernels", "use_cache", "torch_dtype", "chunk_size"),
+        *("query_pre_attn_scalar", "attn_scale", "floor_scale", "attn_temperature_tuning", "clip_qkv", "swiglu_limit"),
         *(
-            "transformers.js_config",
-            "unsloth_version",
-            "unsloth_fixed",
-            "_attn_implementation",
-            "use_flash_attention_2",
+            "rope_theta",
+            "rope_local_base_freq",
+            "swa_rope_theta",
+            "rope_interleave",
+            "max_seq_len_for_attn_temperature",
         ),
-        *("tokenizer_class", "language_model_only", "mamba_chunk_size", "time_step_limit", "time_step_floor"),
-        *("time_step_min", "time_step_max", "quantization_bits", "attn_implementation", "attn_output_gate"),
-        # what images are turned into, which the towers read or which has no weight
-        *("vision_feature_layer", "vision_feature_select_strategy", "num_image_tokens", "boi_token_id", "window_size"),
-        *("tokens_per_second", "fullatt_block_indexes", "mrope_section", "mrope_interleaved"),
-        # NVIDIA's search for architectures, and what its blocks say of attention that is not made smaller
-        *("architectures", "model_type", "time_step_rank", "original_max_position_embeddings", "in_chans"),
-        *("initial_context_length", "pixel_shuffle_dropout", "expand"),
-        *("sparsify", "num_sink_tokens", "use_prefill_window_in_sink_attention", "unshifted_sink"),
+        *("original_max_position_embeddings", "initializer_factor"),
+        *("residual_in_fp32", "rescale_prenorm_residual"),
+        *("hidden_act", "hidden_activation", "activation", "act_fn", "mamba_hidden_act", "mlp_hidden_act"),
     )
 )
 _ENDINGS = re.compile(
@@ -85,10 +75,28 @@ _OF_QUANTIZATION = frozenset(
 )
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
 
+_OF_FAMILIES: dict[str, tuple[str, ...]] = {
+    "FalconForCausalLM": ("ff_factor",),
+    "GptOssForCausalLM": ("initial_context_length",),
+    "MiniMaxM2ForCausalLM": ("mlp_intermediate_size", "mtp_transformer_layers", "qk_norm_type"),
+    "Mistral3ForConditionalGeneration": ("vision_feature_layer",),
+    "NemotronHForCausalLM": ("chunk_size", "expand", "time_step_limit", "time_step_rank", "num_logits_to_keep"),
+    "Phi3ForCausalLM": ("full_attn_mod", "interpolate_factor"),
+    "Qwen2_5_VLForConditionalGeneration": (
+        *("vision_config.in_chans", "vision_config.spatial_patch_size", "vision_config.window_size"),
+        *("vision_config.fullatt_block_indexes", "vision_config.tokens_per_second"),
+    ),
+}
+"""Fields that published configs of a family have, and neither transformers' model nor vLLM's reads."""
+
 _ASSUMED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"attention_bias": True},
     "Llama4ForConditionalGeneration": {"multi_modal_projector_bias": False},
     "MiniMaxM2ForCausalLM": {"use_qk_norm": True},
+    "Qwen3_5ForCausalLM": {"attn_output_gate": True},
+    "Qwen3_5ForConditionalGeneration": {"attn_output_gate": True},
+    "Qwen3_5MoeForCausalLM": {"attn_output_gate": True},
+    "Qwen3_5MoeForConditionalGeneration": {"attn_output_gate": True},
     "Qwen3MoeForCausalLM": {"use_qk_norm": True},
     "Qwen3VLMoeForConditionalGeneration": {"use_qk_norm": True},
 }
@@ -143,11 +151,13 @@ def _unread(config: CheckedConfig, inner: CheckedConfig, architecture: str) -> I
 
 def _is_passed_over(path: str, name: str, value: Any, architecture: str) -> bool:
     keys = config_keys()
-    if "quantization_config." in path:
+    if "quantization_config." in path or "compression_config." in path:
         return name in _OF_QUANTIZATION or name in _NAMES
     if name in _NAMES or name in keys.generic or _ENDINGS.search(name):
         return True
     if {path, f"text_config.{path}"} & keys.no_weight_changes.get(architecture, frozenset()):
+        return True
+    if path in _OF_FAMILIES.get(architecture, ()):
         return True
     if name == "attn_type_list":
         return all(kind == 1 for kind in value)

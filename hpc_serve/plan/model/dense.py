@@ -183,7 +183,7 @@ def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
 def falcon_fields(config: CheckedConfig) -> None:
     """Write Falcon's KV heads where all families have them. Only its new decoder reads `num_kv_heads`."""
     if not config.get("new_decoder_architecture", False):
-        config.get("num_kv_heads")
+        config.ignore("num_kv_heads")
         config["num_key_value_heads"] = 1 if config.get("multi_query", True) else config["num_attention_heads"]
     else:
         config.get("multi_query")

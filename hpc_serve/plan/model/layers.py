@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig, missing
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.scheme import Scheme
@@ -30,9 +31,9 @@ class LayerBuilder:
         self.vocab_size: int = self.require("vocab_size")
         self.num_layers: int = self.require("num_hidden_layers")
         self.heads: int = self.require("num_attention_heads")
-        self.kv_heads: int = self.first("num_key_value_heads", "num_kv_heads", default=self.heads)
-        self.head_dim: int = self.first("head_dim", "attention_head_dim", default=self.hidden_size // self.heads)
-        self.intermediate_size: int = self.first("intermediate_size", "ffn_hidden_size", default=0)
+        self.kv_heads: int = self.either("num_key_value_heads", "num_kv_heads", self.heads)
+        self.head_dim: int = self.either("head_dim", "attention_head_dim", self.hidden_size // self.heads)
+        self.intermediate_size: int = self.either("intermediate_size", "ffn_hidden_size", 0)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The field, or `default` where it is missing or null."""
@@ -42,6 +43,15 @@ class LayerBuilder:
     def first(self, *keys: str, default: Any = None) -> Any:
         """The first of these fields that there is. Those after it are not read."""
         return next((value for key in keys if (value := self.get(key)) is not None), default)
+
+    def either(self, key: str, alias: str, default: int) -> int:
+        """The field, which some configs have by another name. Raises InvalidRequestError where the two differ."""
+        value, other = self.get(key), self.get(alias)
+        if None not in (value, other) and value != other:
+            raise InvalidRequestError(
+                f"The config's {key} is {value} and its {alias} is {other}: they must be the same."
+            )
+        return next((one for one in (value, other) if one is not None), default)
 
     def require(self, key: str) -> Any:
         """The field. Raises InvalidRequestError where it is missing or null."""

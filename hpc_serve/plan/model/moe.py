@@ -30,7 +30,7 @@ def mixtral(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     """The MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
-    count = builder.first("num_experts", "num_local_experts", default=0)
+    count = builder.either("num_experts", "num_local_experts", 0)
     is_sparse = (index + 1) % builder.get("decoder_sparse_step", 1) == 0
     if not count or not is_sparse or index in builder.get("mlp_only_layers", ()):
         return builder.mlp(f"{prefix}.mlp", builder.intermediate_size)

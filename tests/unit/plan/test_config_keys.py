@@ -176,6 +176,47 @@ def test_what_changes_no_size_is_passed_over(key: str, value: Any) -> None:
     assert built({**config, key: value}) == built(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("microsoft/phi-4", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "embd_pdrop": 0.0}),
+        ("tiiuae/falcon-180B", {"ff_factor": 4, "num_ln_in_parallel_attn": 2}),
+        ("allenai/OLMo-2-1124-7B", {"clip_qkv": 8.0}),
+        ("Qwen/Qwen3-30B-A3B", {"num_local_experts": 128}),
+        ("8b", {"tokenizer_model_max_length": 4096, "unsloth_fixed": True, "max_sequence_length": 200_000}),
+        ("8b", {"auto_map": {"AutoConfig": "x.Y"}, "num_labels": 2, "task_specific_params": None}),
+    ],
+)
+def test_fields_that_published_configs_have_beside_transformers(name: str, extra: dict[str, Any]) -> None:
+    config = resolve(name).config
+    assert built({**config, **extra}) == built(config)
+
+
+def test_one_size_by_two_names_must_be_one() -> None:
+    config = resolve("Qwen/Qwen3-30B-A3B").config
+    with pytest.raises(InvalidRequestError, match="num_experts is 128 and its num_local_experts is 64: they must be"):
+        built({**config, "num_local_experts": 64})
+
+
+def test_the_shortest_context_counts_as_in_vllm() -> None:
+    config = resolve("8b").config
+    assert built({**config, "max_sequence_length": 2048}).max_model_len == 2048
+    assert built({**config, "max_sequence_length": 2048, "model_max_length": 4096}).max_model_len == 4096
+
+
+def test_quantization_by_an_older_name() -> None:
+    """As compressed-tensors wrote it, and vLLM's `_parse_quant_hf_config` reads it."""
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}}
+    config = {
+        **resolve("8b").config,
+        "compression_config": {"quant_method": "compressed-tensors", "config_groups": groups},
+    }
+    assert built(config).quantization.linear.name == "fp8 (per channel)"
+    assert built(config, quantization="fp8").quantization.is_assumed
+    with pytest.raises(InvalidRequestError, match=r"has quantization \(an object of 2 fields\)"):
+        built({**resolve("8b").config, "quantization": {"group_size": 64, "bits": 4}})  # as MLX writes it
+
+
 def test_the_plan_tells_what_was_left_out() -> None:
     config = {**resolve("8b").config, "moe_latent_size": 1024}
     model = built(config, allow_unknown_keys=True)
