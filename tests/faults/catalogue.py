@@ -12,6 +12,5 @@ FAULTS = fault.FAULTS
 # What is to be shown here too, once it is built.
 MISSING = {
     "two handovers at once": "a unit test shows that one of ten submits (tests/unit/submit/test_keep_up.py)",
-    "gateway killed": "there is no gateway yet",
     "the same with real vLLM": "all engines here are stubs",
 }

@@ -15,8 +15,8 @@ class Fault:
     `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica, and
     its clock is `clock_s` ahead. `filesystem`: what the home is on, where it is not a plain folder. `token_s`: the time
     that the engines take for a token. `has_worker`: an engine ends with its worker, as one of several ranks.
-    `load_node`: where the load runs, if not on the login host. Of the `replicas`, `ready_after` are to be ready again
-    once the fault is over.
+    `gateways`: how many the load's user starts. `load_node`: where the load runs, if not on the login host. Of the
+    `replicas`, `ready_after` are to be ready again once the fault is over.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Fault:
     clock_s: int = 0
     filesystem: Literal["", "own", "lagging"] = ""
     token_s: float = 0.05
+    gateways: int = 1
     load_node: str | None = None
     has_worker: bool = False
     replicas: int = 2

@@ -3,9 +3,10 @@
     python -m tests.faults.load SERVICE --out FILE
 
 It knows the service by `hpc_serve.client` alone (or an OpenAI base URL). Half of the requests are streams, half are
-chats; they go through one shared client in threads, one asyncio client, and programs that connect anew for each
-request. Every answer is compared with the unbroken one. A request that does not end within the bound is written down as
-hung, and another one takes its place. SIGTERM ends the program once every request has an outcome.
+chats; they go through one shared client in threads, one asyncio client, programs that connect anew for each request,
+and plain OpenAI clients of gateways that it starts (`--gateways`). Every answer is compared with the unbroken one. A
+request that does not end within the bound is written down as hung, and another one takes its place. SIGTERM ends the
+program once every request has an outcome.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import openai
 
 import hpc_serve.client
 from hpc_serve.errors import HpcServeError
+from tests.faults.gateways import Gateways, ask_first_that_is_there
 from tests.support.stub_engine import chat_context, greedy_answer
 
 # What cannot be resumed half-way: such a stream may end with a typed error.
@@ -106,6 +109,11 @@ class Request:
         self.gap_s = max(self.gap_s, now - (self.last or self.started))
         self.first, self.last = self.first or now, now
 
+    def begin_anew(self) -> None:
+        """What had come of the answer is forgotten; its user has waited since."""
+        self.pieces.clear()
+        self.finish = self.tokens = None
+
     def _text_of(self, choice: Any) -> str:
         if not self.is_chat:
             return choice.text
@@ -152,12 +160,20 @@ class Load:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "is_stopping", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        options = self.options
+        gateways = Gateways(options.service, options.gateways, wait_s=options.wait) if options.gateways else None
         shared = self.connect()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         shared_async = asyncio.run_coroutine_threadsafe(self.connect_async(), self._loop).result()
-        for place in range(self.options.in_flight):
-            if place < self.options.fresh:
+        if gateways is not None:
+            gateways.wait()
+        for place in range(options.in_flight):
+            if place < options.fresh:
                 self._start_thread(place, None)
+            elif gateways is not None and place % 8 >= 6:
+                clients = gateways.clients()
+                order = clients[place % len(clients) :] + clients[: place % len(clients)]
+                self._start_thread(place, (order, options.service))
             elif place % 4 < 2:
                 self._start_thread(place, shared)
             else:
@@ -167,6 +183,8 @@ class Load:
             time.sleep(STEP_S)
             self._lived_s += min(time.monotonic() - before, 10 * STEP_S)
             self._replace_hung()
+        if gateways is not None:
+            gateways.close()
         self._out.close()
 
     def _start_thread(self, place: int, shared: tuple[Any, str] | None) -> None:
@@ -251,18 +269,16 @@ class Load:
         for turn in itertools.count():
             if self.is_stopping:
                 return
-            name = "threads" if shared else "fresh"
+            through_gateway = shared is not None and isinstance(shared[0], list)
+            name = "gateway" if through_gateway else "threads" if shared else "fresh"
             request = self._begin(place, turn, name, lambda: self._start_thread(place, shared))
             try:
                 client, model = shared or self.connect()
-                api = client.chat.completions if request.is_chat else client.completions
-                answer = api.create(**self._arguments(request, model))
-                if request.is_stream:
-                    with answer:
-                        for chunk in answer:
-                            request.add(chunk)
+                ask = partial(self._ask, request, model)
+                if through_gateway:
+                    ask_first_that_is_there(client, ask, request.begin_anew)
                 else:
-                    request.add(answer)
+                    ask(client)
                 if not shared:
                     client.close()
             except Exception as error:
@@ -272,6 +288,16 @@ class Load:
                 continue
             if not self._judge(request):
                 return
+
+    def _ask(self, request: Request, model: str, client: Any) -> None:
+        api = client.chat.completions if request.is_chat else client.completions
+        answer = api.create(**self._arguments(request, model))
+        if not request.is_stream:
+            request.add(answer)
+            return
+        with answer:
+            for chunk in answer:
+                request.add(chunk)
 
     async def _ask_in_loop(self, place: int, shared: tuple[Any, str]) -> None:
         client, model = shared
@@ -305,6 +331,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--fresh", type=int, default=2, help="of these, programs that connect for each request")
     parser.add_argument("--tokens", type=int, default=40, help="length of an answer (the stub's --stub-words)")
     parser.add_argument("--bound", type=float, default=20.0, help="seconds after which a request counts as hung")
+    parser.add_argument("--gateways", type=int, default=0, help="gateways that a quarter of the requests goes through")
     parser.add_argument("--wait", type=float, default=60.0, help="connect's `wait`")
     parser.add_argument("--base-url", help="an OpenAI base URL to use in place of hpc_serve.client")
     parser.add_argument("--api-key-file", type=Path)

@@ -21,6 +21,7 @@ from typing import Any
 from tests.cluster import processes, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.faults.fault import Fault
+from tests.faults.gateways import MODULE as GATEWAY
 from tests.support.stub_engine import WORKER
 
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
@@ -175,6 +176,7 @@ class Service:
         if self._load is not None:
             with self._load:
                 self._load.kill()
+        self.signal(self.gateways(), signal.SIGKILL)
         for job in self.jobs:
             self.signal(self.processes_of(job), signal.SIGCONT)
         self.run(["hpc-serve", "stop", self.name, "--timeout", "20"])
@@ -227,7 +229,7 @@ class Service:
         return self.folder / "load" / "lines.jsonl"
 
     def load_argv(self, *options: str) -> list[str]:
-        bound = ["--bound", str(self.bound_s), "--tokens", str(TOKENS)]
+        bound = ["--bound", str(self.bound_s), "--tokens", str(TOKENS), "--gateways", str(self.fault.gateways)]
         if self.fault.replicas == 1:  # there is nothing to wait for once it has ended
             bound += ["--wait", "0"]
         return [self.python, "-m", "tests.faults.load", self.name, "--out", str(self.out), *bound, *options]
@@ -241,6 +243,11 @@ class Service:
         """The load's own processes."""
         argv = tuple(self.load_argv()[1:5])
         return [pid for pid in self.pids() if processes.argv_of(pid)[1:5] == argv and self._is_mine(pid)]
+
+    def gateways(self) -> list[int]:
+        """The gateways that the load's user has started."""
+        mine = f"HPC_SERVE_HOME={self.home}".encode()
+        return [pid for pid in self.pids() if processes.argv_of(pid)[1:4] == GATEWAY and mine in _environ_of(pid)]
 
     def _is_mine(self, pid: int) -> bool:
         return str(self.out) in processes.argv_of(pid)

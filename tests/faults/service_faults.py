@@ -59,6 +59,13 @@ def engine_hung(service: Service) -> None:
     hold(service.hold_s)
 
 
+@fault(is_short=True, hold_s=3.0, gateways=2)
+def gateway_killed(service: Service) -> None:
+    """kill -9 of one of two gateways; who asked there asks the other one."""
+    service.signal(service.gateways()[:1], signal.SIGKILL)
+    hold(service.hold_s)
+
+
 @fault(hold_s=30.0)
 def client_frozen(service: Service) -> None:
     """SIGSTOP of the client's program for a while."""
