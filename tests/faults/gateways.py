@@ -20,7 +20,7 @@ import openai
 from hpc_serve.client.sdk import http
 from tests.cluster import wait_for
 
-START_S = 90.0
+START_S = 180.0
 MODULE = ("-m", "hpc_serve.cli", "gateway")
 GONE = (openai.APIConnectionError, http.TransportError)
 
@@ -72,7 +72,7 @@ def ask_first_that_is_there(clients: list[openai.OpenAI], ask: Callable[[Any], N
 def _client(path: Path) -> openai.OpenAI:
     transport = http.HTTPTransport(uds=str(path))
     client = openai.DefaultHttpxClient(transport=transport, trust_env=False)
-    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client, max_retries=0)
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=client)
 
 
 def _listens(path: Path) -> bool:

@@ -27,7 +27,7 @@ from tests.support.stub_engine import WORKER
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 TOKENS = 40
 IN_FLIGHT = 16
-START_S = 90.0
+START_S = 180.0
 READY_AGAIN_S = 30.0
 
 
