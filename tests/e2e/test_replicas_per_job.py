@@ -1,0 +1,96 @@
+"""Several replicas in one job on a real Slurm: each has its own part of the node, and ends alone.
+
+The engine is the stub, put in vLLM's place by the environment that scripts activate. A node's eight GPUs are declared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import wait_for
+from tests.e2e.jobs import STUB, User
+
+pytestmark = [pytest.mark.slurm]
+
+STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
+MOST_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def alice(cluster, alice_env, stub_env):
+    """Alice, whose stub engines stream 20 words, one each quarter of a second."""
+    words = "--stub-words 20 --stub-word-s 0.25"
+    return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
+
+
+def run(alice: User, *words: str) -> str:
+    done = alice.hpc_serve(*words, timeout=MOST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def states(alice: User, job: str) -> list[str]:
+    """What the records say."""
+    folder = alice.home / ".hpc-serve" / "services" / "8b"
+    return [json.loads(path.read_text())["state"] for path in sorted(folder.glob(f"{job}-r0-*.json"))]
+
+
+def devices_of(pid: int) -> str | None:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next((word.partition("=")[2] for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")), None)
+
+
+def engines(alice: User) -> dict[str | None, int]:
+    """The stub engines of the cluster, by the devices that they see."""
+    return {devices_of(process.pid): process.pid for process in alice.processes() if str(STUB) in process.argv[:2]}
+
+
+def test_four_engines_divide_a_node_and_end_one_by_one(alice):
+    told = json.loads(
+        run(alice, "submit", "8b", "--replicas-per-job", "4", "--engine-restarts", "0", "--mem", "8G", "--json")
+    )
+    job = told["job_id"]
+    names = [f"{job}-{replica}" for replica in range(4)]
+    assert [one["name"] for one in told["replicas"]] == names
+    run(alice, "wait", "8b", "--replicas", "4", "--timeout", "3m")
+    shown = run(alice, "status")
+    assert "8b: 4/4 replicas ready" in shown
+    assert all(name in shown for name in names)
+    assert set(engines(alice)) == {"0,1", "2,3", "4,5", "6,7"}
+    logs = run(alice, "logs", f"{job}-2", "--files").split()
+    assert [Path(path).name for path in logs] == [f"{job}.log", f"{job}-2-node0.log"]
+
+    # One dies for good: the others serve.
+    os.kill(engines(alice)["2,3"], signal.SIGKILL)
+    wait_for(lambda: states(alice, job) == ["ready", "failed", "ready", "ready"], 60, what="the end of the second")
+
+    # Another is stopped while each has streams under way: none is lost.
+    program = alice.cluster.popen(
+        [sys.executable, str(STREAMS_PROGRAM), "8b", "12"], user="alice", env=dict(alice.environ)
+    )
+    said = program.stdout.readline()
+    assert said.strip() == "begun", said + program.stdout.read()
+    assert f"8b (job {job}-3) is over: stopped" in run(alice, "stop", f"{job}-3")
+    assert set(engines(alice)) == {"0,1", "4,5"}
+    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
+    assert streams == [[20, "stop"]] * 12
+    found = json.loads(run(alice, "status", job, "--json"))["services"]
+    by_name = {one["name"]: one["state"] for one in found}
+    assert by_name == dict(zip(names, ("ready", "failed", "ready", "stopped"), strict=True))
+
+    run(alice, "stop", "8b")
+    alice.wait_until_gone(job)
+    assert states(alice, job) == ["stopped", "failed", "stopped", "stopped"]
+    shown = alice.run("scontrol", "--oneliner", "show", "job", job).stdout
+    assert " ExitCode=137:0 " in shown  # of the one that failed
+    folder = alice.home / ".hpc-serve"
+    assert not list(folder.glob("jobs/*"))
+    assert not list(folder.glob("services/8b/*.drain"))
+    for node in alice.cluster.nodes:
+        assert "hs-" not in alice.run("ls", "/tmp", node=node).stdout
