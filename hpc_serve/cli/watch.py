@@ -142,7 +142,8 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
         raise click.UsageError("Name a service or a job, or --replica JOB.")
     store = _store()
     for target in targets or replicas:
-        found = [status for status in find(store, target) if not replicas or status.name in replicas]
+        named = find(store, target)
+        found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
         if not found:
             raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
         live = [status for status in found if not status.is_over]

@@ -47,13 +47,14 @@ def scale(
     live = without_successors(
         status for status in find(store, service) if not status.is_over and status.state != "draining"
     )
-    set_fixed(store, service, replicas, is_done=replicas >= len(live))
-    if replicas > len(live):
-        jobs = _jobs_of(replicas - len(live), store, service, now=len(live))
-        return Scaled(before=len(live), added=add_replicas(store, service, jobs))
+    more = replicas - len(live)
     newest_first = live[::-1]
     by_use = sorted(newest_first, key=lambda status: _SPARED_FIRST.index(status.state))
-    spared = _whole_jobs(by_use, len(live) - replicas, service)
+    spared = _whole_jobs(by_use, -more, service) if more < 0 else []
+    _check_whole_jobs(more, store, service, now=len(live))
+    set_fixed(store, service, replicas, is_done=more >= 0)
+    if more > 0:
+        return Scaled(before=len(live), added=add_replicas(store, service, more))
     for status in spared:
         on_stop(status)
     ended = stop(store, spared, drain_s=drain_s) if spared else ()
@@ -61,17 +62,16 @@ def scale(
     return Scaled(before=len(live), ended=ended)
 
 
-def _jobs_of(replicas: int, store: ServiceStore, service: str, *, now: int) -> int:
-    """How many jobs so many more replicas are. Raises InvalidRequestError where they are no whole jobs."""
+def _check_whole_jobs(more: int, store: ServiceStore, service: str, *, now: int) -> None:
+    """Raises InvalidRequestError where so many `more` replicas are no whole jobs."""
     last = max(store.read_submitted(service), key=lambda job: job.submitted_at, default=None)
     per_job = last.replicas_per_job if last is not None else 1
-    if replicas % per_job:
-        below = now + replicas - replicas % per_job
+    if more > 0 and more % per_job:
+        below = now + more - more % per_job
         raise InvalidRequestError(
             f"{service} has {now} replicas, and a job of it has {per_job}: it can have {below + per_job}"
             + (f", or {below}." if below > now else ".")
         )
-    return replicas // per_job
 
 
 def _whole_jobs(by_use: Sequence[ReplicaStatus], count: int, service: str) -> list[ReplicaStatus]:

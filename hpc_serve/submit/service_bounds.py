@@ -48,8 +48,8 @@ def note_submission(store: ServiceStore, request: ServeRequest, replicas: int, e
 def note_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
     """A person ends these replicas: where they are all of a service, no job shall bring it back."""
     for service in dict.fromkeys(status.service for status in found):
-        ended = {status.job_id for status in found if status.service == service}
-        if all(status.is_over or status.job_id in ended for status in read_status(store, service).replicas):
+        ended = {status.name for status in found if status.service == service}
+        if all(status.is_over or status.name in ended for status in read_status(store, service).replicas):
             note_stop(store, service)
 
 

@@ -81,8 +81,8 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
 
 
 def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:
-    """Submit `count` more jobs of a service, with the script and the log folder of the last one that was submitted, or
-    of the job `like`. Each has as many replicas as that one.
+    """Submit jobs of `count` more replicas of a service, with the script and the log folder of the last job that was
+    submitted, or of the job `like`. Where that one has several replicas, they are as many whole jobs as are needed.
 
     Raises HpcServeError of every kind; InvalidRequestError if there is no script of `submit`.
     """
@@ -95,7 +95,8 @@ def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | N
         )
     with _claimed(store, service, last.model):
         script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
-        return _submit_to_slurm(store, last, script, log_dir, count=count, anew=True)[1]
+        jobs = -(-count // last.replicas_per_job)
+        return _submit_to_slurm(store, last, script, log_dir, count=jobs, anew=True)[1]
 
 
 @contextlib.contextmanager

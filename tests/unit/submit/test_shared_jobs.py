@@ -111,6 +111,8 @@ class TestScript:
             "--keep-up and --replicas-per-job 4 do not go together: each replica hands over",
         ),
         ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
+        ({"max_replicas": 8}, "--replicas MIN:MAX and --replicas-per-job 4 do not go together"),
+        ({"idle_stop_s": 600.0}, "--idle-stop and --replicas-per-job 4 do not go together"),
         ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
     ],
 )
@@ -276,6 +278,14 @@ class TestStop:
         assert "8b (job 7-3) is over: stopped: as asked\n" in out
         assert slurm.cancelled == []
 
+    def test_the_option_takes_the_job_too(self, store, slurm, live, capsys):
+        slurm.job("7", "CANCELLED", after_cancel=True, nodes="")
+        assert run(["stop", "8b", "--replica", "7", "--now"]) == 0
+        assert slurm.cancelled == ["7"]
+        assert [line.split()[2] for line in capsys.readouterr().out.splitlines() if "is over" in line] == [
+            f"7-{replica})" for replica in range(4)
+        ]
+
     def test_all_drain_and_the_job_is_not_cancelled(self, store, slurm, live):
         watch = self.asked(store, then=[0, 1, 2, 3])
 
@@ -325,6 +335,13 @@ class TestScale:
         ):
             scale(store, "8b", 18)
         assert len(slurm.scripts) == 2
+
+    def test_jobs_are_added_until_there_are_enough(self, store, slurm):
+        """As `wake` asks for them, and whoever else counts replicas."""
+        submitted(store, slurm)
+        assert [job.job_id for job in services.add_replicas(store, "8b", 1)] == ["102_0"]
+        assert [job.job_id for job in services.add_replicas(store, "8b", 5)] == ["103_0", "103_1"]
+        assert {job.replicas_per_job for job in store.read_submitted("8b")} == {4}
 
     def test_fewer_are_whole_jobs(self, store, slurm):
         submitted(store, slurm, replicas=8)
