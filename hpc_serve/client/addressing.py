@@ -10,17 +10,23 @@ from hpc_serve.client.resume.relay import Ask
 from hpc_serve.client.sdk import http
 
 CONNECT_S = 5.0
+CONNECT_FIRST_S = 1.5  # where another replica can be tried: one lost packet is sent again after 1 s
 
 
 def addressed(
-    request: http.Request, replica: ReplicaAddress, origins: Origins, *, content: bytes | None = None
+    request: http.Request,
+    replica: ReplicaAddress,
+    origins: Origins,
+    *,
+    content: bytes | None = None,
+    connect_s: float = CONNECT_S,
 ) -> http.Request:
     """A user's request as the inner transport takes it: its URL names connections that are verified for this replica.
 
     `content` takes the place of its body.
     """
     url = request.url.copy_with(scheme="http", host=origins.origin_of(replica))
-    headers, extensions = _headers(request, replica), _extensions(request)
+    headers, extensions = _headers(request, replica), _extensions(request, connect_s)
     if content is None:
         return http.Request(request.method, url, headers=headers, stream=request.stream, extensions=extensions)
     headers["Content-Length"] = str(len(content))
@@ -29,7 +35,7 @@ def addressed(
 
 def own_request(request: http.Request, replica: ReplicaAddress, origins: Origins, ask: Ask) -> http.Request:
     """A request of our own, with the headers and timeouts of the user's."""
-    headers, extensions = _headers(request, replica), _extensions(request)
+    headers, extensions = _headers(request, replica), _extensions(request, CONNECT_S)
     headers["Content-Length"] = str(len(ask.content))
     url = f"http://{origins.origin_of(replica)}:{replica.port}{ask.path}"
     return http.Request(ask.method, url, headers=headers, content=ask.content, extensions=extensions)
@@ -49,7 +55,7 @@ def _headers(request: http.Request, replica: ReplicaAddress) -> http.Headers:
     return headers
 
 
-def _extensions(request: http.Request) -> dict[str, Any]:
+def _extensions(request: http.Request, connect_s: float) -> dict[str, Any]:
     timeout = dict(request.extensions.get("timeout") or {})
-    timeout["connect"] = min(timeout.get("connect") or CONNECT_S, CONNECT_S)
+    timeout["connect"] = min(timeout.get("connect") or connect_s, connect_s)
     return {**request.extensions, "timeout": timeout}

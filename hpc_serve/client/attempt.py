@@ -33,6 +33,7 @@ class Attempt:
         self.why_lost: str | None = None
         self.began_at_s = time.monotonic()
         self.heard_at_s = float("-inf")
+        self.is_talking = False
         self.replica = replica
         self._kind: Kind | None = None
         watch.requests.begin(self)
@@ -53,6 +54,7 @@ class Attempt:
         """The first bytes of the answer have come."""
         self.heard_at_s = time.monotonic()
         if self._kind == "stream":
+            self.is_talking = True
             self._watch.pool.note_time(self.replica, "first", self.heard_at_s - self.began_at_s)
 
     def end(self, *, is_suspect: bool = False) -> None:

@@ -21,6 +21,7 @@ from hpc_serve.client.reading import RecordReader
 from hpc_serve.client.replicas import LastReplica
 from hpc_serve.client.request_watch import RequestWatch, Verdict
 from hpc_serve.client.search import Search
+from hpc_serve.client.silence import Silence
 from hpc_serve.client.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.client.wake import Waker
 from hpc_serve.errors import HpcServeError
@@ -57,7 +58,7 @@ class ServiceWatch:
         self.store = store
         self.service = service
         self.pool = ReplicaPool(clock=clock)
-        self.requests = RequestWatch(self._look_after)
+        self.requests = RequestWatch(self._look_after, Silence(self.pool))
         self.last_replica = LastReplica()
         self.waker = Waker(store, service, may_wake=may_wake)
         self.status = ServiceStatus(service=service, home=str(store.home))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hpc_serve.client.addressing import addressed, own_request, shown_url
+from hpc_serve.client.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
 from hpc_serve.client.attempt import Attempt
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
@@ -249,7 +249,8 @@ class Exchange:
 
     def _addressed(self, attempt: Attempt) -> http.Request:
         content = self.relay.request.content if self.relay is not None else None
-        return addressed(self._request, attempt.replica, self._origins, content=content)
+        connect_s = CONNECT_FIRST_S if self._watch.pool.has_others(self._tried) else CONNECT_S
+        return addressed(self._request, attempt.replica, self._origins, content=content, connect_s=connect_s)
 
     def _asking(self, ask: Ask, attempt: Attempt) -> http.Request:
         return own_request(self._request, attempt.replica, self._origins, ask)

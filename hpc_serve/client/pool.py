@@ -40,6 +40,7 @@ class ReplicaPool:
         self._lock = threading.RLock()
         self._replicas: dict[str, ReplicaAddress] = {}
         self._doubtful: Set[str] = frozenset()
+        self._doubtful_too: Set[str] = frozenset()
         self._under_way: dict[str, int] = {}
         self._speeds = Speeds()
         self._weights: Mapping[str, float] = {}
@@ -65,6 +66,24 @@ class ReplicaPool:
         with self._lock:
             self._replicas[replica.name] = replica
 
+    def doubt_also(self, names: Set[str]) -> None:
+        """Offer these last, too, and of those that were named here before only these."""
+        self._doubtful_too = names
+
+    def has_others(self, names: Set[str]) -> bool:
+        """Whether a replica is offered that is not named."""
+        with self._lock:
+            return any(name not in names for name in self._replicas)
+
+    def others(self, names: Set[str]) -> list[ReplicaAddress]:
+        """The replicas that are offered and not named, those that are not in doubt first."""
+        with self._lock:
+            found = [replica for name, replica in self._replicas.items() if name not in names]
+        return sorted(found, key=lambda replica: self._is_doubtful(replica.name))
+
+    def _is_doubtful(self, name: str) -> bool:
+        return name in self._doubtful or name in self._doubtful_too
+
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:
@@ -81,7 +100,7 @@ class ReplicaPool:
             replica = min(
                 (replica for name, replica in self._replicas.items() if name not in tried),
                 key=lambda replica: (
-                    replica.name in self._doubtful,
+                    self._is_doubtful(replica.name),
                     (self._under_way.get(replica.name, 0) + self._chance()) / weights.get(replica.name, 1.0),
                 ),
                 default=None,

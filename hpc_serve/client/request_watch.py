@@ -1,12 +1,14 @@
 """Watches the requests under way at the replicas of one service, in a thread that lives only while there are any.
 
-It says when to look, and tells the requests at a lost replica that they are abandoned. Which replica is lost is decided
-in discovery.py, and what becomes of an abandoned request in exchange.py.
+It says when to listen and when to look, and tells the requests at a lost replica that they are abandoned. Which replica
+is lost is decided by what is heard of the requests (`silence`) and by looks at records and engines (`discovery`), and
+what becomes of an abandoned request in `exchange`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
@@ -14,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.silence import LATE_S, Silence
 from hpc_serve.errors import HpcServeError
 
+LISTEN_S = 0.25
 LOOK_S = 2.5
 DOUBT_S = 0.5  # until the next look, when a replica has missed its first probe
 
@@ -28,15 +32,16 @@ _log = logging.getLogger("hpc_serve.client")
 class Attempt(Protocol):
     """One request at one replica. `heard_at_s` is when the replica last sent something of its answer (monotonic).
 
+    `is_talking`: it is a stream that has begun.
     `abandon` makes whoever waits for the answer fail at once, for the reason in `why_lost`.
     """
 
     why_lost: str | None
+    heard_at_s: float
+    is_talking: bool
 
     @property
     def replica(self) -> ReplicaAddress: ...
-    @property
-    def heard_at_s(self) -> float: ...
     def abandon(self) -> None: ...
     def end(self) -> None: ...
 
@@ -56,13 +61,15 @@ Look = Callable[[Set[str]], Verdict]
 class RequestWatch:
     """The requests under way, and the thread that watches them. Safe to share between threads."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, silence: Silence) -> None:
         self._look = look
+        self._silence = silence
         # Reentrant: the garbage collector may end an attempt in the middle of any line.
         self._lock = threading.RLock()
         self._attempts: set[Attempt] = set()
         self._heard_at_s: dict[str, float] = {}
         self._thread: threading.Thread | None = None
+        self._look_at_s = 0.0
 
     def begin(self, attempt: Attempt) -> None:
         """A request is under way from now on."""
@@ -90,32 +97,50 @@ class RequestWatch:
         """In a forked process the requests are those of the process that it came from, as is the thread."""
         self._lock = threading.RLock()
         self._thread = None
+        self._silence.after_fork()
         for attempt in list(self._attempts):
             attempt.end()
         self._attempts.clear()
 
     def _watch(self) -> None:
-        pause_s = LOOK_S
+        self._look_at_s = time.monotonic() + LOOK_S
         while True:
-            time.sleep(pause_s)
+            before_s = time.monotonic()
+            time.sleep(LISTEN_S)
+            now_s = time.monotonic()
             with self._lock:
-                if not self._attempts:
+                attempts = list(self._attempts)
+                if not attempts and now_s >= self._look_at_s:
                     self._thread = None
                     return
-                names = {attempt.replica.name for attempt in self._attempts}
-            pause_s = self._look_once(names)
+            if now_s - before_s > LISTEN_S + LATE_S:
+                self._silence.start_anew()
+            self._abandon(self._silence.listen(attempts))
+            if attempts and now_s >= self._look_at_s:
+                self._look_at_s = math.inf
+                names = {attempt.replica.name for attempt in attempts}
+                # It may take seconds: what is silent is to be found meanwhile.
+                threading.Thread(target=self._look_once, args=(names,), daemon=True, name="hpc-serve-look").start()
 
-    def _look_once(self, names: Set[str]) -> float:
-        """Look, and abandon what is lost; seconds until the next look."""
+    def _look_once(self, names: Set[str]) -> None:
+        """Look, and abandon what is lost."""
+        pause_s = LOOK_S
         try:
             verdict = self._look(names)
+            pause_s = DOUBT_S if verdict.is_in_doubt else LOOK_S
+            self._abandon(verdict.lost)
         except HpcServeError as error:
             _log.debug("looking after requests under way: %s", error)
-            return LOOK_S
+        finally:
+            self._look_at_s = time.monotonic() + pause_s
+
+    def _abandon(self, lost: Mapping[str, str]) -> None:
+        """The requests at lost replicas are over, for the reason given."""
+        if not lost:
+            return
         with self._lock:
-            lost = [attempt for attempt in self._attempts if attempt.replica.name in verdict.lost]
-        for attempt in lost:
-            attempt.why_lost = verdict.lost[attempt.replica.name]
-        for attempt in lost:  # once all know why: cutting one connection cuts all of a replica
+            attempts = [attempt for attempt in self._attempts if attempt.replica.name in lost]
+        for attempt in attempts:
+            attempt.why_lost = lost[attempt.replica.name]
+        for attempt in attempts:  # once all know why: cutting one connection cuts all of a replica
             attempt.abandon()
-        return DOUBT_S if verdict.is_in_doubt else LOOK_S

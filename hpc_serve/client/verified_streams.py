@@ -108,6 +108,26 @@ class AsyncConnection(core.AsyncNetworkStream):
         _shut_down(self.get_extra_info("socket"))
 
 
+class _Handshake:
+    """A connection that is being verified: another thread can cut it."""
+
+    def __init__(self, stream: Any) -> None:
+        # A second number of the same connection: TLS takes the first one away from the stream.
+        self._socket = socket.socket(fileno=os.dup(stream.get_extra_info("socket").fileno()))
+
+    def cut(self) -> None:
+        _shut_down(self._socket)
+
+    def leave(self) -> None:
+        _leave(self._socket)
+
+    def __enter__(self) -> _Handshake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
 def running_loop() -> Any:
     """What the event loop that runs here is known by: asyncio's loop, or trio's token."""
     try:
@@ -157,7 +177,8 @@ class VerifyingBackend(core.NetworkBackend):
             replica.host, replica.port, timeout=deadline.left_s, socket_options=_KEEPALIVE
         )
         try:
-            with _as_failed_connect(replica):
+            with _as_failed_connect(replica), _Handshake(stream) as handshake:
+                self._origins.add_connection(replica, handshake)
                 if (certificate := replica.identity.certificate) is not None:
                     stream = stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
                 else:
@@ -191,7 +212,8 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
             replica.host, replica.port, timeout=deadline.left_s, socket_options=_KEEPALIVE
         )
         try:
-            with _as_failed_connect(replica):
+            with _as_failed_connect(replica), _Handshake(stream) as handshake:
+                self._origins.add_connection(replica, handshake)
                 if (certificate := replica.identity.certificate) is not None:
                     stream = await stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
                 else:

@@ -16,9 +16,12 @@ import pytest
 from hpc_serve.client import connect, connect_async, discovery, exchange, request_watch
 from hpc_serve.client.attempt import ReplicaLostError
 from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.sdk import core
 from hpc_serve.client.status import ProbeResult
-from hpc_serve.client.transport import ServiceTransport
+from hpc_serve.client.transport import AsyncServiceTransport, ServiceTransport
+from hpc_serve.client.verified_streams import AsyncVerifyingBackend, VerifyingBackend
 from hpc_serve.errors import StreamBrokenError
+from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import make_record
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -31,6 +34,7 @@ def service(service, tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     monkeypatch.setattr(request_watch, "LOOK_S", 0.1)
     monkeypatch.setattr(request_watch, "DOUBT_S", 0.1)
+    monkeypatch.setattr(request_watch, "LISTEN_S", 0.05)
     monkeypatch.setattr(discovery, "PROBE_S", 0.5)
     (tmp_path / "work").mkdir()
     monkeypatch.setenv("STUB_ENGINE_ARGS", f"--stub-work-log {tmp_path / 'work'}")
@@ -282,3 +286,70 @@ def test_records_of_replicas_without_requests_do_not_end_a_look(service):
     service.store.write(make_record(job_id="7", state="stopped"))
     engine = service.start("--stub-first-s", "1")
     assert ask(connect("405b", max_retries=0)).choices[0].message.content.startswith(f"stub-{engine.port}")
+
+
+@pytest.fixture
+def no_looks(monkeypatch):
+    """Only what is heard of the requests tells of a lost replica."""
+    monkeypatch.setattr(request_watch, "LOOK_S", 3600)
+
+
+def silence_of(fault, engine, tmp_path):
+    freeze(engine) if fault == "frozen" else (tmp_path / "hang").touch()
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("fault", ["frozen", "hung"])
+def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, no_looks, tmp_path, fault, tls):
+    flags = ("--stub-greedy", "--stub-words", "200", "--stub-word-s")
+    engine = service.start(*flags, "0.05", "--stub-hang-file", str(tmp_path / "hang"), tls=tls)
+    other = service.start(*flags, "0", tls=tls, state="starting")
+    client = connect("405b", max_retries=0)
+    stream = iter(ask(client, stream=True, temperature=0))
+    seen = [next(stream)]
+    service.publish(other, counter=2)
+    client._watch.refresh()
+    silence_of(fault, engine, tmp_path)
+    seen += stream
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in seen if chunk.choices)
+    assert text == greedy_answer(chat_context(HELLO), 200)
+    assert [chunk.resumed["replica"] for chunk in seen if getattr(chunk, "resumed", None)] == ["101-r0-0.json"]
+
+
+@pytest.mark.parametrize("fault", ["frozen", "hung"])
+def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(service, no_looks, tmp_path, fault):
+    engine = service.start(*NEVER, "--stub-hang-file", str(tmp_path / "hang"))
+    client = connect("405b", max_retries=0)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, client)
+        until_under_way(service)
+        other = service.start()
+        client._watch.refresh()
+        silence_of(fault, engine, tmp_path)
+        assert answer.result(60).choices[0].message.content.startswith(f"stub-{other.port}")
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_a_connection_that_is_being_made_is_cut_too(service, kind, tls):
+    """A frozen process takes connections, and answers nothing on them."""
+    engine = service.start(tls=tls)
+    watch = ServiceWatch(service.store, "405b")
+    watch.refresh()
+    replica = watch.pool.take()
+    freeze(engine)
+    transport: Any = (ServiceTransport if kind == "threads" else AsyncServiceTransport)(watch)
+    origins = transport._origins
+    origin = origins.origin_of(replica)
+
+    def connect_in_thread():
+        VerifyingBackend(origins).connect_tcp(origin, 80, timeout=600)
+
+    def connect_in_loop():
+        asyncio.run(AsyncVerifyingBackend(origins).connect_tcp(origin, 80, timeout=600))
+
+    with ThreadPoolExecutor(1) as threads:
+        attempt = threads.submit(connect_in_thread if kind == "threads" else connect_in_loop)
+        wait_until(lambda: list(origins.connections()))
+        origins.cut(replica)
+        assert isinstance(attempt.exception(60), core.ConnectError)
