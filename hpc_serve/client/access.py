@@ -36,8 +36,8 @@ def connect(
     With `wake` a service that is asleep is woken, now and whenever a request finds it so; without `wait` that takes as
     long as it takes. With `resume=False` a stream whose replica is lost is not continued at another one.
     `options` are the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError,
-    ServiceAsleepError, AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError (at once, if a person must
-    mend the files).
+    ServiceAsleepError, AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError (at once, if a person
+    must mend the files).
     """
     from hpc_serve.client.openai_client import ServiceClient
 
