@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 from hpc_serve.client.fork import renew_after_fork
 from hpc_serve.errors import ServiceAsleepError
@@ -57,7 +58,12 @@ class Waker:
 
     def _why_asleep(self) -> str | None:
         found = read_elastic_or_none(self._store, self._service)
-        if found is None or found.state != "asleep":
+        if found is None:
+            return None
+        died = found.state == "awake" and found.submitting and not found.is_submitting(time.time())
+        if died:
+            return ": the program that woke it submitted nothing"
+        if found.state != "asleep":
             return None
         return f": {found.decided[-1].text}" if found.decided else ""
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
-from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
+from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, read_elastic
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -118,6 +119,16 @@ def test_in_an_event_loop(asleep, slurm):
         await client.chat.completions.create(model=client.model, messages=HELLO)
 
     asyncio.run(ask())
+    assert len(slurm.scripts) == 1
+
+
+def test_a_program_that_died_while_it_woke_the_service(asleep, slurm):
+    at = time.time() - SUBMITTING_S - 1
+    change_elastic(asleep.store, SERVICE, lambda found: replace(found, state="awake", submitting=1, submitting_at=at))
+    with pytest.raises(ServiceAsleepError, match="the program that woke it submitted nothing"):
+        connect(SERVICE)
+    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
+    connect(SERVICE, wait=60, wake=True)
     assert len(slurm.scripts) == 1
 
 

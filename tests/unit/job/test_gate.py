@@ -15,7 +15,13 @@ import pytest
 from hpc_serve.client.probe import probe
 from hpc_serve.job import gate
 from hpc_serve.job.gate import Gate
-from hpc_serve.rendezvous.gate_headers import CHALLENGE_HEADER, DRAINING_HEADER, PROOF_HEADER, prove_connection
+from hpc_serve.rendezvous.gate_headers import (
+    CHALLENGE_HEADER,
+    DRAINING_HEADER,
+    PROOF_HEADER,
+    prove_connection,
+    read_request_count,
+)
 from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
@@ -465,7 +471,12 @@ def test_every_route_of_vllm_but_health_asks_for_the_key(key_file, monkeypatch):
             assert answer.status_code == 401, (method, path, answer.status_code)
             asked.add(path)
     assert {"/invocations", "/tokenize", "/metrics", "/v1/chat/completions", "/version", "/openapi.json"} <= asked
-    assert client.get("/version", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    with_key = {"Authorization": f"Bearer {KEY}"}
+    assert client.get("/version", headers=with_key).status_code == 200
+    before = read_request_count(client.get("/metrics", headers=with_key).headers)
+    client.post("/tokenize", headers=with_key)
+    after = read_request_count(client.get("/metrics", headers=with_key).headers)
+    assert (before.count, after.count, after.under_way) == (0, 1, 0)
 
 
 def _routes(routes):
