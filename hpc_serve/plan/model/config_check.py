@@ -16,6 +16,7 @@ from hpc_serve.errors import InvalidRequestError
 
 _LARGEST = 2**40
 _MOST_LAYERS = 10_000
+_MOST_FIELDS = 10_000
 _DEEPEST = 8
 """Objects within objects. Published configs have four."""
 
@@ -73,6 +74,8 @@ class CheckedConfig(dict[str, Any]):
         self.read: set[str] = set() if read is None else read
         if path.count(".") > _DEEPEST:
             raise InvalidRequestError(f"The config has objects within objects, more than {_DEEPEST} deep: {path[:60]}.")
+        if len(config) > _MOST_FIELDS:
+            raise InvalidRequestError(f"The config has {len(config):,} fields: at most {_MOST_FIELDS:,} are read.")
         for name, value in config.items():
             if value is not None:
                 self[str(name)] = self._checked(str(name), value)
@@ -133,7 +136,8 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_objects(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value)
+    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_LAYERS
+    return is_short and all(isinstance(one, Mapping) for one in value)
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -145,7 +149,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_LISTS, lambda value: isinstance(value, (list, tuple)), "a list"),
     (_LISTS_OF_TEXTS, _are_texts, "a list of texts"),
     (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
-    (_LISTS_OF_OBJECTS, _are_objects, "a list of objects"),
+    (_LISTS_OF_OBJECTS, _are_objects, f"a list of objects, at most {_MOST_LAYERS:,}"),
     (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -26,6 +25,7 @@ from hpc_serve.plan.model.scheme import (
     fp8_blocks,
     int_groups,
 )
+from hpc_serve.plan.model.skipped_modules import is_skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class Quantization:
     """Which scheme each module has: `linear` layers, fused `experts`, and `plain` for `skipped` names.
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
-    the checkpoint does not have it. A pattern in `skipped` is a module's name, the first or last dotted parts of it,
-    with `*` for any text, or `re:` and a regular expression.
+    the checkpoint does not have it. skipped_modules.py says what a pattern in `skipped` may be.
     """
 
     method: str
@@ -51,18 +50,7 @@ class Quantization:
         scheme = self.experts if is_expert else self.linear
         if scheme is self.plain or not self.skipped:
             return scheme
-        return self.plain if _skip_matcher(self.skipped).search(module) else scheme
-
-
-@lru_cache(maxsize=32)
-def _skip_matcher(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    alternatives = []
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            alternatives.append(f"(?:^(?:{pattern[3:]}))")
-        else:
-            alternatives.append(r"(?:^|\.)" + re.escape(pattern.strip(".")).replace(r"\*", ".*") + r"(?:\.|$)")
-    return re.compile("|".join(alternatives))
+        return self.plain if is_skipped(module, self.skipped) else scheme
 
 
 def quantization_from_config(

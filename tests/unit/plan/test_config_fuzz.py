@@ -19,6 +19,7 @@ from hpc_serve.hub import find_spec
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.model.config_keys import looks_like_size
+from hpc_serve.plan.model.weights import Linear
 
 MEASURED = json.loads(Path(__file__).with_name("config_key_effects.json").read_text())["architectures"]
 LLAMA = MEASURED["LlamaForCausalLM"]["config"]
@@ -223,6 +224,39 @@ def test_nonsense_is_an_error_in_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (["re:("], r"skips modules by '\(', which this planner does not match: missing \)"),
+        (["re:(\\w+)+x"], "it repeats a group"),
+        (["re:(([a-z_.]+)?[a-z_.]?)+X$"], "it repeats a group"),
+        (["re:" + ".*" * 20 + "X"], "or 5 parts"),
+        (["*a" * 20], "or 5 parts"),
+        (["re:" + "a" * 5000], "is longer than 1000 letters"),
+        (["a*"] * 2000, "more than 1,000 patterns"),
+    ],
+)
+def test_patterns_that_would_take_for_ever_are_refused(patterns: list[str], says: str) -> None:
+    quantized = {"quant_method": "fp8", "ignored_layers": patterns}
+    with pytest.raises(InvalidRequestError, match=says):
+        model_from_config({**LLAMA, "quantization_config": quantized}, name="x")
+
+
+def test_many_names_of_modules_are_read() -> None:
+    names = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in range(100) for expert in range(500)]
+    quantized = {
+        "quant_method": "fp8",
+        "ignored_layers": [*names, "model.layers.2.self_attn", "re:.*layers\\.1\\.mlp.*"],
+    }
+    model = model_from_config({**LLAMA, "quantization_config": quantized}, name="x")
+    schemes = [
+        {weight.name: weight.scheme.name for weight in layer.block.weights if isinstance(weight, Linear)}
+        for layer in model.layers
+    ]
+    assert [one["mlp.up_proj"] for one in schemes] == ["fp8", "bfloat16", "fp8", "fp8"]
+    assert [one["self_attn.q_proj"] for one in schemes] == ["fp8", "fp8", "bfloat16", "fp8"]
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"[" * 100_000, "cannot be read as JSON"),
@@ -233,6 +267,11 @@ def test_nonsense_is_an_error_in_words() -> None:
         (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": NaN}', "hidden_size is nan"),
         (b'{"architectures": ["' + b"A" * 100_000 + b'"]}', "which this planner does not know"),
         (b'{"architectures": {"a": 1}}', "architectures is .* it must be a list"),
+        (
+            json.dumps({**LLAMA, **dict.fromkeys(map(str, range(20_000)), 1)}).encode(),
+            "fields: at most 10,000",
+        ),
+        (json.dumps({**NAS, "block_configs": [{}] * 20_000}).encode(), "a list of objects, at most 10,000"),
         (b'{"a": [' + b"1," * 500_000 + b"1]}", "none named"),
         (b"\xff\xfe", "cannot be read as JSON"),
     ],
