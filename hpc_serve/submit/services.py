@@ -23,6 +23,7 @@ from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_p
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
+from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
@@ -60,6 +61,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
     check_before_plan(request, environ)
+    windows_of(environ)
     plan = plan_service(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     check_weights(request, plan, environ)
 

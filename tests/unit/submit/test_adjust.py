@@ -484,6 +484,14 @@ class TestRequest:
         assert (found.least, found.most, found.idle_stop_s) == (2, 2, 60.0)
         assert "--replicas 2:2 --idle-stop-s 60 &" in slurm.scripts[0]
 
+    def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
+        monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
+        with pytest.raises(
+            InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S is 'soon': it must be a number of seconds"
+        ):
+            services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4))
+        assert slurm.scripts == []
+
     def test_what_was_asked_for_is_read_again(self, store, slurm):
         services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4))
         assert read_elastic(store, SERVICE) == replace(read_elastic(store, SERVICE), least=1, most=4, state="awake")
