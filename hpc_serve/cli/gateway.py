@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--host", help="With --port: the address to listen on; TLS for any but this host's own [127.0.0.1].")
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
+@click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
 @click.option("--max-in-flight", type=click.IntRange(1), default=1000, help="Requests at a service at once [1000].")
 @click.option("--queue", type=click.IntRange(0), default=1000, help="Requests that wait, of each service [1000].")
 @click.option("--max-body", type=Size(), default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
@@ -37,6 +38,7 @@ def gateway_command(
     host: str | None,
     key_file: Path | None,
     wait: float,
+    wake: bool,
     max_in_flight: int,
     queue: int,
     max_body: int,
@@ -69,6 +71,7 @@ def gateway_command(
         services=names,
         key=key,
         wait_s=wait,
+        wake=wake,
         most_in_flight=max_in_flight,
         most_queued=queue,
         most_body_bytes=max_body,

@@ -18,6 +18,7 @@ from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.settings import Settings
+from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.live import LiveRecords
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
@@ -175,6 +176,13 @@ class Directory:
                 tuple(dict.fromkeys((*found[service].names, *front.names))) if service in found else front.names
             )
 
+    def _last_names(self, service: str) -> tuple[str, ...]:
+        """The names of a service whose replicas have all ended."""
+        if service in self._found:
+            return self._found[service].names
+        records = self._store.read(service).records
+        return records[-1].served_model_names if records else ()
+
     def _read(self) -> tuple[dict[str, Found], set[str]]:
         """The services that are there, and those whose files cannot be read. Raises StoreError."""
         found: dict[str, Found] = {}
@@ -195,6 +203,8 @@ class Directory:
                 found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))
             elif entries.unreadable:
                 unreadable.add(service)
+            elif (elastic := read_elastic_or_none(self._store, service)) and elastic.state == "asleep":
+                found[service] = Found(names=self._last_names(service), states=("asleep",))
         return found, unreadable
 
 

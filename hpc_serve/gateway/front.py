@@ -29,7 +29,7 @@ class Front:
 
     def __init__(self, store: ServiceStore, service: str, settings: Settings) -> None:
         self.service = service
-        self.watch = ServiceWatch(store, service)
+        self.watch = ServiceWatch(store, service, may_wake=settings.wake)
         self.turns = Turns(service, most_in_flight=settings.most_in_flight, most_queued=settings.most_queued)
         self.names: tuple[str, ...] = ()
         self._wait_s = settings.wait_s

@@ -13,12 +13,13 @@ class Settings:
 
     Of each service `most_in_flight` requests are with its engines, and `most_queued` wait for their turn or, `wait_s`
     seconds, for a replica. A body has `most_body_bytes`, and all that are held have `most_held_bytes`. Web pages of
-    `origins` may ask.
+    `origins` may ask. With `wake` a request wakes a service that is asleep.
     """
 
     services: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
     wait_s: float = 60.0
+    wake: bool = False
     most_in_flight: int = 1000
     most_queued: int = 1000
     most_body_bytes: int = 64 * MIB

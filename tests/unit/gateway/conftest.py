@@ -49,7 +49,7 @@ class Front:
         self.port = port
 
     def open(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
