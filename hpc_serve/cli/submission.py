@@ -38,6 +38,8 @@ def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> 
 
 def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()) -> str:
     """What was submitted, and what to type next."""
+    from hpc_serve.submit.elastic_sentence import bounds_sentence
+
     job, plan = submission.job, submission.plan
     layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
     nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
@@ -50,6 +52,7 @@ def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()
     lines = [
         f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",
+        *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",

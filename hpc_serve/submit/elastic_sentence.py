@@ -17,6 +17,16 @@ def asleep_sentence(service: str, elastic: Elastic) -> str:
     return f"{service} is asleep{since}. Wake it: hpc-serve wake {service}"
 
 
+def bounds_sentence(elastic: Elastic) -> str:
+    """How many replicas there may be."""
+    words = [f"{elastic.least} of them" if elastic.least == elastic.most else f"{elastic.least} to {elastic.most}"]
+    if elastic.least != elastic.most:
+        words.append("more while requests wait")
+    if elastic.idle_stop_s is not None:
+        words.append(f"none after {shown_time(elastic.idle_stop_s)} without a request")
+    return ", ".join(words)
+
+
 def elastic_sentence(service: str, elastic: Elastic, live: Sequence[ReplicaStatus], now: float) -> str:
     """One line for people; "" where there is nothing to say. `live` replicas are not over, of whichever service."""
     live = [status for status in live if status.service == service]

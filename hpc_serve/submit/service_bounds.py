@@ -15,6 +15,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.bounds import check_bounds, shown_bounds
+from hpc_serve.submit.live_replicas import live_replicas
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.status_reader import read_status
 
@@ -26,8 +27,15 @@ _KEPT = (
 )
 
 
-def note_submission(store: ServiceStore, request: ServeRequest, replicas: int, environ: Mapping[str, str]) -> None:
-    """Write down what was asked for with a submission of so many `replicas`. The service is awake from now on."""
+def note_submission(
+    store: ServiceStore, request: ServeRequest, replicas: int, environ: Mapping[str, str]
+) -> Elastic | None:
+    """Write down what was asked for with a submission of so many `replicas`. The service is awake from now on.
+
+    MIN:MAX are the bounds of the whole service; a number are so many more. Returns what is written, if its jobs decide.
+    """
+    if request.idle_stop_s is not None and request.max_replicas is None:
+        replicas = len(live_replicas(store, read_status(store, request.service).replicas))
 
     def change(found: Elastic | None) -> Elastic | None:
         if request.is_elastic:
@@ -41,8 +49,9 @@ def note_submission(store: ServiceStore, request: ServeRequest, replicas: int, e
             )
         return replace(found, state="awake", ending=()) if found is not None else None
 
-    if request.is_elastic or read_elastic(store, request.service) is not None:
-        change_elastic(store, request.service, change)
+    if not request.is_elastic and read_elastic(store, request.service) is None:
+        return None
+    return change_elastic(store, request.service, change)
 
 
 def note_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:

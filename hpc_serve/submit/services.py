@@ -19,6 +19,7 @@ from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.elastic import Elastic
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
@@ -38,11 +39,15 @@ from hpc_serve.submit.stop import end_job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together."""
+    """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together.
+
+    `elastic` is there if the jobs of the service decide how many there are.
+    """
 
     job_id: str
     jobs: tuple[SubmittedJob, ...]
     plan: ServePlan
+    elastic: Elastic | None = None
 
     @property
     def job(self) -> SubmittedJob:
@@ -71,15 +76,15 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(str(request.log_dir)), called="--log-dir")
-    job = _job_of(request, plan)
+    job, elastic = _job_of(request, plan), None
     with _claimed(store, service, plan.model):
         if request.cluster == "local":
             job_id, jobs = _start_locally(store, job, script, log_dir)
         else:
             job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
             with _ended_if_it_fails(job_id, jobs[0]):
-                note_submission(store, request, len(jobs), environ)
-    return Submission(job_id=job_id, jobs=jobs, plan=plan)
+                elastic = note_submission(store, request, len(jobs), environ)
+    return Submission(job_id=job_id, jobs=jobs, plan=plan, elastic=elastic)
 
 
 def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:

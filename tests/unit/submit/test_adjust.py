@@ -484,6 +484,14 @@ class TestRequest:
         assert (found.least, found.most, found.idle_stop_s) == (2, 2, 60.0)
         assert "--replicas 2:2 --idle-stop-s 60 &" in slurm.scripts[0]
 
+    def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, capsys):
+        assert run_command(["submit", "8b", "--replicas", "2", "--idle-stop", "30m"]) == 0
+        assert "\n  replicas 2 of them, none after 30 min without a request\n" in capsys.readouterr().out
+        assert run_command(["submit", "8b", "--replicas", "1", "--idle-stop", "30m"]) == 0
+        assert "\n  replicas 3 of them, none after 30 min without a request\n" in capsys.readouterr().out
+        assert run_command(["submit", "8b", "--replicas", "1:4"]) == 0
+        assert "\n  replicas 1 to 4, more while requests wait\n" in capsys.readouterr().out
+
     def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
         monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
         with pytest.raises(
