@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +21,10 @@ from hpc_serve.submit import services
 from hpc_serve.submit import stop as stopping
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.status_reader import find, read_status
+from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 from tests.unit.submit.test_render import bash_accepts
@@ -96,6 +99,62 @@ class TestScript:
         words = line.strip().removesuffix("\\")
         told = subprocess.run(["bash", "-c", f"printf '%s|' {words}"], capture_output=True, text=True, check=True)
         assert told.stdout == "--chat-template|a\n  'b' \\n|"
+
+
+# What stands in for `python`: it writes down which replica is prepared or started, and ends as the next line of the
+# file `ends-K` says: with an exit code, or after a signal.
+PYTHON = """#!/bin/bash
+while [[ $# -gt 0 && $1 != --replica ]]; do [[ $1 != hpc_serve.job ]] || program=launch; shift; done
+replica=${2%/*}
+echo "${program:-prepare} $replica" >> calls
+[[ -n ${program:-} ]] || { echo "export HPC_SERVE_LOG_DIR=."; exit; }
+end=$(head -n 1 ends-$replica); sed -i 1d ends-$replica
+[[ $end == TERM ]] || exit "$end"
+trap 'exit 0' TERM
+echo "waits $replica" >> calls
+while :; do sleep 0.05; done
+"""
+
+
+class TestShell:
+    """The script itself, on this machine; programs are stood in for."""
+
+    def start(self, folder: Path, *ends: str) -> subprocess.Popen[bytes]:
+        for replica, text in enumerate(ends):
+            (folder / f"ends-{replica}").write_text(text.replace(" ", "\n") + "\n")
+        (folder / "python").write_text(PYTHON)
+        (folder / "python").chmod(0o755)
+        shared = {"replicas_per_job": len(ends), "gpus_per_node": len(ends)}
+        text = script(cluster="local", environment=Environment(kind="none"), **shared)
+        (folder / "script.sh").write_text(text)
+        environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
+        with (folder / "log").open("w") as log:
+            return subprocess.Popen(["bash", "script.sh"], cwd=folder, env=environ, stdout=log, stderr=log)
+
+    @pytest.mark.parametrize(
+        ("ends", "code", "starts"),
+        [
+            (("0", "0"), 0, [1, 1]),
+            (("0", "75 75 0"), 0, [1, 3]),  # a port was taken: the other one is left alone
+            (("0", "75 75 75"), 75, [1, 3]),
+            (("9", "0", "75 4"), 9, [1, 1, 2]),
+            (("0", "75 4"), 4, [1, 2]),
+        ],
+    )
+    def test_each_begins_again_for_itself_and_the_first_failure_is_the_jobs(self, tmp_path, ends, code, starts):
+        assert self.start(tmp_path, *ends).wait(60) == code, (tmp_path / "log").read_text()
+        calls = (tmp_path / "calls").read_text().split("\n")
+        assert [calls.count(f"launch {replica}") for replica in range(len(ends))] == starts
+        assert [calls.count(f"prepare {replica}") for replica in range(len(ends))] == starts
+
+    def test_a_signal_reaches_those_that_run_still(self, tmp_path):
+        process = self.start(tmp_path, "TERM", "6", "TERM")
+        calls = tmp_path / "calls"
+        wait_for(lambda: calls.exists() and calls.read_text().count("waits") == 2, 60, what="two that wait")
+        wait_for(lambda: "launch 1" in calls.read_text(), 60, what="the other one")
+        process.terminate()
+        assert process.wait(60) == 6, (tmp_path / "log").read_text()
+        assert calls.read_text().count("launch") == 3
 
 
 @pytest.mark.parametrize(
