@@ -126,7 +126,12 @@ _LENGTHS = (
 _UNSCALED = (None, "default", "mrope", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 """Kinds of rotary embedding whose factor is in max_position_embeddings already."""
 
-_DEFAULT_HEADS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
+_DEFAULTS = {
+    "gemma3_text": {
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        **{"vocab_size": 262_208, "max_position_embeddings": 131_072},
+    }
+}
 
 
 def model_from_config(
@@ -240,7 +245,7 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
 def _text_config(config: CheckedConfig) -> CheckedConfig:
     """The part of the config that describes the decoder. Multimodal configs omit some defaults of transformers."""
     text: CheckedConfig = config.get("text_config") or config
-    for key, value in _DEFAULT_HEADS.get(str(text.get("model_type")), {}).items():
+    for key, value in _DEFAULTS.get(str(text.get("model_type")), {}).items():
         text.setdefault(key, value)
     return text
 

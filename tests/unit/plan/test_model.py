@@ -63,6 +63,28 @@ def test_layers_for_prediction_are_what_the_files_hold_beyond_the_config() -> No
     assert spec("8b").prediction_layers == 0
 
 
+def test_what_a_config_of_gemma_3_leaves_out_is_what_transformers_takes() -> None:
+    """google/gemma-3-4b-it as published: heads, vocabulary and context are missing."""
+    text: dict[str, Any] = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+    }
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    vision: dict[str, Any] = {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+    }
+    vision |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_vision_model", "vision_use_head": False}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 256}
+    model = model_from_config({**outer, "text_config": text, "vision_config": vision}, name="x")
+    known = spec("google/gemma-3-4b-it")
+    assert (model.parameters, model.max_model_len) == (known.parameters, 131_072)
+
+
 def case_name(case: dict[str, Any]) -> str:
     return f"{case['model']}-tp{case['tp']}-pp{case['pp']}-stage{case['rank']}"
 
