@@ -63,7 +63,7 @@ def when_submitted(slurm: FakeSlurm, count: int, do: Callable[[], object]) -> th
     """Do something once sbatch has taken so many scripts, as Slurm would start the job."""
 
     def wait() -> None:
-        wait_for(lambda: len(slurm.scripts) >= count, 60, what="a submission")
+        wait_for(lambda: len(slurm.scripts) >= count, 180, what="a submission")
         do()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -87,7 +87,7 @@ def test_several_programs_wake_it_once(asleep, slurm):
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
 
     def ask(_: int) -> str:
-        client = connect(SERVICE, wait=60, wake=True)
+        client = connect(SERVICE, wait=180, wake=True)
         return client.chat.completions.create(model=client.model, messages=HELLO).choices[0].message.content
 
     with ThreadPoolExecutor(4) as pool:
@@ -128,14 +128,14 @@ def test_a_program_that_died_while_it_woke_the_service(asleep, slurm):
     with pytest.raises(ServiceAsleepError, match="the program that woke it submitted nothing"):
         connect(SERVICE)
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
-    connect(SERVICE, wait=60, wake=True)
+    connect(SERVICE, wait=180, wake=True)
     assert len(slurm.scripts) == 1
 
 
 def test_what_sbatch_says_when_it_refuses(asleep, slurm):
     slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
     with pytest.raises(ServiceAsleepError, match=r"is asleep, and was not woken: sbatch refused the job: .*denied"):
-        connect(SERVICE, wait=60, wake=True)
+        connect(SERVICE, wait=180, wake=True)
     assert read_elastic(asleep.store, SERVICE).state == "asleep"
 
 

@@ -61,7 +61,7 @@ def stubs(store, slurm):
 
 
 def start(stubs: StubService, job_id: str):
-    return stubs.start("--stub-slots", "2", "--stub-first-s", "30", job_id=job_id, model=MODEL)
+    return stubs.start("--stub-slots", "2", "--stub-first-s", "600", job_id=job_id, model=MODEL)
 
 
 def queue(slurm, *running: str, pending: tuple[str, ...] = ()) -> None:
@@ -115,7 +115,7 @@ def requests(stubs: StubService, count: int) -> None:
     def ask() -> None:
         asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(asked, context=context, timeout=60)
+            urllib.request.urlopen(asked, context=context, timeout=600)
 
     for _ in range(count):
         threading.Thread(target=ask, daemon=True).start()
