@@ -218,7 +218,10 @@ class Load:
                 client=client,
                 is_chat=is_chat,
                 is_stream=is_stream,
-                most=None if turn % 3 == 0 else random.randint(self.options.tokens // 2, self.options.tokens),
+                # A completion without a bound has 16 tokens, as vLLM's; the stub's would have all of them.
+                most=None
+                if is_chat and turn % 3 == 0
+                else random.randint(self.options.tokens // 2, self.options.tokens),
                 has_usage=not variant and (not is_stream or turn % 4 < 2),
                 variant=variant,
                 age_at_start_s=self._lived_s,
