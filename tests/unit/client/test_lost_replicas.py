@@ -291,7 +291,7 @@ def test_records_of_replicas_without_requests_do_not_end_a_look(service):
 @pytest.fixture
 def no_looks(monkeypatch):
     """Only what is heard of the requests tells of a lost replica."""
-    monkeypatch.setattr(request_watch, "LOOK_S", 3600)
+    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.Verdict())
 
 
 def silence_of(fault, engine, tmp_path):
