@@ -24,8 +24,8 @@ MOST_S = 180.0
 
 @pytest.fixture(scope="module")
 def alice(cluster, alice_env, stub_env):
-    """Alice, whose stub engines stream 20 words, one each quarter of a second."""
-    words = "--stub-words 20 --stub-word-s 0.25"
+    """Alice, whose stub engines stream 40 words, one each quarter of a second."""
+    words = "--stub-words 40 --stub-word-s 0.25"
     return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
 
 
@@ -78,13 +78,13 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     assert said.strip() == "begun", said + program.stdout.read()
     assert f"8b (job {job}-3) is over: stopped" in run(alice, "stop", f"{job}-3")
     assert set(engines(alice)) == {"0,1", "4,5"}
-    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
-    assert streams == [[20, "stop"]] * 12
     found = json.loads(run(alice, "status", job, "--json"))["services"]
     by_name = {one["name"]: one["state"] for one in found}
     assert by_name == dict(zip(names, ("ready", "failed", "ready", "stopped"), strict=True))
 
     run(alice, "stop", "8b")
+    streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
+    assert streams == [[40, "stop"]] * 12
     alice.wait_until_gone(job)
     assert states(alice, job) == ["stopped", "failed", "stopped", "stopped"]
     shown = alice.run("scontrol", "--oneliner", "show", "job", job).stdout
