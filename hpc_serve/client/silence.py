@@ -1,4 +1,4 @@
-"""Finds the replicas that have gone silent with requests of this client under way, within two seconds.
+"""Finds the replicas that have gone silent with requests of this client under way, within 1 to 3 s.
 
 A replica from which nothing comes is asked for a sign of life. It is given up if it leaves two connections unanswered,
 or if it answers and its engine makes no step although it has requests. That is little evidence, so it is believed only

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 from pathlib import Path
 
-from hpc_serve.errors import InvalidRequestError, RecordError
-from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private
-
-_KEY = re.compile(r"[\x21-\x7e]{16,}")
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.files import make_private_folder
+from hpc_serve.rendezvous.key_file import make_key, read_key
 
 
 def default_key_file(home: Path) -> Path:
@@ -20,13 +17,8 @@ def ensure_key(path: Path) -> str:
     """The key in a file, which is made if it is missing. Raises RecordError (not ours alone, or no key), StoreError."""
     if not path.parent.is_dir():
         make_private_folder(path.parent, tighten=False)
-    create_private(path, secrets.token_urlsafe(32) + "\n")
+    make_key(path)
     try:
-        key = read_private(path, secret=True).strip()
+        return read_key(path, cure="remove it to have a new one")
     except FileNotFoundError:
         raise InvalidRequestError(f"{path} was removed while it was read; start the gateway again.") from None
-    if not _KEY.fullmatch(key):
-        raise RecordError(
-            f"{path} holds no usable key (16 or more printable characters, no blanks): remove it to have a new one."
-        )
-    return key

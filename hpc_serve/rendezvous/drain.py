@@ -13,6 +13,7 @@ from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, from_json_text, to_json_text
 from hpc_serve.rendezvous.files import read_private, remove_file, write_private
 from hpc_serve.rendezvous.names import drain_file_name
+from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
 
@@ -31,6 +32,11 @@ class DrainRequest:
 def drain_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
     """Where a replica is asked. Raises InvalidRequestError for names that cannot be files."""
     return store.service_dir(service) / drain_file_name(job_id, restart, replica)
+
+
+def drain_file_of(store: ServiceStore, record: EndpointRecord) -> Path:
+    """Where the replica of a record is asked. Raises InvalidRequestError for names that cannot be files."""
+    return drain_file(store, record.service, job_id=record.job_id, restart=record.restart, replica=record.replica)
 
 
 def ask_to_drain(path: Path, request: DrainRequest) -> None:

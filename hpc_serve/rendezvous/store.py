@@ -6,8 +6,6 @@ answers, and only the scheduler knows whether a job exists. claims.py decides wh
 
 from __future__ import annotations
 
-import re
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ from typing import TypeVar
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
 from hpc_serve.rendezvous.files import (
     check_folder,
-    create_private,
     list_folder,
     make_private_folder,
     read_private,
     remove_file,
     write_private,
 )
+from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import array_of, is_record_file_name, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
@@ -31,8 +29,6 @@ WEEK_S = 7 * 24 * 3600.0
 
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
-
-_API_KEY = re.compile(r"[\x21-\x7e]{16,}")
 
 # What is written about a job: by its head node, or by `submit`.
 JobEntry = EndpointRecord | SubmittedJob
@@ -150,7 +146,7 @@ class ServiceStore:
         """
         self.ensure_service(service)
         path = self.api_key_path(service)
-        create_private(path, secrets.token_urlsafe(32) + "\n")
+        make_key(path)
         self.read_api_key(service)
         return path
 
@@ -159,15 +155,9 @@ class ServiceStore:
         path = self.api_key_path(service)
         check_folder(path.parent)
         try:
-            key = read_private(path, secret=True).strip()
+            return read_key(path, cure="remove it to have a new one made, and restart the service")
         except FileNotFoundError:
             raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
-        if not _API_KEY.fullmatch(key):
-            raise RecordError(
-                f"{path} holds no usable key (16 or more printable characters, no blanks): remove it to have a new "
-                "one made, and restart the service."
-            )
-        return key
 
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None

@@ -12,16 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError, RendezvousError
 from hpc_serve.job.health import EngineAddress, read_load
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
 from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
-from hpc_serve.rendezvous.files import read_private
-from hpc_serve.rendezvous.names import record_file_name
-from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.elastic import (
     Add,
     Bounds,
@@ -36,6 +33,7 @@ from hpc_serve.submit.elastic import (
 from hpc_serve.submit.handover import ELASTIC, pause_s
 from hpc_serve.submit.job_status import StatusReport
 from hpc_serve.submit.live_replicas import live_replicas
+from hpc_serve.submit.own_run import OwnRun
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.status_reader import read_status
 from hpc_serve.submit.stop import stop
@@ -53,13 +51,9 @@ _COMING = ("pending", "starting")
 
 
 @dataclass(kw_only=True)
-class Adjuster:
+class Adjuster(OwnRun):
     """What one run of a job does for the number of its service's replicas. `bounds` are those of its script."""
 
-    store: ServiceStore
-    service: str
-    job_id: str
-    restart: int
     bounds: Bounds
     windows: Windows = field(default_factory=Windows)
     clock: Callable[[], float] = time.monotonic
@@ -74,17 +68,17 @@ class Adjuster:
 
         Raises HpcServeError where something did not work; it can be tried again.
         """
-        own = self._record()
-        if own is not None and (own.state == "draining" or own.is_final or self._is_asked_to_drain()):
+        own = self.own_record()
+        if own is not None and (own.state == "draining" or own.is_final or self.own_drain_request() is not None):
             self.finish()
             return None
         seen = read_elastic(self.store, self.service)
         if seen is not None and seen.state == "asleep" and own is not None:
-            self._fall_asleep(own.name, now)
+            self._fall_asleep(now)
             return 0.0
         if own is None or own.state != "ready" or (seen is not None and seen.state == "stopped"):
             return self._look_s
-        if seen is None or seen.decider != self._own_name:
+        if seen is None or seen.decider != self.own_name:
             self._judge = None
         if seen is None or self._judge is None:
             return 0.0 if self._take_over(seen) else self._look_s
@@ -104,7 +98,7 @@ class Adjuster:
         key = (seen.decider, seen.counter) if seen is not None else ("", 0)
         if key != self._seen:
             self._seen, self._seen_s = key, self.clock()
-        is_free = key[0] in ("", self._own_name) or self.clock() - self._seen_s >= _LEASE_S
+        is_free = key[0] in ("", self.own_name) or self.clock() - self._seen_s >= _LEASE_S
         if not is_free:
             return False
 
@@ -112,14 +106,14 @@ class Adjuster:
             found = found or Elastic(**vars(self.bounds))
             if (found.decider, found.counter) != key or found.state != "awake":
                 return None
-            return replace(found, decider=self._own_name, counter=found.counter + 1)
+            return replace(found, decider=self.own_name, counter=found.counter + 1)
 
         taken = change_elastic(self.store, self.service, take)
         if taken is None:
             return False
         _log.info("this job decides how many replicas there are: %d to %d", taken.least, taken.most)
         now_s = self.clock()
-        self._judge = ElasticJudge(self.windows, self._own_name, now_s, most_running=taken.most_running)
+        self._judge = ElasticJudge(self.windows, self.own_name, now_s, most_running=taken.most_running)
         self._renewed_s = now_s
         return True
 
@@ -127,7 +121,7 @@ class Adjuster:
         """Change what is written while this job decides; None if it does not any more."""
 
         def mine(found: Elastic | None) -> Elastic | None:
-            if found is None or found.decider != self._own_name:
+            if found is None or found.decider != self.own_name:
                 return None
             return replace(change(found), counter=found.counter + 1)
 
@@ -171,7 +165,8 @@ class Adjuster:
             if self._tell(f"cancelled job {spared[0].job_id}", step, now):
                 self._cancel(spared[:1])
         elif self._tell("let one leave", step, now):
-            self._drain(step.name, f"{ELASTIC}: {step.why}", now)
+            (leaving,) = (one.record for one in live if one.record is not None and one.record.name == step.name)
+            _drain(drain_file_of(self.store, leaving), step.why, now)
 
     def _tell(self, what: str, step: Leave, now: float) -> bool:
         _log.info("%s: %s", what, step.why)
@@ -196,23 +191,19 @@ class Adjuster:
             lambda found: replace(found, submitting=0, starting=(*found.starting, *ids)).with_decision(now, text)
         )
 
-    def _fall_asleep(self, own_name: str, now: float) -> None:
+    def _fall_asleep(self, now: float) -> None:
         """Let our own run drain, unless somebody has woken the service by now."""
 
         def drain(found: Elastic | None) -> None:
             if found is not None and found.state == "asleep":
                 why = found.decided[-1].text if found.decided else "nobody uses it"
-                self._drain(own_name, f"{ELASTIC}: {why}", now)
+                _drain(self.own_drain_file, why, now)
 
         change_elastic(self.store, self.service, drain)
 
     def _cancel(self, statuses: Sequence[ReplicaStatus]) -> None:
         if statuses:
             stop(self.store, statuses, drain_s=0, timeout_s=_CANCEL_S)
-
-    def _drain(self, record_name: str, by: str, now: float) -> None:
-        path = (self.store.service_dir(self.service) / record_name).with_suffix(".drain")
-        ask_to_drain(path, DrainRequest(by=by, deadline_s=_DRAIN_S, requested_at=now))
 
     # -- what is seen
 
@@ -232,26 +223,13 @@ class Adjuster:
             is_complete=not report.problems,
         )
 
-    # -- our own run
-
     @property
     def _look_s(self) -> float:
         return min(_LOOK_S, max(0.5, self.windows.add_after_s / 4))
 
-    @property
-    def _own_name(self) -> str:
-        return record_file_name(self.job_id, self.restart, 0)
 
-    def _is_asked_to_drain(self) -> bool:
-        path = drain_file(self.store, self.service, job_id=self.job_id, restart=self.restart, replica=0)
-        return read_drain_request(path) is not None
-
-    def _record(self) -> EndpointRecord | None:
-        path = self.store.service_dir(self.service) / self._own_name
-        try:
-            return EndpointRecord.from_json(read_private(path), source=str(path))
-        except FileNotFoundError:
-            return None
+def _drain(path: Path, why: str, now: float) -> None:
+    ask_to_drain(path, DrainRequest(by=f"{ELASTIC}: {why}", deadline_s=_DRAIN_S, requested_at=now))
 
 
 def _load(status: ReplicaStatus, api_key: str) -> ReplicaLoad | None:

@@ -14,11 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, SchedulerUnavailableError
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
-from hpc_serve.rendezvous.files import read_private
-from hpc_serve.rendezvous.names import record_file_name
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.successor import (
     Successor,
     read_successor,
@@ -28,6 +25,7 @@ from hpc_serve.rendezvous.successor import (
 )
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.handover import KEEP_UP, JobTimes, due_at, pause_s, times_of, was_stopped
+from hpc_serve.submit.own_run import OwnRun
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN
 from hpc_serve.submit.slurm_messages import ended_sentence
@@ -45,13 +43,9 @@ _JUST_S = 5.0
 
 
 @dataclass(kw_only=True)
-class KeepUp:
+class KeepUp(OwnRun):
     """The successor of one run of a job. `step` does what is due."""
 
-    store: ServiceStore
-    service: str
-    job_id: str
-    restart: int
     notice_s: float
     began_at: float = field(default_factory=time.time)
     _times: JobTimes | None = field(default=None, init=False)
@@ -92,7 +86,7 @@ class KeepUp:
             self.end_successor("its predecessor was cancelled")
 
     def was_stopped(self) -> bool:
-        return was_stopped(read_drain_request(self._drain_file), self._record())
+        return was_stopped(self.own_drain_request(), self.own_record())
 
     def end_successor(self, why: str) -> None:
         """End a successor that was submitted, if it is not over. Raises HpcServeError."""
@@ -111,7 +105,7 @@ class KeepUp:
 
     def _due_in_s(self, now: float) -> float | None:
         """Seconds until a successor is due, 0 once it is; None if never, since the job has no time limit."""
-        record = self._record()
+        record = self.own_record()
         start_s = record.measured.get("start_s") if record is not None else None
         if start_s is None:
             return _LOOK_S
@@ -191,27 +185,14 @@ class KeepUp:
 
     def _hand_over(self, successor: EndpointRecord, now: float) -> None:
         """Ask our own run to drain, unless Slurm's notice has done so. From now on the other is the replica."""
-        if read_drain_request(self._drain_file) is None:
+        if self.own_drain_request() is None:
             if self._times is None:
                 self._ask_times(now)
             left_s = self._times.ends_at - now - _WAY_DOWN_S if self._times is not None else _LONGEST_DRAIN_S
             by = f"{KEEP_UP}: job {successor.job_id} has taken over"
-            ask_to_drain(self._drain_file, DrainRequest(by=by, deadline_s=max(1.0, left_s), requested_at=now))
+            ask_to_drain(self.own_drain_file, DrainRequest(by=by, deadline_s=max(1.0, left_s), requested_at=now))
         _log.info("job %s has answered: this run drains", successor.job_id)
-
-    # -- our own run
 
     @property
     def _file(self) -> Path:
         return successor_file(self.store, self.service, job_id=self.job_id)
-
-    @property
-    def _drain_file(self) -> Path:
-        return drain_file(self.store, self.service, job_id=self.job_id, restart=self.restart, replica=0)
-
-    def _record(self) -> EndpointRecord | None:
-        path = self.store.service_dir(self.service) / record_file_name(self.job_id, self.restart, 0)
-        try:
-            return EndpointRecord.from_json(read_private(path), source=str(path))
-        except FileNotFoundError:
-            return None

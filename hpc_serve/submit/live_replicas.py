@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
+from hpc_serve.rendezvous.drain import DrainRequest, drain_file_of, read_drain_request
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.handover import was_stopped
 from hpc_serve.submit.job_status import without_successors
@@ -32,5 +32,4 @@ def live_replicas(store: ServiceStore, replicas: Sequence[ReplicaStatus]) -> lis
 def _asked(store: ServiceStore, status: ReplicaStatus) -> DrainRequest | None:
     if status.record is None:
         return None
-    path = drain_file(store, status.service, job_id=status.job_id, restart=status.restart, replica=status.replica)
-    return read_drain_request(path)
+    return read_drain_request(drain_file_of(store, status.record))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, WaitTimeoutError
-from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
@@ -90,9 +90,9 @@ def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
 
 
 def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -> None:
-    path = drain_file(store, record.service, job_id=record.job_id, restart=record.restart, replica=record.replica)
     by = f"hpc-serve stop on {socket.gethostname()}"
-    ask_to_drain(path, DrainRequest(by=by, deadline_s=drain_s, requested_at=time.time()))
+    request = DrainRequest(by=by, deadline_s=drain_s, requested_at=time.time())
+    ask_to_drain(drain_file_of(store, record), request)
 
 
 def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[ReplicaStatus]) -> bool:
