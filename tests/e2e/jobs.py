@@ -49,6 +49,12 @@ class User:
     def hpc_serve(self, *words: str, **options):
         return self.run("hpc-serve", *words, **options)
 
+    def hpc_serve_said(self, *words: str, timeout: float = 180.0) -> str:
+        """What a command of ours says; it must end well."""
+        done = self.hpc_serve(*words, timeout=timeout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
     def sbatch(self, script: Path | str, *options: str, env: Mapping[str, str] | None = None) -> str:
         """Submit a script by hand; returns the job's id."""
         done = self.run("sbatch", *options, str(script), env=env)

@@ -36,12 +36,6 @@ def alice(cluster, alice_env, stub_env):
     wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
 
 
-def run(alice: User, *words: str) -> str:
-    done = alice.hpc_serve(*words, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 class Seen:
     """What `status` and squeue tell of the service, look by look."""
 
@@ -53,7 +47,7 @@ class Seen:
 
     def ready(self) -> int:
         """How many replicas are ready now."""
-        told = json.loads(run(self._alice, "status", SERVICE, "--json"))
+        told = json.loads(self._alice.hpc_serve_said("status", SERVICE, "--json", timeout=120))
         elastic = told["elastic"][SERVICE]
         self.state = elastic["state"]
         self.decided += [one["text"] for one in elastic["decided"] if one["text"] not in self.decided]
@@ -81,8 +75,10 @@ def told_at_the_end(program: subprocess.Popen) -> dict:
 
 
 def test_the_number_of_replicas_follows_the_load(alice, show_table):
-    run(alice, "submit", "8b", "--name", SERVICE, "--replicas", f"1:{MOST}", "--idle-stop", "5s", *SMALL)
-    run(alice, "wait", SERVICE, "--timeout", "1m")
+    alice.hpc_serve_said(
+        "submit", "8b", "--name", SERVICE, "--replicas", f"1:{MOST}", "--idle-stop", "5s", *SMALL, timeout=120
+    )
+    alice.hpc_serve_said("wait", SERVICE, "--timeout", "1m", timeout=120)
     seen = Seen(alice)
     assert seen.ready() == 1
 
@@ -100,7 +96,7 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
     wait_for(lambda: not alice.processes(), MOST_S, what="no process of it")
     folder = alice.home / ".hpc-serve" / "services" / SERVICE
     assert [path.name for path in folder.glob("*.drain")] == []
-    assert f"{SERVICE} is asleep since " in run(alice, "status")
+    assert f"{SERVICE} is asleep since " in alice.hpc_serve_said("status", timeout=120)
 
     refused = alice.run(sys.executable, "-c", f"from hpc_serve.client import connect; connect({SERVICE!r}, wait=60)")
     assert f"ServiceAsleepError: {SERVICE} is asleep: no request for " in refused.stderr.replace(
@@ -118,7 +114,7 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
         )
     )
     assert seen.most_jobs <= MOST
-    run(alice, "stop", SERVICE)
+    alice.hpc_serve_said("stop", SERVICE, timeout=120)
     assert seen.jobs() == []
     assert seen.ready() == 0
     assert seen.state == "stopped"

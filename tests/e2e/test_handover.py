@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.slurm]
 SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
 IN_FLIGHT, TOKENS, TOKEN_S = 10, 40, 0.1
 LONG = "HPC_SERVE_FIVE_TIME_LIMITS"
-MOST_S = 180.0
 Jobs = dict[str, dict]
 
 
@@ -46,15 +45,11 @@ def alice(cluster, alice_env, stub_env):
     wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
 
 
-def run(alice: User, *words: str) -> str:
-    done = alice.hpc_serve(*words, timeout=MOST_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def jobs(alice: User, service: str) -> Jobs:
     """What `status` says of each job of the service."""
-    return {one["job_id"]: one for one in json.loads(run(alice, "status", service, "--all", "--json"))["services"]}
+    return {
+        one["job_id"]: one for one in json.loads(alice.hpc_serve_said("status", service, "--all", "--json"))["services"]
+    }
 
 
 def times(alice: User, job_id: str) -> tuple[float, float]:
@@ -90,9 +85,9 @@ def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, lo
     alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": stub_words(load_s=load_s)})
     service = f"kept-{limits}"
     model = ("8b", "--name", service, "--time", str(minutes), "--signal", "B:USR1@30")
-    submitted = run(alice, "submit", *model, "--keep-up", *SMALL, "--json")
+    submitted = alice.hpc_serve_said("submit", *model, "--keep-up", *SMALL, "--json")
     first = json.loads(submitted)["job_id"]
-    run(alice, "wait", service, "--timeout", "3m")
+    alice.hpc_serve_said("wait", service, "--timeout", "3m")
     program, out = start_load(alice, service)
     began_at = time.monotonic()
     sentences: set[str] = set()
@@ -130,7 +125,7 @@ def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, lo
     assert outcome.answered == outcome.sent, outcome.reasons
     assert outcome.sent > 2 * IN_FLIGHT
 
-    run(alice, "stop", service)
+    alice.hpc_serve_said("stop", service)
     states = {one["state"] for one in jobs(alice, service).values()}
     assert states == {"stopped"}
     assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
@@ -146,15 +141,15 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     service = "kept-again"
     alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": stub_words(load_s=40)})
     alone = ("--nodelist", "n1", "--exclusive", "--time", "3", "--signal", "B:USR1@30")
-    first = json.loads(run(alice, "submit", "8b", "--name", service, "--keep-up", *alone, "--json"))["job_id"]
-    run(alice, "wait", service, "--timeout", "3m")
+    first = json.loads(alice.hpc_serve_said("submit", "8b", "--name", service, "--keep-up", *alone, "--json"))["job_id"]
+    alice.hpc_serve_said("wait", service, "--timeout", "3m")
 
     def successor() -> str:
         return jobs(alice, service)[first]["successor_job_id"]
 
     waiting = wait_for(successor, 60, what="a successor")
     assert waiting == f"{int(first) + 1}_0"
-    assert re.search(rf"successor +{waiting} pending", run(alice, "status", service))
+    assert re.search(rf"successor +{waiting} pending", alice.hpc_serve_said("status", service))
     alice.cancel(waiting)
     sentence = wait_for(
         lambda: (said := jobs(alice, service)[first]["successor"]) and "trying again at" in said and said,
@@ -164,7 +159,7 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     assert str(sentence).startswith(waiting), sentence
     again = wait_for(successor, 60, what="another successor")
     assert again != waiting
-    run(alice, "stop", service)
+    alice.hpc_serve_said("stop", service)
     ends = {job: one["state"] for job, one in jobs(alice, service).items()}
     assert ends.pop(waiting) in ("stopped", "failed")  # Slurm forgets a task that waited as it is cancelled
     assert set(ends.values()) == {"stopped"}

@@ -27,32 +27,26 @@ def alice(cluster, alice_env, stub_env):
     return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
 
 
-def run(alice: User, *words: str) -> str:
-    done = alice.hpc_serve(*words, timeout=MOST_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def states(alice: User, service: str) -> dict[str, str]:
     """By job, those that are not over."""
-    found = json.loads(run(alice, "status", service, "--json"))["services"]
+    found = json.loads(alice.hpc_serve_said("status", service, "--json"))["services"]
     return {one["job_id"]: one["state"] for one in found if one["state"] not in ("stopped", "failed")}
 
 
 def test_four_replicas_then_five_then_two_then_none(alice):
-    told = json.loads(run(alice, "submit", "8b", "--replicas", "4", *SMALL, "--json"))
+    told = json.loads(alice.hpc_serve_said("submit", "8b", "--replicas", "4", *SMALL, "--json"))
     array = told["job_id"]
     assert [one["job_id"] for one in told["replicas"]] == [f"{array}_{task}" for task in range(4)]
-    assert "8b is ready with 4 replicas" in run(alice, "wait", "8b", "--replicas", "4", "--timeout", "3m")
-    assert "8b: 4/4 replicas ready" in run(alice, "status")
+    assert "8b is ready with 4 replicas" in alice.hpc_serve_said("wait", "8b", "--replicas", "4", "--timeout", "3m")
+    assert "8b: 4/4 replicas ready" in alice.hpc_serve_said("status")
     assert states(alice, "8b") == {f"{array}_{task}": "ready" for task in range(4)}
-    logs = run(alice, "logs", f"{array}_2", "--files").split()
+    logs = alice.hpc_serve_said("logs", f"{array}_2", "--files").split()
     assert [Path(path).name for path in logs] == [f"{array}_2.log", f"{array}_2-node0.log"]
 
-    more = run(alice, "scale", "8b", "5")
+    more = alice.hpc_serve_said("scale", "8b", "5")
     assert "8b has 5 replicas, it had 4." in more
-    run(alice, "wait", "8b", "--replicas", "5", "--timeout", "3m")
-    assert "8b: 5/5 replicas ready" in run(alice, "status", "8b")
+    alice.hpc_serve_said("wait", "8b", "--replicas", "5", "--timeout", "3m")
+    assert "8b: 5/5 replicas ready" in alice.hpc_serve_said("status", "8b")
 
     # Fewer of them, while each has streams under way: none is lost.
     program = alice.cluster.popen(
@@ -60,12 +54,12 @@ def test_four_replicas_then_five_then_two_then_none(alice):
     )
     said = program.stdout.readline()
     assert said.strip() == "begun", said + program.stdout.read()
-    assert "8b has 2 replicas, it had 5." in run(alice, "scale", "8b", "2")
+    assert "8b has 2 replicas, it had 5." in alice.hpc_serve_said("scale", "8b", "2")
     assert len(states(alice, "8b")) == 2
 
-    run(alice, "stop", next(iter(states(alice, "8b"))))
+    alice.hpc_serve_said("stop", next(iter(states(alice, "8b"))))
     assert len(states(alice, "8b")) == 1
-    run(alice, "stop", "8b")
+    alice.hpc_serve_said("stop", "8b")
     streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
     assert streams == [[40, "stop"]] * 8
     assert states(alice, "8b") == {}
@@ -74,12 +68,12 @@ def test_four_replicas_then_five_then_two_then_none(alice):
 
 def test_an_array_is_stopped_by_its_id_while_it_waits(alice):
     told = json.loads(
-        run(alice, "submit", "8b", "--name", "held", "--replicas", "3", "--sbatch=--hold", *SMALL, "--json")
+        alice.hpc_serve_said("submit", "8b", "--name", "held", "--replicas", "3", "--sbatch=--hold", *SMALL, "--json")
     )
     array = told["job_id"]
     assert states(alice, "held") == {f"{array}_{task}": "pending" for task in range(3)}
-    said = run(alice, "stop", f"{array}_1")
+    said = alice.hpc_serve_said("stop", f"{array}_1")
     assert f"held (job {array}_1) is over: stopped" in said
     assert states(alice, "held") == {f"{array}_0": "pending", f"{array}_2": "pending"}
-    run(alice, "stop", array)
+    alice.hpc_serve_said("stop", array)
     assert states(alice, "held") == {}

@@ -29,12 +29,6 @@ def alice(cluster, alice_env, stub_env):
     return User(cluster, {**alice_env, **stub_env, "STUB_ENGINE_ARGS": words})
 
 
-def run(alice: User, *words: str) -> str:
-    done = alice.hpc_serve(*words, timeout=MOST_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def states(alice: User, job: str) -> list[str]:
     """What the records say."""
     folder = alice.home / ".hpc-serve" / "services" / "8b"
@@ -53,17 +47,19 @@ def engines(alice: User) -> dict[str | None, int]:
 
 def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     told = json.loads(
-        run(alice, "submit", "8b", "--replicas-per-job", "4", "--engine-restarts", "0", "--mem", "8G", "--json")
+        alice.hpc_serve_said(
+            "submit", "8b", "--replicas-per-job", "4", "--engine-restarts", "0", "--mem", "8G", "--json"
+        )
     )
     job = told["job_id"]
     names = [f"{job}-{replica}" for replica in range(4)]
     assert [one["name"] for one in told["replicas"]] == names
-    run(alice, "wait", "8b", "--replicas", "4", "--timeout", "3m")
-    shown = run(alice, "status")
+    alice.hpc_serve_said("wait", "8b", "--replicas", "4", "--timeout", "3m")
+    shown = alice.hpc_serve_said("status")
     assert "8b: 4/4 replicas ready" in shown
     assert all(name in shown for name in names)
     assert set(engines(alice)) == {"0,1", "2,3", "4,5", "6,7"}
-    logs = run(alice, "logs", f"{job}-2", "--files").split()
+    logs = alice.hpc_serve_said("logs", f"{job}-2", "--files").split()
     assert [Path(path).name for path in logs] == [f"{job}.log", f"{job}-2-node0.log"]
 
     # One dies for good: the others serve.
@@ -76,13 +72,13 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     )
     said = program.stdout.readline()
     assert said.strip() == "begun", said + program.stdout.read()
-    assert f"8b (job {job}-3) is over: stopped" in run(alice, "stop", f"{job}-3")
+    assert f"8b (job {job}-3) is over: stopped" in alice.hpc_serve_said("stop", f"{job}-3")
     assert set(engines(alice)) == {"0,1", "4,5"}
-    found = json.loads(run(alice, "status", job, "--json"))["services"]
+    found = json.loads(alice.hpc_serve_said("status", job, "--json"))["services"]
     by_name = {one["name"]: one["state"] for one in found}
     assert by_name == dict(zip(names, ("ready", "failed", "ready", "stopped"), strict=True))
 
-    run(alice, "stop", "8b")
+    alice.hpc_serve_said("stop", "8b")
     streams = json.loads(program.communicate(timeout=MOST_S)[0].splitlines()[-1])["streams"]
     assert streams == [[40, "stop"]] * 12
     alice.wait_until_gone(job)
