@@ -17,7 +17,8 @@ import click
 from hpc_serve.cli.values import Duration, Replicas, Size
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.submit.request import Backend, Cluster, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Backend, Cluster, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 
 Function = TypeVar("Function", bound=Callable[..., Any])

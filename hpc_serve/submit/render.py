@@ -19,7 +19,8 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
-from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
 from hpc_serve.vllm.arguments import names_in, read_arguments, without

@@ -5,24 +5,23 @@ Whether the model fits is decided by the planner, whether the partition exists b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
 from hpc_serve.submit.replicas import check_replicas, check_shared_job
+from hpc_serve.submit.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
-GpuDirective = Literal["gpus-per-node", "gres"]
 
 _COUNTS = (
     *("replicas", "replicas_per_job"),
@@ -35,128 +34,6 @@ _COUNTS = (
     "input_tokens",
     "output_tokens",
 )
-_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
-_NOTICE = re.compile(r"B:USR1@(\d{1,5})")
-_LEAST_NOTICE_S = 30
-_PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's own notation uses & | * ( ) [ ]
-
-
-def check_directive(name: str, value: str) -> str:
-    """Return `value` if it can stand in an `#SBATCH --name=value` line as it is.
-
-    Slurm reads these lines without a shell, so nothing can be quoted in them. A newline would begin another line, and
-    versions of Slurm differ in how they read blanks and quotes. Raises InvalidRequestError.
-    """
-    if not _PRINTABLE_WORD.fullmatch(value):
-        raise InvalidRequestError(
-            f"{name} is {value!r}: it must be one word without blanks, quotes, newlines "
-            r"or any of \ ` $ ; < > { } ! ? #."
-        )
-    return value
-
-
-def _sbatch(metavar: str, help: str, *, group: str = "") -> dict[str, str]:
-    """What a command's help says of an option. `group` tells where its `#SBATCH` line stands (render.py)."""
-    return {"metavar": metavar, "help": help, "group": group}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SbatchOptions:
-    """sbatch's own options under sbatch's own names, with underscores; the one list of them.
-
-    The site file may set each, and each is an option of `submit` and `render`. None leaves a line out, so that the
-    cluster's own default holds. `time` is a Slurm time ("12:00:00", "2-00:00:00", minutes). `mem` is per node in
-    Slurm's notation ("80G", "0" = all of the node). `gpu_directive` chooses between `--gpus-per-node=8` and
-    `--gres=gpu:8`; `gres_type` adds the site's name of the GPU.
-    """
-
-    partition: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm partition.", group="where"))
-    account: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm account.", group="where"))
-    qos: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm QOS.", group="where"))
-    constraint: str | None = field(
-        default=None, metadata=_sbatch("FEATURES", "Features the nodes must have.", group="where")
-    )
-    reservation: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm reservation.", group="where"))
-    nodelist: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must be used.", group="where"))
-    exclude: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must not be used.", group="where"))
-    cpus_per_task: int | None = field(default=None, metadata=_sbatch("N", "CPU cores of each node.", group="share"))
-    mem: str | None = field(
-        default=None,
-        metadata=_sbatch("SIZE", "Memory of each node, as Slurm writes it (200G; 0 is all).", group="share"),
-    )
-    time: str | None = field(
-        default="12:00:00",
-        metadata=_sbatch("TIME", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", group="share"),
-    )
-    signal: str | None = field(
-        default="B:USR1@120",
-        metadata=_sbatch(
-            "B:USR1@S", "How long before the time limit the service drains [default: B:USR1@120].", group="share"
-        ),
-    )
-    exclusive: bool | None = field(
-        default=None, metadata=_sbatch("", "Whole nodes [default: if several, or of TPUs or CPUs].")
-    )
-    gpu_directive: GpuDirective = "gpus-per-node"
-    gres_type: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmOptions(SbatchOptions):
-    """The options of one job. `extra` holds further `--name=value` words, one `#SBATCH` line each."""
-
-    job_name: str | None = field(default=None, metadata=_sbatch("NAME", "Name in the queue [default: hpc-serve-NAME]."))
-    extra: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, str) and option.name != "time":
-                check_directive(option.name.replace("_", "-"), value)
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise InvalidRequestError(f"time is {self.time!r}: use minutes, HH:MM:SS or D-HH:MM:SS.")
-        if self.signal is not None and (self.notice_s or 0) < _LEAST_NOTICE_S:
-            raise InvalidRequestError(
-                f"signal is {self.signal!r}: write B:USR1@SECONDS, at least {_LEAST_NOTICE_S}: "
-                "the script waits for that one."
-            )
-        if self.cpus_per_task is not None and self.cpus_per_task < 1:
-            raise InvalidRequestError(f"cpus-per-task is {self.cpus_per_task}: it must be at least 1.")
-        _check_choice("gpu_directive", self.gpu_directive, GpuDirective)
-        for word in self.extra:
-            _check_extra(word)
-
-    @property
-    def notice_s(self) -> int | None:
-        """How many seconds before the time limit Slurm tells the script; None if it does not."""
-        found = _NOTICE.fullmatch(self.signal or "")
-        return int(found[1]) if found else None
-
-    def lines(self, group: str) -> list[str]:
-        """`--name=value` of the options of one group that are set, in order."""
-        values = {option.name: getattr(self, option.name) for option in _of_group(group)}
-        return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
-
-
-def _of_group(group: str) -> list[Field[Any]]:
-    return [option for option in fields(SlurmOptions) if option.metadata.get("group") == group]
-
-
-def _check_extra(word: str) -> None:
-    if not re.fullmatch(r"--?[A-Za-z][A-Za-z-]*(=.+)?", word, re.DOTALL):
-        raise InvalidRequestError(f"extra sbatch option {word!r}: write it as --name=value or --name.")
-    check_directive("extra sbatch option", word)
-    if word.startswith(("--output", "-o")):
-        raise InvalidRequestError(
-            f"extra sbatch option {word!r}: `hpc-serve logs` would not find that file. Use --log-dir FOLDER."
-        )
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    known = get_args(choices)
-    if value not in known:
-        *most, last = known
-        raise InvalidRequestError(f"{name} is {value!r}: use {', '.join(most)} or {last}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +51,7 @@ class Environment:
     binds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("environment kind", self.kind, EnvironmentKind)
+        check_choice("environment kind", self.kind, EnvironmentKind)
         if self.kind in ("venv", "conda", "apptainer") and not self.path:
             raise InvalidRequestError(f"environment kind {self.kind} needs a path (or, for conda, a name).")
 
@@ -284,8 +161,8 @@ class ServeRequest:
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
         if self.engine_restarts is not None and self.engine_restarts < 0:
             raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
-        _check_choice("backend", self.backend, Backend)
-        _check_choice("cluster", self.cluster, Cluster)
+        check_choice("backend", self.backend, Backend)
+        check_choice("cluster", self.cluster, Cluster)
         check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
         port = value_of(read_arguments(self.engine_args), "--port")
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}

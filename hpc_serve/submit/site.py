@@ -18,7 +18,8 @@ import yaml
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.request import Environment, JobSettings, SbatchOptions, SlurmOptions, variable_of
+from hpc_serve.submit.request import Environment, JobSettings, variable_of
+from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
 
 _PATHS = ("venv", "apptainer", "log_dir", "templates_dir")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")

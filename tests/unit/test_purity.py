@@ -31,6 +31,7 @@ PURE = (
     "hpc_serve.submit.handover",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",
+    "hpc_serve.submit.sbatch_options",
     "hpc_serve.submit.slurm_answers",
     "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",

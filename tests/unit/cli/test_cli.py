@@ -22,7 +22,7 @@ from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait
-from hpc_serve.submit.request import SlurmOptions
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 

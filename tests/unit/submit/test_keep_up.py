@@ -30,7 +30,8 @@ from hpc_serve.submit.handover import JobTimes, due_at, successor_sentence, time
 from hpc_serve.submit.keep_up import KeepUp
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.script_environ import submission_environ
@@ -387,9 +388,9 @@ class TestScript:
     @pytest.mark.parametrize("code", [0, 3])
     def test_its_end_does_not_change_the_scripts_exit_code(self, tmp_path, code):
         text = self.script(keep_up=True)
-        start = re.search(r"^ *\[\[ -n \$keeper \]\] \|\| \{\n.*?^ *\}\n", text, re.MULTILINE | re.DOTALL)
-        assert start
-        start = re.sub("python .*&", "sleep 300 &", start.group())
+        found = re.search(r"^ *\[\[ -n \$keeper \]\] \|\| \{\n.*?^ *\}\n", text, re.MULTILINE | re.DOTALL)
+        assert found
+        start = re.sub("python .*&", "sleep 300 &", found.group())
         assert "sleep 300 &" in start
         script = f"set -euo pipefail\nkeeper=''\ntrap true TERM INT USR1\n{start}exit {code}\n"
         bash = ["env", "--default-signal=HUP", "bash", "-c"]  # the tests may run under nohup

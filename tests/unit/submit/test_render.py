@@ -18,7 +18,8 @@ from hpc_serve.hub import find_model
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_argv, render_script
-from hpc_serve.submit.request import Environment, JobSettings, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, JobSettings, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 
 NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
 

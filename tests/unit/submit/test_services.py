@@ -33,7 +33,8 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import job_logs, scheduler, services, wait
 from hpc_serve.submit import stop as stopping
 from hpc_serve.submit.log_files import files_of
-from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.status_reader import find, read_status
 from tests.cluster import wait_for

@@ -21,7 +21,8 @@ from hpc_serve.submit import services
 from hpc_serve.submit import stop as stopping
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest, SlurmOptions
+from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.scale import scale
 from hpc_serve.submit.status_reader import find, read_status
 from tests.cluster import wait_for
