@@ -14,6 +14,7 @@ def models_command(word: str | None, as_json: bool) -> None:
     Any Hugging Face id or folder works as well: `--model` takes it as it is.
     """
     from hpc_serve.cli import show
+    from hpc_serve.cli.tables import print_models
     from hpc_serve.plan import catalog
 
     found = [
@@ -27,4 +28,4 @@ def models_command(word: str | None, as_json: bool) -> None:
         return
     if not found:
         raise click.ClickException(f"No model of the catalogue has {word!r} in its name; `hpc-serve models` lists all.")
-    show.print_models(found)
+    print_models(found)

@@ -166,7 +166,16 @@ class CommandWithVllmOptions(click.Command):
             place = args.index("--")
             ctx.meta["engine_args"] = tuple(args[place + 1 :])
             args = args[:place]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if _is_of_vllm(error.option_name):
+                raise click.UsageError(
+                    f"{error.option_name} is an option of vLLM: write it after `--`, as in "
+                    f"{ctx.command_path} MODEL -- {error.option_name} …",
+                    ctx,
+                ) from None
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Slurm options": []}
@@ -174,11 +183,19 @@ class CommandWithVllmOptions(click.Command):
             if (line := parameter.get_help_record(ctx)) is not None:
                 sections["Slurm options" if parameter.name in (*_SLURM, "extra") else "Options"].append(line)
         for heading, lines in sections.items():
+            if not lines:
+                continue
             with formatter.section(heading):
                 formatter.write_dl(lines)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- VLLM_OPTIONS...]"]
+
+
+def _is_of_vllm(spelling: str) -> bool:
+    from hpc_serve.vllm.arguments import read_arguments
+
+    return read_arguments([spelling])[0].option is not None
 
 
 def plan_options(function: Function) -> Function:
@@ -210,12 +227,24 @@ def model_of(options: Mapping[str, Any]) -> str:
 def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
     """The machines asked for, by PlanRequest's names. With --gpu, nothing that the site file says of its own GPUs."""
     own = options["gpu"] is None
+    if own and site.gpu is None:
+        click.get_current_context().meta["gpu_is_assumed"] = True
     return {
         "gpu": options["gpu"] or site.gpu or DEFAULT_GPU,
         "gpu_memory_bytes": options["gpu_memory_bytes"] or (site.gpu_memory_bytes if own else None),
         "num_nodes": options["num_nodes"],
         "gpus_per_node": options["gpus_per_node"] or (site.gpus_per_node if own else None),
     }
+
+
+def assumed_gpu_note() -> str | None:
+    """What to say where nobody named the GPU of the nodes that the running command plans for."""
+    if "gpu_is_assumed" not in click.get_current_context().meta:
+        return None
+    return (
+        f"no GPU is named, so {DEFAULT_GPU} is assumed: write --gpu NAME, or `gpu: NAME` in the site file; "
+        "`hpc-serve gpus` lists them"
+    )
 
 
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:

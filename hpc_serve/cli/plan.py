@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.options import machines_of, model_of, not_empty, plan_options
+from hpc_serve.cli.options import (
+    CommandWithVllmOptions,
+    assumed_gpu_note,
+    machines_of,
+    model_of,
+    not_empty,
+    plan_options,
+)
 from hpc_serve.cli.values import Size
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
@@ -24,7 +31,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     return value
 
 
-@click.command("plan")
+@click.command("plan", cls=CommandWithVllmOptions)
 @plan_options
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Sequences of one step.")
@@ -59,6 +66,8 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
 
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
+
+    Words after -- are options of `vllm serve`, as `submit` takes them: -- --max-num-seqs 64
     """
     from hpc_serve.cli import plan_view, show
     from hpc_serve.submit.planning import plan_for
@@ -83,26 +92,29 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     elif explained:
         plan_view.print_explanation(results[0])
     else:
-        plan_view.print_plan(results[0])
+        plan_view.print_plan(results[0], note=assumed_gpu_note())
     if not any(result.plan for result in results):
         raise click.exceptions.Exit(3)
 
 
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     """What is asked of the plan; without --gpu, for the machines of the site file, as `submit` does."""
+    from hpc_serve.plan.choice.vllm_flags import read_fields
     from hpc_serve.plan.engine import EngineConfig, Workload
     from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.site import SiteProfile, find_site_file, load_site
+    from hpc_serve.vllm.allowed import check_arguments
 
     site = load_site(find_site_file(os.environ)) if options["gpu"] is None else SiteProfile()
-    engine = {option.name: options[option.name] for option in fields(EngineConfig) if option.name in options}
+    words = click.get_current_context().meta.get("engine_args", ())
+    check_arguments(words, allow_unknown=False)
+    asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
+    engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
     return PlanRequest(
         model=model_of(options),
         **machines_of(options, site),
         engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
-        workload=Workload(
-            **{option.name: options[option.name] for option in fields(Workload) if option.name in options}
-        ),
+        workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),
         **{
             name: options[name]
             for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour", "allow_unknown_config_keys")

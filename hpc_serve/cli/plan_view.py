@@ -34,12 +34,17 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
 
 
-def print_plan(result: PlanResult) -> None:
-    """The plan for people: where bytes go, what was considered, what to type. Raises NoLayoutError without a plan."""
+def print_plan(result: PlanResult, *, note: str | None = None) -> None:
+    """The plan for people: where bytes go, what was considered, what to type; `note` says what was assumed.
+
+    Raises NoLayoutError without a plan.
+    """
     chosen = result.chosen
     console = Console(highlight=False)
     memory = chosen.memory
     console.print(_headline(chosen))
+    if note:
+        console.print(Text(f"({note})", style="dim"))
     console.print()
     _print_bar(console, memory, result.accelerator.unit)
     console.print()

@@ -36,7 +36,9 @@ def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> 
     }
 
 
-def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()) -> str:
+def submission_text(
+    submission: Submission, others: Sequence[ReplicaStatus] = (), *, gpu_note: str | None = None
+) -> str:
     """What was submitted, and what to type next."""
     from hpc_serve.submit.elastic_sentence import bounds_sentence
 
@@ -58,6 +60,8 @@ def submission_text(submission: Submission, others: Sequence[ReplicaStatus] = ()
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
         f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
+    if gpu_note and job.cluster == "slurm":
+        lines.append(f"  note    {gpu_note}")
     if others:
         there = ", ".join(f"job {other.name} ({other.state})" for other in others)
         lines += [

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.options import CommandWithVllmOptions, make_request, request_options
+from hpc_serve.cli.options import CommandWithVllmOptions, assumed_gpu_note, make_request, request_options
 from hpc_serve.cli.values import Duration
 
 _VLLM_OPTIONS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"
@@ -27,6 +27,8 @@ def render_command(output: Path | None, **options: Any) -> None:
 
     request = make_request(options)
     script = render_script(request, plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL")))
+    if note := assumed_gpu_note():
+        click.echo(f"note: {note}", err=True)
     if output is None:
         click.echo(script, nl=False)
         return
@@ -58,6 +60,6 @@ def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: 
     if as_json:
         show.print_json(submission_json(submission, others))
     else:
-        click.echo(submission_text(submission, others))
+        click.echo(submission_text(submission, others, gpu_note=assumed_gpu_note()))
     if wait:
         show.follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

@@ -7,7 +7,9 @@ One engine uses a slice, or a node named with its sockets, as a whole. Of other 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry
@@ -77,6 +79,15 @@ def cluster_named(
                 "leave it out."
             )
     return whole
+
+
+def accelerator_of(name: str) -> Mapping[str, Any]:
+    """The catalogue's entry of the accelerator that a cluster's name holds. Raises InvalidRequestError.
+
+    >>> accelerator_of("v5e:4x4")["name"]
+    'v5e'
+    """
+    return accelerator_entry(_split(name)[0])
 
 
 def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:

@@ -1,0 +1,55 @@
+"""The lists of what the catalogue knows, as tables: models and accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.sizes import GIB
+
+if TYPE_CHECKING:
+    from hpc_serve.plan.catalog import CatalogModel
+
+_WIDE_ENOUGH = 60  # columns for a list of models with their sizes
+
+
+def print_models(entries: Sequence[CatalogModel]) -> None:
+    """The catalogue: short name, repository, size; those with a short name first."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("NAME", no_wrap=True)
+    table.add_column("MODEL", overflow="fold")
+    console = PlainConsole()
+    shows_size = console.width >= _WIDE_ENOUGH
+    if shows_size:
+        table.add_column("PARAMETERS", justify="right", no_wrap=True)
+    short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
+    for entry in sorted(entries, key=lambda entry: not short[entry.name]):
+        size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
+        table.add_row(Text(short[entry.name]), Text(entry.name), *([Text(size)] if shows_size else []))
+    console.print(table)
+
+
+def print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Accelerators as `gpus` describes them: the name to type, memory, how many a node has, what the engine runs on."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    console = PlainConsole()
+    is_wide = console.width >= _WIDE_ENOUGH
+    table.add_column("NAME", no_wrap=True)
+    table.add_column("MEMORY", justify="right", no_wrap=True)
+    table.add_column("PER NODE", justify="right", no_wrap=True)
+    table.add_column("ENGINE", no_wrap=True)
+    if is_wide:
+        table.add_column("IS", overflow="fold")
+    for entry in entries:
+        memory = f"{entry['memory_bytes'] / GIB:.1f} GiB" if entry["memory_bytes"] else "--gpu-memory"
+        aliases = f" ({', '.join(entry['aliases'])})" if entry["aliases"] else ""
+        product = f"{entry['product']}{aliases}{'; plan alone' if entry['no_script_reason'] else ''}"
+        name = Text(f"{'* ' if entry['is_own'] else '  '}{entry['name']}")
+        cells = [name, Text(memory), Text(str(entry["per_node"])), Text(entry["engine"])]
+        table.add_row(*cells, *([Text(product)] if is_wide else []))
+    console.print(table)
