@@ -26,6 +26,7 @@ from hpc_serve.printable import printable
 # name: (module, what it is called there, one line of help)
 COMMANDS = {
     "models": ("hpc_serve.cli.models", "models_command", "List the models of the catalogue."),
+    "gpus": ("hpc_serve.cli.gpus", "gpus_command", "List the accelerators that can be named."),
     "plan": ("hpc_serve.cli.plan", "plan_command", "Say what fits where, before anything is queued."),
     "render": ("hpc_serve.cli.submit", "render_command", "Print the batch script."),
     "submit": ("hpc_serve.cli.submit", "submit_command", "Start a model as a service."),
@@ -35,6 +36,7 @@ COMMANDS = {
     "scale": ("hpc_serve.cli.watch", "scale_command", "Change the number of a service's replicas."),
     "wake": ("hpc_serve.cli.watch", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.watch", "stop_command", "End a service, or one job of it."),
+    "forget": ("hpc_serve.cli.forget", "forget_command", "Remove jobs that are over from what status shows."),
     "chat": ("hpc_serve.cli.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.gateway", "gateway_command", "Serve one address for services: a socket or a port."),

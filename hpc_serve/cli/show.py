@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.client.status import ReplicaStatus
-    from hpc_serve.plan.catalog import CatalogModel
     from hpc_serve.rendezvous.elastic import Elastic
     from hpc_serve.submit.job_status import StatusReport
 
@@ -37,8 +37,8 @@ _COLOURS = {
     "unknown": "magenta",
     "stopped": "dim",
 }
+_DETAIL_LENGTH = 160  # characters of a reason in the table; the rest is in the details of the service
 _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state
-_WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 
 
 def print_json(value: Any) -> None:
@@ -77,22 +77,12 @@ def follow_until_ready(
     return status
 
 
-class _Console(Console):
-    """A console without highlighting. It leaves a broken pipe to `main`, like everything else that is printed."""
-
-    def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
-        super().__init__(stderr=stderr, soft_wrap=soft_wrap, highlight=False)
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 class Stages:
     """The stages of a start, on stderr: on a terminal one line that changes, elsewhere a line for each new stage."""
 
     def __init__(self, service: str) -> None:
         self._service = service
-        self._console = _Console(stderr=True, soft_wrap=True)
+        self._console = PlainConsole(stderr=True, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(),
             TimeElapsedColumn(),
@@ -170,7 +160,7 @@ def status_json(status: ReplicaStatus) -> dict[str, Any]:
 
 def print_table(statuses: Sequence[ReplicaStatus]) -> None:
     """One line a replica, in the width of the terminal. On a narrow terminal the details go on a line below."""
-    console = _Console()
+    console = PlainConsole()
     in_columns = max(len(f"{status.service} {status.name} {status.state}") for status in statuses) + 8
     if console.width < in_columns + _LEAST_SUMMARY:
         for status in statuses:
@@ -192,7 +182,7 @@ def print_details(status: ReplicaStatus) -> None:
     """All there is to say about one replica."""
     from hpc_serve.submit.log_files import files_of, places_of
 
-    console = _Console(soft_wrap=True)
+    console = PlainConsole(soft_wrap=True)
     layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
     nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
     has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
@@ -209,7 +199,7 @@ def print_details(status: ReplicaStatus) -> None:
         "started": _when(status.started_at),
         "time left": status.time_left or "",
         "successor": status.successor,
-        "exit code": "" if status.exit_code is None else str(status.exit_code),
+        "exit code": "" if status.exit_code is None else _exit_code(status.exit_code),
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }
     heading = Text(f"{status.service}  job {status.name}", style=f"bold {_COLOURS[status.state]}")
@@ -227,7 +217,7 @@ def print_details(status: ReplicaStatus) -> None:
             console.print(Text(f"    {line}", style="dim"))
 
 
-def _print_figures(console: Console, status: ReplicaStatus) -> None:
+def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
     names = [name for name in status.predicted if name in status.measured]
     if not names:
         return
@@ -246,7 +236,20 @@ def _state_detail(status: ReplicaStatus) -> str:
     if status.state == "ready":
         left = f", {status.time_left} left" if status.time_left else ""
         return f"{status.model} at {status.address}{left}{successor}"
-    return f"{status.detail}{successor}"
+    return f"{_first_words(status)}{successor}"
+
+
+def _first_words(status: ReplicaStatus) -> str:
+    """The detail of a status in at most _DETAIL_LENGTH characters, and where the rest is."""
+    detail = " ".join(status.detail.split())
+    if len(detail) <= _DETAIL_LENGTH:
+        return detail
+    return f"{detail[:_DETAIL_LENGTH].rsplit(' ', 1)[0]} … (hpc-serve status {status.name})"
+
+
+def _exit_code(code: int) -> str:
+    words = exit_code_words(code)
+    return f"{code} ({words})" if words else str(code)
 
 
 def _clock(seconds: float) -> str:
@@ -267,19 +270,3 @@ def warn(lines: Sequence[str]) -> None:
     """Print warnings on stderr."""
     for line in lines:
         click.echo(f"warning: {line}", err=True)
-
-
-def print_models(entries: Sequence[CatalogModel]) -> None:
-    """The catalogue: short name, repository, size; those with a short name first."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("NAME", no_wrap=True)
-    table.add_column("MODEL", overflow="fold")
-    console = _Console()
-    shows_size = console.width >= _WIDE_ENOUGH
-    if shows_size:
-        table.add_column("PARAMETERS", justify="right", no_wrap=True)
-    short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
-    for entry in sorted(entries, key=lambda entry: not short[entry.name]):
-        size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
-        table.add_row(Text(short[entry.name]), Text(entry.name), *([Text(size)] if shows_size else []))
-    console.print(table)

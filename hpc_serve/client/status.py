@@ -59,10 +59,9 @@ class ReplicaStatus:
 
     `reason` is a sentence for people. `record` and `probe` are what the state was derived from; `record` is None when
     the job has published none in its present run. `record_age_s` is how long the record has not been renewed.
-    `end_reported_by_job` says that the job itself told how it ended. `scheduler_state` and `time_left` are Slurm's
-    words. `successor` says how it stands with the job `successor_job_id` that takes over from it. Times are seconds
-    since the epoch; at `state_since` the state that the record names began. `measured` and `predicted` hold
-    figures in bytes, seconds and tokens.
+    `end_reported_by_job` says that the job itself told how it ended. `scheduler_state`, `pending_reason`, `time_left`
+    are Slurm's words. `successor` says how it stands with the job `successor_job_id` that takes over. Times are seconds
+    since the epoch; at `state_since` the state of the record began. `measured`, `predicted`: bytes, seconds, tokens.
     """
 
     service: str
@@ -94,6 +93,7 @@ class ReplicaStatus:
     log_dir: str = ""
     batch_log: str | None = None
     scheduler_state: str = ""
+    pending_reason: str = ""
     time_left: str | None = None
     successor: str = ""
     successor_job_id: str = ""

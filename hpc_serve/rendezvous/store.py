@@ -159,6 +159,15 @@ class ServiceStore:
         except FileNotFoundError:
             raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
 
+    def forget(self, service: str, job_id: str) -> int:
+        """Remove what is written about a job that is over, not its logs; returns how many files. Raises StoreError."""
+        folder, found = self.service_dir(service), self.read(service)
+        removed = [folder / record.name for record in found.records if record.job_id == job_id]
+        removed += [folder / "submitted" / job.name for job in found.submitted if job.job_id == job_id]
+        for path in removed:
+            remove_file(path)
+        return len(removed)
+
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:

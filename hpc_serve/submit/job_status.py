@@ -94,7 +94,8 @@ def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, oth
 def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     if job.is_pending:
         expected = f"; expected to start at {job.start_time}" if job.start_time else ""
-        return replace(status, state="pending", reason=pending_sentence(job.reason) + expected)
+        sentence = pending_sentence(job.reason) + expected
+        return replace(status, state="pending", reason=sentence, pending_reason=job.reason)
     if job.is_over:
         return _ended(status, job)
     if job.state == UNKNOWN:

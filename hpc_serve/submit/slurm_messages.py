@@ -5,8 +5,10 @@ Slurm's own word always stands beside the sentence, because the help pages of si
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.submit.slurm import GONE, JobState, Partition
 
 _PENDING_REASONS = {
@@ -18,7 +20,10 @@ _PENDING_REASONS = {
     "BeginTime": "waiting for its begin time (or for the pause after a requeue)",
     "JobHeldUser": "held by its owner; `scontrol release` lets it go",
     "JobHeldAdmin": "held by an administrator",
-    "launch failed requeued held": "requeued and held after a failed launch",
+    "JobHoldMaxRequeue": "held after it was requeued too often; it will not start by itself",
+    "AccountingPolicy": "it is over a limit of its account or QOS; it will not start by itself",
+    "QOSNotAllowed": "its partition does not take its QOS; it will not start by itself",
+    "launch failed requeued held": "requeued and held after a failed launch; it will not start by itself",
     "Licenses": "waiting for a licence",
     "Reservation": "waiting for its reservation to begin",
     "ReservationDeleted": "its reservation no longer exists; it will not start by itself",
@@ -38,8 +43,30 @@ _PENDING_REASONS = {
     "BurstBufferStageIn": "waiting for its data to be staged in",
     "DeadLine": "its deadline has passed; it will not start",
 }
+# Reasons that stay until a person acts, and what that person can do. {job} is the job's id.
+_NEVER_BY_ITSELF = {
+    "DependencyNeverSatisfied": "Submit it without that dependency.",
+    "ReservationDeleted": "Submit it with another --reservation, or without one.",
+    "PartitionConfig": "Submit it with fewer --nodes or --gpus-per-node, or to another --partition.",
+    "PartitionNodeLimit": "Submit it with fewer --nodes, or to another --partition.",
+    "PartitionTimeLimit": "Submit it with a shorter --time, or to another --partition.",
+    "AccountNotAllowed": "Submit it with another --account or --partition: `sacctmgr show associations user=$USER`.",
+    "AccountingPolicy": "Submit it with less, or with another --account or --qos.",
+    "BadConstraints": "Submit it with other --constraint, --gpus-per-node, --mem or --cpus-per-task.",
+    "InvalidAccount": "Submit it with another --account: `sacctmgr show associations user=$USER` lists yours.",
+    "InvalidQOS": "Submit it with another --qos: `sacctmgr show associations user=$USER format=account,qos`.",
+    "QOSNotAllowed": "Submit it with another --qos, or to another --partition.",
+    "DeadLine": "Submit it again with a later --deadline.",
+    "launch failed requeued held": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
+    "JobHoldMaxRequeue": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
+}
+# Limits of what one job may have: no other job's end makes room for it.
+_PER_JOB_LIMIT = re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min\w+)(Limit)?|QOSMin\w+|MaxMemPerLimit")
+# Hours of a budget that are used up; those of running jobs (RunMinutes) come free as these end.
+_USED_UP_BUDGET = re.compile(r"(QOS|Assoc)Grp\w*?(?<!Run)(Minutes|Mins)(Limit)?")
 _LIMIT_OWNERS = {"QOS": "QOS", "Assoc": "account", "MaxJobs": "account"}
 _NO_OUTPUT_FILE = 53  # not a signal: what slurmd reports if it cannot set up the script's output
+_REFUSED = 1  # no signal either: the exit status of a job that slurmctld refused, so that it never had a node
 
 _ENDS = {
     "COMPLETED": "its script ended without an error",
@@ -66,8 +93,31 @@ def pending_sentence(reason: str) -> str:
         return f"{sentence} ({reason})" if reason else sentence
     for prefix, owner in _LIMIT_OWNERS.items():
         if reason.startswith(prefix):
+            if _PER_JOB_LIMIT.fullmatch(reason):
+                return (
+                    f"its {owner} does not allow one job so much, or so little; it will not start by itself ({reason})"
+                )
+            if _USED_UP_BUDGET.fullmatch(reason):
+                return f"the hours of its {owner} are used up; it will not start by itself ({reason})"
             return f"a limit of its {owner} is reached ({reason})"
     return f"waiting; Slurm's reason is {reason}"
+
+
+def pending_cure(reason: str, job_id: str, partitions: Sequence[Partition] = ()) -> str:
+    """What to do about a reason for which a job waits for ever; "" where it may resolve by itself.
+
+    A limit of a whole account or QOS comes free as other jobs end; one of a single job, and a used-up budget, do not.
+    """
+    cure = _NEVER_BY_ITSELF.get(reason, "")
+    if not cure and _PER_JOB_LIMIT.fullmatch(reason):
+        cure = "Submit it with what the limit allows (--nodes, --time, --mem), or with another --qos or --account."
+    if not cure and _USED_UP_BUDGET.fullmatch(reason):
+        cure = "Submit it with another --account or --qos, or ask your site for more hours."
+    if reason == "PartitionTimeLimit" and partitions:
+        cure += f" Time limits here: {_time_limits(partitions)}."
+    elif reason.startswith("Partition") and cure:
+        cure += f" {_offers(partitions)}"
+    return cure.format(job=job_id).strip()
 
 
 def ended_sentence(job: JobState) -> str:
@@ -84,12 +134,16 @@ def ended_sentence(job: JobState) -> str:
 
 
 def _failed_sentence(job: JobState) -> str:
+    if job.signal == _REFUSED and not job.has_begun:
+        why = f": {_PENDING_REASONS[job.reason].partition(';')[0]}" if job.reason in _NEVER_BY_ITSELF else ""
+        return f"Slurm refused it when it was submitted{why}"
     if job.signal == _NO_OUTPUT_FILE:
         return f"the node could not open its output file {job.batch_log or ''}".rstrip()
     if job.signal:
         return f"its script was ended by signal {job.signal}"
     if job.exit_code:
-        return f"its script exited with code {job.exit_code}"
+        words = exit_code_words(job.exit_code)
+        return f"its script exited with code {job.exit_code}{f': {words}' if words else ''}"
     return f"Slurm could not run it: {job.reason or 'it gives no reason'}"
 
 
@@ -106,8 +160,7 @@ def refusal_hint(stderr: str, partitions: Sequence[Partition]) -> str:
     if "accounting/qos policy" in said:
         return "It is over a limit of your account or QOS: fewer nodes or less --time, or another --qos."
     if "time limit" in said:
-        limits = ", ".join(dict.fromkeys(f"{p.name} {p.time_limit}" for p in partitions))
-        return f"Time limits here: {limits}; set --time." if limits else "Set a shorter --time."
+        return f"Time limits here: {_time_limits(partitions)}; set --time." if partitions else "Set a shorter --time."
     if "invalid generic resource" in said or "invalid gres" in said:
         return f"{_offers(partitions)}gpu_directive and gres_type in the site file say how this site names its GPUs."
     if "node configuration is not available" in said or "node count specification invalid" in said:
@@ -117,6 +170,10 @@ def refusal_hint(stderr: str, partitions: Sequence[Partition]) -> str:
     if "access/permission denied" in said or "user's group not permitted" in said:
         return f"You may not use that partition. Partitions here: {names}." if names else ""
     return ""
+
+
+def _time_limits(partitions: Sequence[Partition]) -> str:
+    return ", ".join(dict.fromkeys(f"{p.name} {p.time_limit}" for p in partitions))
 
 
 def _offers(partitions: Sequence[Partition]) -> str:

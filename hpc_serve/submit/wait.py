@@ -1,18 +1,29 @@
-"""Waits until a service is ready, for the person who submitted it, and tells how a job ended that failed."""
+"""Waits until a service is ready, for the person who submitted it, and tells how a job ended that failed.
+
+A job that waits in the queue for a reason that only a person can change ends the wait as one that failed does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceFailedError, WaitTimeoutError
+from hpc_serve.errors import (
+    InvalidRequestError,
+    SchedulerError,
+    ServiceAsleepError,
+    ServiceFailedError,
+    WaitTimeoutError,
+)
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.elastic_sentence import asleep_sentence
 from hpc_serve.submit.log_files import places_of
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.slurm import UNKNOWN
+from hpc_serve.submit.slurm import UNKNOWN, Partition
+from hpc_serve.submit.slurm_messages import pending_cure
 from hpc_serve.submit.status_reader import is_of_job, is_same_replica, not_found_error, read_status
 
 _RECORDS_S = 1.0
@@ -31,9 +42,9 @@ def wait(
 ) -> ReplicaStatus:
     """Return once `replicas` of the service (or of its job or array `job_id`) are ready: the last of them.
 
-    `on_change` is called with each new stage. Raises ServiceFailedError when so many jobs have ended that fewer are
-    left, ServiceAsleepError, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError if there is none,
-    InvalidRequestError if there were never so many.
+    `on_change` is called with each new stage. Raises ServiceFailedError when so many jobs have ended, or will never
+    start, that fewer are left, ServiceAsleepError, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError
+    if there is none, InvalidRequestError if there were never so many.
     """
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     deadline = time.monotonic() + timeout_s if timeout_s is not None else None
@@ -51,6 +62,8 @@ def wait(
             shown = status
         if len(ready) >= replicas:
             return status
+        if _never_starts(status):
+            raise ServiceFailedError(_never_starts_report(status))
         if status.is_over and service in report.elastic and report.elastic[service].state == "asleep":
             raise ServiceAsleepError(asleep_sentence(service, report.elastic[service]))
         if status.is_over:
@@ -80,17 +93,33 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
 
     Raises InvalidRequestError if there were never so many.
     """
-    coming = [status for status in found if not status.is_over and status.state != "ready"]
-    ended = [status for status in found if status.is_over]
-    left = len(found) - len(ended)
+    lost = [status for status in found if status.is_over or _never_starts(status)]
+    coming = [status for status in found if status not in lost and status.state != "ready"]
+    left = len(found) - len(lost)
     if left >= wanted:
         return coming[-1]
-    if ended:
-        return ended[-1]
+    if lost:
+        return lost[-1]
     service = found[0].service
     raise InvalidRequestError(
         f"{service} has {left} replicas, so {wanted} will not be ready: "
         f"`hpc-serve scale {service} {wanted}` starts more."
+    )
+
+
+def _never_starts(status: ReplicaStatus) -> bool:
+    return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))
+
+
+def _never_starts_report(status: ReplicaStatus) -> str:
+    """Why a job stays in the queue for ever, and what to do."""
+    partitions: Sequence[Partition] = ()
+    with contextlib.suppress(SchedulerError):
+        partitions = scheduler.partitions()
+    cure = pending_cure(status.pending_reason, status.job_id, partitions)
+    return (
+        f"{status.service} (job {status.name}) waits in the queue, and {status.reason}. {cure} "
+        f"End this one: hpc-serve stop {status.job_id}"
     )
 
 

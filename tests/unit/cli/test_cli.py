@@ -20,6 +20,7 @@ from hpc_serve.cli.main import COMMANDS, run
 from hpc_serve.cli.options import default_service
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait
 from hpc_serve.submit.sbatch_options import SlurmOptions
@@ -39,6 +40,7 @@ STATUS_KEYS = {
         "log_dir",
         "batch_log",
         "scheduler_state",
+        "pending_reason",
         "time_left",
         "successor",
         "successor_job_id",
@@ -467,7 +469,7 @@ def test_logs_that_went_to_a_place_of_their_own_are_named(store, place, capsys, 
     place.job("9", "FAILED", exit_code="78:0", name="hpc-serve-8b", log=str(log))
     assert run(["logs", "8b"]) == 1
     said = capsys.readouterr().err
-    assert "8b (job 9, failed: its script exited with code 78 (FAILED)) has no logs" in said
+    assert f"8b (job 9, failed: its script exited with code 78: {exit_code_words(78)} (FAILED)) has no logs" in said
     assert f"they would be {log} and {store.log_dir('8b')}/9*.log" in said
     log.write_text("no Python environment\n")
     assert run(["logs", "8b"]) == 0

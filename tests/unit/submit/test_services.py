@@ -26,6 +26,7 @@ from hpc_serve.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
+from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
@@ -396,7 +397,7 @@ class TestStatus:
         slurm.job("10", "FAILED", exit_code="1:0", name="something-else")
         status = the_one(store)
         assert (status.service, status.job_id, status.state, status.exit_code) == ("70b", "9", "failed", 78)
-        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert status.reason == f"its script exited with code 78: {exit_code_words(78)} (FAILED)"
         assert (files_of(status), status.last_log_lines) == ([log], ("no Python environment",))
         assert status.updated_at is not None
 
@@ -608,6 +609,44 @@ class TestWait:
             wait.wait(store, "8b", timeout_s=0.5, on_change=answer)
         assert seen == ["unknown", "pending"]
 
+    @pytest.mark.parametrize("reason", ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "DependencyNeverSatisfied"])
+    def test_a_job_that_will_never_start_ends_the_wait(self, store, slurm, reason):
+        submitted_job(store)
+        slurm.queue(("7", "PENDING", reason))
+        with pytest.raises(ServiceFailedError, match=rf"never|not start by itself.*\({reason}\)") as failed:
+            wait.wait(store, "8b", timeout_s=60)
+        assert "Submit it with" in str(failed.value)
+        assert str(failed.value).endswith("hpc-serve stop 7")
+
+    def test_what_the_partitions_have_is_said_with_it(self, store, slurm):
+        submitted_job(store)
+        slurm.queue(("7", "PENDING", "PartitionTimeLimit"))
+        with pytest.raises(ServiceFailedError, match=r"Time limits here: gpu 1-00:00:00\."):
+            wait.wait(store, "8b", timeout_s=60)
+
+    def test_a_silent_sinfo_keeps_nobody_from_the_reason(self, store, slurm):
+        submitted_job(store)
+        slurm.queue(("7", "PENDING", "BadConstraints"))
+        (slurm.bin / "sinfo").write_text("#!/bin/bash\nexit 1\n")
+        with pytest.raises(ServiceFailedError, match="no node can ever"):
+            wait.wait(store, "8b", timeout_s=60)
+
+    @pytest.mark.parametrize("reason", ["Resources", "AssocGrpNodeLimit", "ReqNodeNotAvail", "QOSMaxJobsPerUserLimit"])
+    def test_one_that_may_start_by_itself_is_waited_for(self, store, slurm, reason):
+        submitted_job(store)
+        slurm.queue(("7", "PENDING", reason))
+        with pytest.raises(WaitTimeoutError):
+            wait.wait(store, "8b", timeout_s=0)
+
+    def test_another_job_of_the_service_is_waited_for(self, store, slurm):
+        submitted_job(store, "7")
+        submitted_job(store, "8")
+        slurm.queue(("7", "PENDING", "Resources"), ("8", "PENDING", "PartitionNodeLimit"))
+        with pytest.raises(WaitTimeoutError, match="waiting for free nodes"):
+            wait.wait(store, "8b", timeout_s=0)
+        with pytest.raises(ServiceFailedError, match="job 8"):
+            wait.wait(store, "8b", replicas=2, timeout_s=60)
+
     def test_an_older_failure_does_not_end_the_wait_for_a_new_job(self, store, slurm):
         submitted_job(store, "7", submitted_at=time.time() - 100)
         submitted_job(store, "8")
@@ -736,7 +775,7 @@ class TestStop:
         slurm.forget("7")
         status = the_one(store)
         assert (status.state, status.exit_code) == ("failed", 78)
-        assert status.reason == "its script exited with code 78 (FAILED)"
+        assert status.reason == f"its script exited with code 78: {exit_code_words(78)} (FAILED)"
         assert status.last_log_lines == ("no Python environment in /x",)
 
     def test_a_job_whose_end_is_written_down_and_that_was_requeued_is_in_the_queue(self, store, slurm):

@@ -28,7 +28,7 @@ from hpc_serve.submit.slurm_answers import (
     says_no_such_job,
     says_unreachable,
 )
-from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence, refusal_hint
+from hpc_serve.submit.slurm_messages import ended_sentence, pending_cure, pending_sentence, refusal_hint
 
 OUTPUTS = Path(__file__).parent / "slurm_outputs"
 
@@ -282,6 +282,54 @@ def test_every_recorded_pending_reason_has_a_sentence_of_its_own():
 )
 def test_how_a_job_ended(situation, sentence):
     assert ended_sentence(scontrol_job(situation)) == sentence
+
+
+REFUSED = (  # what a job that sbatch refused leaves in the controller: ExitCode 0:1, and no node
+    "JobId=40 JobName=hpc-serve-8b UserId=alice(0) JobState=FAILED Reason={} Requeue=1 Restarts=0 ExitCode=0:1 "
+    "RunTime=00:00:00 StartTime=2026-11-21T02:11:36 EndTime=2026-11-21T02:11:36 NodeList={} StdOut=/home/alice/40.log"
+)
+
+
+def test_a_job_that_was_refused_is_not_said_to_be_ended_by_a_signal():
+    refused = parse_scontrol_job(REFUSED.format("BadConstraints", "(null)"), "40")
+    assert ended_sentence(refused) == (
+        "Slurm refused it when it was submitted: no node can ever satisfy its constraints (FAILED)"
+    )
+    accounted = JobState(job_id="40", state="FAILED", exit_code=0, signal=1)
+    assert ended_sentence(accounted) == "Slurm refused it when it was submitted (FAILED)"
+    hung_up = parse_scontrol_job(REFUSED.format("NonZeroExitCode", "n1"), "40")
+    assert ended_sentence(hung_up) == "its script was ended by signal 1 (FAILED)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("PartitionNodeLimit", "fewer --nodes"),
+        ("QOSMaxWallDurationPerJobLimit", "what the limit allows"),
+        ("AssocMaxNodePerJobLimit", "what the limit allows"),
+        ("QOSMaxGRESPerNode", "what the limit allows"),
+        ("QOSMinGRES", "what the limit allows"),
+        ("AssocGrpCPUMinutesLimit", "more hours"),
+        ("AssocGrpBillingMinutes", "more hours"),
+        ("InvalidQOS", "--qos"),
+        ("launch failed requeued held", "scontrol release 7"),
+    ],
+)
+def test_what_to_do_about_a_reason_that_stays(reason, words):
+    assert words in pending_cure(reason, "7")
+    assert "not start" in pending_sentence(reason)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("", "Resources", "Priority", "Dependency", "BeginTime", "JobHeldUser", "PartitionDown", "ReqNodeNotAvail"),
+        *("AssocGrpNodeLimit", "AssocGrpCPURunMinutesLimit", "QOSGrpGRES", "QOSMaxJobsPerUserLimit", "NodeDown"),
+        *("QOSMaxCpuPerUserLimit", "AssocMaxJobsLimit", "MaxJobsPerAccount", "Licenses", "None"),
+    ],
+)
+def test_a_reason_that_may_resolve_by_itself_has_no_cure(reason):
+    assert pending_cure(reason, "7") == ""
 
 
 def test_how_a_job_ended_that_could_not_be_provoked():  # from the documentation

@@ -1,0 +1,187 @@
+"""What somebody meets who has not used hpc-serve before: names, guesses, what is assumed, and what is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.plan.catalog import accelerator_entries
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.stubs import make_record, make_submitted
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path, monkeypatch):
+    """Stand-ins for Slurm, an environment, a home, and no settings of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_", "HF_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "activate").touch()
+    fake = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("COLUMNS", "80")
+    return fake
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Writes the site file."""
+
+    def write(text: str) -> None:
+        path = tmp_path / "config" / "hpc-serve" / "site.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    return write
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+def failed_job(store: ServiceStore, job_id: str = "7", **fields) -> None:
+    store.write_submitted(make_submitted(service="8b", job_id=job_id, submitted_at=time.time() - 60))
+    usual = {"service": "8b", "job_id": job_id, "state": "failed", "reason": "engine exited with 1"}
+    store.write(make_record(**{**usual, "updated_at": time.time(), **fields}))
+
+
+# Words in the order and the place that come to mind
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit"])
+def test_a_model_needs_no_option_and_sizes_have_vllm_s_short_ones(command, capsys):
+    assert run([command, "8b", "-tp", "2", "-pp", "1"]) == 0
+    assert "TP=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit"])
+def test_an_option_of_vllm_without_dashes_before_it_says_where_it_goes(command, capsys):
+    assert run([command, "8b", "--no-enable-prefix-caching"]) == 2
+    said = capsys.readouterr().err
+    assert "--no-enable-prefix-caching is an option of vLLM: write it after `--`" in said
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit"])
+def test_an_abbreviated_option_of_vllm_is_refused_with_its_full_name(command, capsys):
+    assert run([command, "8b", "--", "--max-num-seq", "4"]) == 2
+    assert "write --max-num-seqs" in capsys.readouterr().err
+
+
+def test_a_plan_takes_the_words_that_submit_takes(capsys):
+    assert run(["plan", "8b", "--json", "--", "--max-num-seqs", "4", "--max-model-len", "8192"]) == 0
+    args = json.loads(capsys.readouterr().out)["vllm_args"]
+    assert args[args.index("--max-num-seqs") + 1] == "4"
+    assert args[args.index("--max-model-len") + 1] == "8192"
+
+
+# Which GPU
+
+
+def test_the_accelerators_are_listed_and_the_default_is_named(capsys):
+    assert run(["gpus"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {entry['name']} " in out for entry in accelerator_entries().values())
+    assert "h100-80gb is assumed" in out
+    assert "* " not in out
+
+
+@pytest.mark.parametrize(("gpu", "name"), [("h200", "h200-141gb"), ("v5e:4x4", "v5e"), ("cpu-spr-2s", "cpu-spr")])
+def test_the_site_s_own_accelerator_is_marked(gpu, name, site, capsys):
+    site(f"gpu: {gpu}\n")
+    assert run(["gpus"]) == 0
+    out = capsys.readouterr().out
+    assert f"* {name} " in out
+    assert f"the site file's: {gpu}" in out
+    assert out.count("* ") == 2
+
+
+def test_accelerators_by_a_word_and_as_json(capsys):
+    assert run(["gpus", "mi300", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in found] == ["mi300a", "mi300x"]
+    assert found[1]["engine"] == "ROCm"
+    assert found[1]["per_node"] == 8
+    assert run(["gpus", "zx81"]) == 1
+    assert "`hpc-serve gpus` lists all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit"])
+def test_a_gpu_that_nobody_named_is_said_to_be_assumed(command, site, capsys):
+    words = "no GPU is named, so h100-80gb is assumed"
+    assert run([command, "8b"]) == 0
+    assert words in " ".join("".join(capsys.readouterr()).split())
+    assert run([command, "8b", "--gpu", "h100"]) == 0
+    assert words not in " ".join("".join(capsys.readouterr()).split())
+    site("gpu: h100\n")
+    assert run([command, "8b"]) == 0
+    assert words not in " ".join("".join(capsys.readouterr()).split())
+
+
+# What is over
+
+
+def test_what_is_over_can_be_forgotten(store, capsys):
+    failed_job(store, "7")
+    failed_job(store, "8")
+    log = store.log_dir("8b") / "7-node0.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("line\n")
+    assert run(["forget", "7"]) == 0
+    assert capsys.readouterr().out == "Forgotten: 7.\n"
+    assert run(["status", "--all", "--json"]) == 0
+    assert [one["job_id"] for one in json.loads(capsys.readouterr().out)["services"]] == ["8"]
+    assert run(["forget", "8b"]) == 0
+    assert run(["status"]) == 0
+    assert "No services" in capsys.readouterr().out
+    assert log.exists()
+
+
+def test_what_is_not_over_stays(store, slurm, capsys):
+    failed_job(store, "7")
+    store.write_submitted(make_submitted(service="8b", job_id="9", submitted_at=time.time()))
+    slurm.queue(("9", "PENDING", "Resources"))
+    assert run(["forget", "9"]) == 2
+    assert "8b (job 9) is pending, not over: hpc-serve stop 9 first." in capsys.readouterr().err
+    assert run(["forget", "--ended"]) == 0
+    assert capsys.readouterr().out == "Forgotten: 7.\n"
+    assert [job.job_id for job in store.read_submitted("8b")] == ["9"]
+
+
+def test_what_slurm_alone_knows_is_left_to_it(slurm, capsys):
+    slurm.job("9", "FAILED", exit_code="1:0", name="hpc-serve-8b")
+    assert run(["forget", "8b"]) == 0
+    assert "9: Slurm alone knows of it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["forget"], ["forget", "8b", "--ended"]])
+def test_what_is_to_be_forgotten_must_be_said(words, capsys):
+    assert run(words) == 2
+    assert "--ended" in capsys.readouterr().err
+
+
+def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_details(store, capsys):
+    reason = "engine exited with 1: " + " ".join(f"word{n}" for n in range(100))
+    failed_job(store, reason=reason)
+    assert run(["status"]) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "word1 " in table
+    assert "word99" not in table
+    assert "(hpc-serve status 7)" in table
+    assert run(["status", "7"]) == 0
+    assert "word99" in capsys.readouterr().out
+
+
+def test_an_exit_code_comes_with_what_it_means(store, capsys):
+    failed_job(store, exit_code=137)
+    assert run(["status", "7"]) == 0
+    assert "137 (ended by SIGKILL)" in capsys.readouterr().out
