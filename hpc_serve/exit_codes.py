@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _WORDS = {
     75: "a port or folder was taken at each of three starts",
     78: "no Python environment that it may use; HPC_SERVE_ENV or the site file names one",
     126: "a command could not be run",
     127: "a command was not found, in its modules or its Python environment",
 }
+_LAST_SIGNAL = 64
 
 
 def exit_code_words(code: int) -> str:
@@ -18,12 +18,7 @@ def exit_code_words(code: int) -> str:
     >>> exit_code_words(137), exit_code_words(3)
     ('ended by SIGKILL', '')
     """
-    return _WORDS.get(code) or (f"ended by {signal_name(code - 128)}" if 128 < code < 160 else "")
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL for 9; the number where it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if 128 < code <= 128 + _LAST_SIGNAL:
+        number = code - 128
+        return f"ended by {_SIGNALS.get(number, f'signal {number}')}"
+    return _WORDS.get(code, "")
