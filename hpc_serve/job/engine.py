@@ -25,7 +25,7 @@ from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, 
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.vllm.command import head_args
-from hpc_serve.vllm.log import read_figures, read_stage
+from hpc_serve.vllm.log import is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Engine:
             argv,
             {**environ, **self._endpoint.environ, **mark_environ(node.run_mark, variable=ENGINE_MARK)},
             on_line=self._read_line,
-            is_noise=lambda line: self._watch is not None and self._watch.is_noise(line),
+            is_noise=lambda line: is_health_answer(line) or (self._watch is not None and self._watch.is_noise(line)),
         )
 
     async def _stop(self) -> None:

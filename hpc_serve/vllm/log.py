@@ -34,6 +34,7 @@ _ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception
 # Before an error's name: the level of a line that only warns, as vLLM, Ray and Python's logging write it.
 _NO_ERROR_LEVEL = re.compile(r"(?:^|[\s)\]])(?:DEBUG|INFO|WARNING|WARN)(?=[\s:])")
 # How `ray start --block` names the one of its processes that ended.
+_HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
 _RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
 # Ray's C++ side logs what it retries or merely notes in the same words.
 _RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
@@ -177,3 +178,12 @@ def is_idle_report(line: str) -> bool:
     """Whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
     found = _REPORT.search(line)
     return found is not None and all(float(number) <= _IDLE_TOKENS_PER_S for number in found.groups())
+
+
+def is_health_answer(line: str) -> bool:
+    """Whether `line` says that somebody asked `/health` and was told that the engine is well.
+
+    >>> is_health_answer('INFO:     10.0.0.1:4711 - "GET /health HTTP/1.1" 200 OK')
+    True
+    """
+    return _HEALTH_ANSWER.search(line) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.sizes import MIB
-from hpc_serve.vllm.log import StartStage, is_idle_report, read_error, read_stage
+from hpc_serve.vllm.log import StartStage, is_health_answer, is_idle_report, read_error, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 
@@ -110,3 +110,17 @@ def test_a_report_of_next_to_nothing_is_known(prompt, generation, running, is_id
         f"Running: {running} reqs, Waiting: 0 reqs, GPU KV cache usage: 0.0%, Prefix cache hit rate: 0.0%"
     )
     assert is_idle_report(line) is is_idle
+
+
+@pytest.mark.parametrize(
+    ("said", "is_dropped"),
+    [
+        ('"GET /health HTTP/1.1" 200 OK', True),
+        ('"HEAD /health HTTP/1.1" 200 OK', True),
+        ('"GET /health HTTP/1.1" 503 Service Unavailable', False),
+        ('"GET /healthy HTTP/1.1" 200 OK', False),
+        ('"POST /v1/completions HTTP/1.1" 200 OK', False),
+    ],
+)
+def test_answers_that_all_is_well_are_known(said, is_dropped):
+    assert is_health_answer(f"(APIServer pid=7) INFO:     10.0.0.1:4711 - {said}") is is_dropped
