@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
 _LOGS_SHOWN = 4
 
 
-def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> dict[str, Any]:
-    """A submission under stable keys, with the other replicas of its service."""
+def submission_json(
+    submission: Submission, others: Sequence[ReplicaStatus], differing: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
     return {
         "service": job.service,
@@ -32,12 +35,19 @@ def submission_json(submission: Submission, others: Sequence[ReplicaStatus]) -> 
         "tensor_parallel_size": plan.layout.tensor_parallel_size,
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "replicas_wanted": plan.replicas,
-        "other_jobs": [{"job_id": other.job_id, "state": other.state} for other in others],
+        "other_jobs": [
+            {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
+            for other in others
+        ],
     }
 
 
 def submission_text(
-    submission: Submission, others: Sequence[ReplicaStatus] = (), *, gpu_note: str | None = None
+    submission: Submission,
+    others: Sequence[ReplicaStatus] = (),
+    differing: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    *,
+    gpu_note: str | None = None,
 ) -> str:
     """What was submitted, and what to type next."""
     from hpc_serve.submit.elastic_sentence import bounds_sentence
@@ -68,4 +78,6 @@ def submission_text(
             f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
             f"          if that is too many: hpc-serve stop {submission.job_id}",
         ]
+    for job_id, words in differing.items():
+        lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
     return "\n".join(lines)

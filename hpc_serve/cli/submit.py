@@ -57,9 +57,10 @@ def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: 
     request = make_request(options)
     submission = services.submit(request)
     others = services.other_replicas(submission)
+    differing = services.differences(submission, others)
     if as_json:
-        show.print_json(submission_json(submission, others))
+        show.print_json(submission_json(submission, others, differing))
     else:
-        click.echo(submission_text(submission, others, gpu_note=assumed_gpu_note()))
+        click.echo(submission_text(submission, others, differing, gpu_note=assumed_gpu_note()))
     if wait:
         show.follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

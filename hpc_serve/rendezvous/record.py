@@ -130,7 +130,8 @@ class SubmittedJob:
     """A job that `submit` handed over. `script` and `log_path` are file names; `end` is added by `stop`.
 
     `pid` and `pid_start_time` (clock ticks since boot, field 22 of /proc/PID/stat) identify a local job's process on
-    the host that submitted it. `submitted_at` is seconds since the epoch by the writer's clock.
+    the host that submitted it. `submitted_at` is seconds since the epoch by the writer's clock. `engine_args` are the
+    options of `vllm serve` in the script, empty where an earlier version wrote the file.
     """
 
     service: str
@@ -149,6 +150,7 @@ class SubmittedJob:
     predicted: Mapping[str, float] = field(default_factory=dict)
     end: JobEnd | None = field(default=None, metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
+    engine_args: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

@@ -106,7 +106,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
         "rendered_by": _comment(shlex.join(render_argv(request))),
-        "engine_options": _engine_options(request, plan),
+        "engine_options": [option.words for option in read_arguments(engine_words(request, plan))],
     }
 
 
@@ -122,10 +122,9 @@ def _replicas(per_job: int) -> dict[str, Any]:
     }
 
 
-def _engine_options(request: ServeRequest, plan: ServePlan) -> list[tuple[str, ...]]:
-    """The options after the model, each with its values: the plan's, but for those that the request gives again."""
-    words = (*without(plan.vllm_args, names_in(request.engine_args)), *request.engine_args)
-    return [option.words for option in read_arguments(words)]
+def engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
+    """The options after the model: the plan's, but for those that the request gives again, then the request's."""
+    return (*without(plan.vllm_args, names_in(request.engine_args)), *request.engine_args)
 
 
 def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:

@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
@@ -28,13 +28,14 @@ from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
-from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
+from hpc_serve.submit.render import devices_per_node, engine_words, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.service_bounds import note_submission
 from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option
 from hpc_serve.submit.status_reader import read_status, scheduled_job
 from hpc_serve.submit.stop import end_job
+from hpc_serve.vllm.arguments import differing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,23 @@ def other_replicas(submission: Submission, *, environ: Mapping[str, str] = os.en
     return tuple(one for one in report.replicas if not one.is_over and one.job_id not in own)
 
 
+def differences(
+    submission: Submission, others: Sequence[ReplicaStatus], *, environ: Mapping[str, str] = os.environ
+) -> dict[str, tuple[str, ...]]:
+    """By the id of each job of `others`, the options of its engine that are otherwise than those of the submission.
+
+    A client takes any replica, so answers depend on the one that it meets.
+    """
+    submitted = ServiceStore(default_home(environ)).read_submitted(submission.job.service)
+    live = {status.job_id for status in others}
+    found = {
+        job.job_id: differing(submission.job.engine_args, job.engine_args)
+        for job in submitted
+        if job.job_id in live and job.engine_args
+    }
+    return {job_id: words for job_id, words in found.items() if words}
+
+
 def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
     """What is known of a job before it has an id."""
     return SubmittedJob(
@@ -145,6 +163,7 @@ def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
         gpus_per_node=devices_per_node(plan),
         replicas_per_job=request.replicas_per_job,
         predicted=_figures(plan),
+        engine_args=engine_words(request, plan),
     )
 
 

@@ -102,6 +102,36 @@ def names_in(words: Iterable[str]) -> frozenset[str]:
     return frozenset(argument.name for argument in read_arguments(words))
 
 
+def differing(one: Iterable[str], other: Iterable[str]) -> tuple[str, ...]:
+    """The options that two commands do not give alike, in words: what the first has, and what the other one.
+
+    >>> differing(["--max-num-seqs", "4"], ["--max-num-seqs=8", "--enforce-eager"])
+    ('--max-num-seqs 4, not --max-num-seqs=8', 'no --enforce-eager')
+    """
+    mine, others = _by_name(one), _by_name(other)
+    words = []
+    for name in dict.fromkeys((*mine, *others)):
+        ours, theirs = mine.get(name, ()), others.get(name, ())
+        if [_said(argument) for argument in ours] == [_said(argument) for argument in theirs]:
+            continue
+        said, instead = (" ".join(word for one in found for word in one.words) for found in (ours, theirs))
+        words.append(f"{said}, not {instead}" if ours and theirs else said or f"no {instead}")
+    return tuple(words)
+
+
+def _said(argument: Argument) -> tuple[object, ...]:
+    """What an argument says, whichever way it is spelt."""
+    is_off = argument.option is not None and argument.spelling in argument.option.negated
+    return (is_off, argument.keys, argument.values, argument.stray)
+
+
+def _by_name(words: Iterable[str]) -> dict[str, tuple[Argument, ...]]:
+    found: dict[str, tuple[Argument, ...]] = {}
+    for argument in read_arguments(words):
+        found[argument.name] = (*found.get(argument.name, ()), argument)
+    return found
+
+
 def check_value(argument: Argument) -> None:
     """Raises InvalidRequestError for values that vLLM's parser does not take after this option."""
     option = argument.option

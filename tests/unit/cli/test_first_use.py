@@ -185,3 +185,15 @@ def test_an_exit_code_comes_with_what_it_means(store, capsys):
     failed_job(store, exit_code=137)
     assert run(["status", "7"]) == 0
     assert "137 (ended by SIGKILL)" in capsys.readouterr().out
+
+
+# A second replica
+
+
+def test_a_replica_whose_engine_is_otherwise_says_so(capsys):
+    assert run(["submit", "8b"]) == 0
+    assert run(["submit", "8b", "--", "--max-num-seqs", "4", "--max-num-batched-tokens=2048"]) == 0
+    assert "its engine is not that of job 101, so answers may differ: --max-num-seqs 4" in capsys.readouterr().out
+    assert run(["submit", "8b", "--json", "--", "--max_num_seqs=4", "--max-num-batched-tokens", "2048"]) == 0
+    others = json.loads(capsys.readouterr().out)["other_jobs"]
+    assert [(one["job_id"], bool(one["differs"])) for one in others] == [("101", True), ("102", False)]
