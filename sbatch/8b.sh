@@ -65,7 +65,7 @@ for attempt in 1 2 3; do
         signalled='' status=0
         wait "$launcher" || status=$?
     done
-    [[ $status -eq 75 && -z $cancelled ]] || exit "$status"
+    [[ $status -eq 75 && -z $cancelled ]] || break
     echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
 done
 exit "$status"

@@ -24,6 +24,8 @@ _REQUEST_INTERVAL_S = 1.0
 _LOOK_INTERVAL_S = 0.5
 # A request may have passed the gate and not be in the engine's figures yet.
 _IDLE_LOOKS = 2
+# In the reason of a failure during a drain.
+WHILE_IT_DRAINED = "while it drained"
 
 
 async def follow_drain_requests(path: Path, run_end: RunEnd) -> None:
@@ -74,7 +76,7 @@ class Drain:
         if has_finished or (self.engine.exit_code == 0 and time.monotonic() - began < stop.drain_s - 1):
             self._left = 0
         elif failure is not None and not (self._ends_by_itself or self.run_end.was_signalled):
-            return replace(failure, reason=f"{failure.reason}, while it drained ({stop.reason}); {self._sentence()}")
+            return replace(failure, reason=f"{failure.reason}, {WHILE_IT_DRAINED} ({stop.reason}); {self._sentence()}")
         return replace(stop, reason=f"{stop.reason}; {self._sentence()}")
 
     async def _finish(self) -> None:

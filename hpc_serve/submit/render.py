@@ -32,6 +32,7 @@ _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
 _MEM_GIB_PER_GPU = 16
 _MEM_GIB_BASE = 16
 _NOTICE_S = 120  # of a preemption, where the time limit gives none
+_MOST_RERUNS = 5  # with --requeue
 _WAY_DOWN_S = 20  # from the last answer to the end of the job
 
 
@@ -99,6 +100,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         **_replicas(request.replicas_per_job),
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
         "keeper_options": _keeper_options(request, plan),
+        "most_reruns": _MOST_RERUNS if request.slurm.requeue else 0,
         "backend": request.backend,
         "tls": request.tls,
         "engine_restarts": request.engine_restarts,
@@ -190,6 +192,7 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         *(array_options(jobs) if jobs > 1 else []),
         batch_log_option(request.log_dir, is_array=jobs > 1),
         *(["--exclusive"] if whole_nodes else []),
+        *([] if slurm.requeue is None else ["--requeue" if slurm.requeue else "--no-requeue"]),
         "--open-mode=append",
         *slurm.extra,
     ]

@@ -75,6 +75,13 @@ class SbatchOptions:
     exclusive: bool | None = field(
         default=None, metadata=_sbatch("", "Whole nodes [default: if several, or of TPUs or CPUs].")
     )
+    requeue: bool | None = field(
+        default=None,
+        metadata=_sbatch(
+            "",
+            "Slurm may run the job again, also after an engine that fails for good [default: as the site has it].",
+        ),
+    )
     gpu_directive: GpuDirective = "gpus-per-node"
     gres_type: str | None = None
 

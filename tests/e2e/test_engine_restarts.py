@@ -12,6 +12,7 @@ import signal
 
 import pytest
 
+from hpc_serve.submit.sbatch_options import SlurmOptions
 from tests.cluster import wait_for
 from tests.e2e.jobs import STUB, Record, User, stub_script
 
@@ -107,8 +108,9 @@ def test_an_engine_that_is_killed_again_and_again_is_started_three_times_over_th
     assert not alice.run("sh", "-c", "ls /dev/shm", node=record["nodes"][0]["name"]).stdout.split()
 
 
-def test_an_engine_that_spans_nodes_without_ray_ends_its_run(alice):
-    layout = {"num_nodes": 2, "pipeline_parallel_size": 2, "backend": "mp"}
+def test_an_engine_that_spans_nodes_without_ray_ends_its_run_and_with_requeue_slurm_runs_the_job_again(alice):
+    slurm = SlurmOptions(exclusive=False, cpus_per_task=4, mem="4G", requeue=True)
+    layout = {"num_nodes": 2, "pipeline_parallel_size": 2, "backend": "mp", "slurm": slurm}
     job_id = serve(alice, "spans", **layout)
     signal_engine(alice, signal.SIGKILL)
     record = wait_for(
@@ -119,4 +121,11 @@ def test_an_engine_that_spans_nodes_without_ray_ends_its_run(alice):
         "engine exited with 137",
         0,
     )
+    wait_for(lambda: status_of(alice, "spans")["state"] == "pending", 60, what="the next run, which waits")
+    shown = alice.run("scontrol", "show", "job", job_id).stdout
+    assert "Restarts=1" in shown
+    assert "Reason=BeginTime" in shown
+    own_log = (alice.home / f"hpc-serve-spans-{job_id}.log").read_text()
+    assert f"asking Slurm to run job {job_id} again (1 of 5): engine exited with 137" in own_log
+    alice.cancel(job_id)
     alice.wait_until_gone(job_id)

@@ -285,7 +285,7 @@ def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(capsys
     names = [
         option.name for option in fields(SlurmOptions) if option.name not in ("gpu_directive", "gres_type", "extra")
     ]
-    assert len(names) == 13
+    assert len(names) == 14
     for name in names:
         assert f"--{name.replace('_', '-')}" in slurm
 

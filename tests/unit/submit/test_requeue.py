@@ -1,0 +1,110 @@
+"""--requeue: what the script says of it, and when the script asks Slurm for another run. Programs are stood in for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.sbatch_options import SlurmOptions
+from tests.cluster import wait_for
+from tests.unit.submit.test_render import bash_accepts
+
+
+def script(requeue: bool | None, *, per_job: int = 1, **environment) -> str:
+    request = ServeRequest(
+        model="8b",
+        service="8b",
+        replicas_per_job=per_job,
+        slurm=SlurmOptions(requeue=requeue),
+        environment=Environment(**environment),
+    )
+    return render_script(request, plan_service(request))
+
+
+@pytest.mark.parametrize(("requeue", "lines"), [(True, ["--requeue"]), (False, ["--no-requeue"]), (None, [])])
+def test_slurm_is_told(requeue, lines):
+    text = script(requeue)
+    bash_accepts(text)
+    assert [
+        line[len("#SBATCH ") :] for line in text.splitlines() if line.startswith("#SBATCH") and "requeue" in line
+    ] == lines
+    assert ("scontrol requeue" in text) == bool(requeue)
+
+
+def test_whether_it_shall_is_asked_in_the_container_and_slurm_beside_it():
+    text = script(True, kind="apptainer", path="image.sif")
+    bash_accepts(text)
+    assert "job=$(apptainer exec --nv image.sif python -m hpc_serve.job.rerun --service 8b --most 5)" in text
+    assert '\n    scontrol requeue "$job" || {\n' in text
+
+
+PROGRAMS = {
+    "srun": 'while [[ $1 != python ]]; do shift; done; exec "$@"',
+    "python": """
+case "$1 $2" in
+"-m hpc_serve.job.rerun") echo rerun >> calls; [[ ! -e no-rerun ]] || exit 1; echo 7_1 ;;
+"-m hpc_serve.job")
+    if [[ ! -e waits ]]; then exit "$(cat end)"; fi
+    trap 'exit 9' TERM; echo started >> calls
+    while :; do sleep 0.05; done ;;
+*) echo "export HPC_SERVE_LOG_DIR=. HPC_SERVE_JOB_ID=7_1" ;;
+esac
+""",
+    "scontrol": 'echo "$*" >> calls; [[ ! -e refused ]] || { cat refused >&2; exit 1; }',
+}
+
+
+def start(folder: Path, *, end: int, per_job: int = 1) -> subprocess.Popen[str]:
+    for name, text in PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "end").write_text(str(end))
+    (folder / "script.sh").write_text(script(True, per_job=per_job, kind="none"))
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "1"}
+    return subprocess.Popen(
+        ["bash", "script.sh"], cwd=folder, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+
+
+@pytest.mark.parametrize("per_job", [1, 2])
+@pytest.mark.parametrize(("end", "asked"), [(137, ["rerun", "requeue 7_1"]), (0, []), (3, ["rerun", "requeue 7_1"])])
+def test_a_run_that_failed_may_be_run_again_once(tmp_path, end, asked, per_job):
+    process = start(tmp_path, end=end, per_job=per_job)
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, calls(tmp_path)) == (end, asked), said
+
+
+def test_one_that_is_not_worth_it_is_not(tmp_path):
+    (tmp_path / "no-rerun").touch()
+    process = start(tmp_path, end=137)
+    process.communicate(timeout=60)
+    assert (process.returncode, calls(tmp_path)) == (137, ["rerun"])
+
+
+def test_a_refusal_is_said_in_words(tmp_path):
+    (tmp_path / "refused").write_text("Requested operation is presently disabled for job 7_1\n")
+    process = start(tmp_path, end=137)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 137
+    assert "Requested operation is presently disabled for job 7_1\nhpc-serve: Slurm does not run job 7_1 again;" in said
+    assert "Submit it anew with `hpc-serve submit`." in said
+
+
+@pytest.mark.parametrize("per_job", [1, 2])
+def test_a_run_that_was_told_to_end_is_not_run_again(tmp_path, per_job):
+    (tmp_path / "waits").touch()
+    process = start(tmp_path, end=0, per_job=per_job)
+    wait_for(lambda: calls(tmp_path) == ["started"] * per_job, 60, what="the launchers")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert (process.returncode, calls(tmp_path)) == (9, ["started"] * per_job)
