@@ -1,6 +1,7 @@
 """One request at one replica: it counts as under way until it ends, and fails at once when its replica is lost.
 
-Each attempt is watched while it is under way (`request_watch`), and the pool is told how long it took. What a failed
+Each attempt is watched while it is under way (`request_watch`), and the pool is told how long it took. A stream is read
+to the end of its body before its user gets its `[DONE]`, so that its connection serves the next request. What a failed
 attempt means for the request is decided in `exchange`.
 """
 
@@ -8,12 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import cast
 
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.resume.received import DONE_EVENT
 from hpc_serve.client.sdk import http
 from hpc_serve.client.speeds import Kind
+from hpc_serve.client.verified_streams import reads_within
+
+# The SDK closes a stream at `[DONE]`. Only the chunk that ends the body is to come then: it is waited for so long.
+END_S = 0.2
 
 
 class ReplicaLostError(http.ReadError):
@@ -50,10 +58,15 @@ class Attempt:
             self._kind = "stream" if is_stream else "whole"
         self._watch.last_replica.note(self.replica.name)
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self._kind == "stream"
+
     def heard_first(self) -> None:
         """The first bytes of the answer have come."""
         self.heard_at_s = time.monotonic()
-        if self._kind == "stream":
+        if self.is_stream:
             self.is_talking = True
             self._watch.pool.note_time(self.replica, "first", self.heard_at_s - self.began_at_s)
 
@@ -86,22 +99,33 @@ class Attempt:
 class AttemptBody(http.SyncByteStream):
     """A response's body. Its end ends the attempt; a body that breaks makes the replica suspect."""
 
-    def __init__(self, body: http.SyncByteStream, attempt: Attempt) -> None:
-        self._body = body
+    def __init__(self, response: http.Response, attempt: Attempt) -> None:
+        self._body = cast(http.SyncByteStream, response.stream)
+        self._pieces = iter(self._body)  # one: who iterates again after the end must not wait for more
+        self._connection = response.extensions.get("network_stream")
         self.attempt = attempt
 
     def __iter__(self) -> Iterator[bytes]:
+        pieces = self._pieces
         try:
-            pieces = iter(self._body)
-            for chunk in pieces:
+            for piece in pieces:
                 self.attempt.heard_first()
-                yield chunk
+                yield piece
                 break
-            for chunk in pieces:
+            for piece in pieces:
                 self.attempt.heard_at_s = time.monotonic()
-                yield chunk
+                more = self._read_end() if self.attempt.is_stream and piece.endswith(DONE_EVENT) else b""
+                yield piece
+                if more:
+                    yield more
         except http.TransportError as error:
             raise self.attempt.end_with(error) from error.__cause__
+
+    def _read_end(self) -> bytes:
+        """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
+        with reads_within(self._connection, END_S), suppress(http.TransportError):
+            return next(self._pieces, b"")
+        return b""
 
     def close(self) -> None:
         self.attempt.end()
@@ -114,22 +138,32 @@ class AttemptBody(http.SyncByteStream):
 class AsyncAttemptBody(http.AsyncByteStream):
     """The same for asyncio and trio."""
 
-    def __init__(self, body: http.AsyncByteStream, attempt: Attempt) -> None:
-        self._body = body
+    def __init__(self, response: http.Response, attempt: Attempt) -> None:
+        self._body = cast(http.AsyncByteStream, response.stream)
+        self._pieces = aiter(self._body)
+        self._connection = response.extensions.get("network_stream")
         self.attempt = attempt
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        pieces = self._pieces
         try:
-            pieces = aiter(self._body)
-            async for chunk in pieces:
+            async for piece in pieces:
                 self.attempt.heard_first()
-                yield chunk
+                yield piece
                 break
-            async for chunk in pieces:
+            async for piece in pieces:
                 self.attempt.heard_at_s = time.monotonic()
-                yield chunk
+                more = await self._read_end() if self.attempt.is_stream and piece.endswith(DONE_EVENT) else b""
+                yield piece
+                if more:
+                    yield more
         except http.TransportError as error:
             raise self.attempt.end_with(error) from error.__cause__
+
+    async def _read_end(self) -> bytes:
+        with reads_within(self._connection, END_S), suppress(http.TransportError):
+            return await anext(self._pieces, b"")
+        return b""
 
     async def aclose(self) -> None:
         self.attempt.end()

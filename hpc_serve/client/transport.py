@@ -75,7 +75,7 @@ class ServiceTransport(http.BaseTransport):
         if isinstance(step, Send):
             response = self._inner.handle_request(step.request)
             step.attempt.answered(response)
-            response.stream = AttemptBody(cast(http.SyncByteStream, response.stream), step.attempt)
+            response.stream = AttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
             return step.function()
@@ -130,7 +130,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
         if isinstance(step, Send):
             response = await self._inner.handle_async_request(step.request)
             step.attempt.answered(response)
-            response.stream = AsyncAttemptBody(cast(http.AsyncByteStream, response.stream), step.attempt)
+            response.stream = AsyncAttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
             return await anyio.to_thread.run_sync(step.function)

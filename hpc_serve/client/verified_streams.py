@@ -108,6 +108,17 @@ class AsyncConnection(core.AsyncNetworkStream):
         _shut_down(self.get_extra_info("socket"))
 
 
+@contextmanager
+def reads_within(connection: Any, seconds: float) -> Iterator[None]:
+    """Reads of a connection take so many seconds at most, all together."""
+    read, deadline = connection.read, _Deadline(seconds)
+    connection.read = lambda most_bytes, timeout=None: read(most_bytes, deadline.left_s)
+    try:
+        yield
+    finally:
+        connection.read = read
+
+
 class _Handshake:
     """A connection that is being verified: another thread can cut it."""
 

@@ -137,6 +137,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-word-s", type=float, default=0.0, help="seconds between words")
     parser.add_argument("--stub-greedy", action="store_true", help="an answer at temperature 0 follows from its prompt")
     parser.add_argument("--stub-halves", action="store_true", help="a word is two tokens, and the first has no text")
+    parser.add_argument(
+        "--stub-stream-end",
+        choices=["whole", "open", "broken"],
+        default="whole",
+        help="after [DONE]: end the body; leave it open; close the connection without its end",
+    )
     parser.add_argument("--stub-slots", type=int, default=256, help="requests worked on at once; the others wait")
     parser.add_argument("--stub-hang-file", help="while this file exists no word comes, and /health answers 200")
     parser.add_argument("--stub-work-log", metavar="FOLDER", help="write a line for each request begun and ended")
@@ -554,7 +560,9 @@ class Handler(BaseHTTPRequestHandler):
             if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
                 self.event(json.dumps({**reply, "choices": [], "usage": self.usage(request, progress.tokens)}))
         self.event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
+        if options.stub_stream_end == "whole":
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = options.stub_stream_end == "broken"
         progress.finish = finish
 
     def stream_words(

@@ -10,7 +10,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from hpc_serve.client import discovery, exchange
+from hpc_serve.client import attempt, connections, discovery, exchange
+from hpc_serve.client.sdk import http
+from hpc_serve.client.verified_streams import AsyncVerifyingBackend
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
 from tests.support.stubs import StubService, make_submitted
@@ -201,6 +203,28 @@ def test_events_come_one_by_one(service, gateway, tmp_path):
     assert first.count(b"data: ") < WORDS
     assert text_of(first + response.read()) == ANSWER
     connection.close()
+
+
+def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(service, gateway, monkeypatch):
+    """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
+    monkeypatch.setattr(attempt, "END_S", 60.0)
+    monkeypatch.setattr(connections, "_LIMITS", http.Limits(max_keepalive_connections=100, keepalive_expiry=600.0))
+    opened: list = []
+    connect_tcp = AsyncVerifyingBackend.connect_tcp
+
+    async def opening(*args, **options):
+        opened.append(await connect_tcp(*args, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening)
+    service.start(*GREEDY)
+    front = gateway()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{front.port}/v1", api_key="none", max_retries=0)
+    for _ in range(4):
+        chunks = list(client.completions.create(model="405b", prompt="Why?", temperature=0, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == ANSWER
+        wait_for(lambda: front.metric("in_flight") == 0, 60, what="the end of the request")
+    assert len(opened) == 1
 
 
 def test_an_error_of_the_engine_is_passed_on(service, gateway):

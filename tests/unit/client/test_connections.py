@@ -1,0 +1,144 @@
+"""How many connections requests take: a stream's is used again, unless its engine does not end the stream's body."""
+
+import asyncio
+import time
+
+import pytest
+
+from hpc_serve.client import attempt, connect, connect_async, connections
+from hpc_serve.client.sdk import http
+from hpc_serve.client.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from tests.support.stub_engine import greedy_answer
+
+WORDS = 8
+GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
+STREAMS = 5
+ANSWER = greedy_answer("Why?", WORDS)
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch):
+    """Nothing here is to depend on how fast the machine is."""
+    monkeypatch.setattr(attempt, "END_S", 60.0)
+    limits = http.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=600.0)
+    monkeypatch.setattr(connections, "_LIMITS", limits)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The connections that clients have opened for requests."""
+    made = []
+    connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
+
+    def opening(*args, **options):
+        made.append(connect_tcp(*args, **options))
+        return made[-1]
+
+    async def opening_async(*args, **options):
+        made.append(await connect_tcp_async(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
+    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening_async)
+    return made
+
+
+def stream(client, **options):
+    return client.completions.create(model="405b", prompt="Why?", temperature=0, stream=True, **options)
+
+
+def text_of(chunks):
+    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_streams_one_after_the_other_take_one_connection(service, opened, tls, resume):
+    service.start(*GREEDY, tls=tls)
+    client = connect("405b", max_retries=0, resume=resume)
+    for _ in range(STREAMS):
+        assert text_of(stream(client)) == ANSWER
+    assert client.completions.create(model="405b", prompt="Why?", temperature=0).choices[0].text == ANSWER
+    assert len(opened) == 1
+    assert client._watch.pool._under_way == {}
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
+def test_async_streams_one_after_the_other_take_one_connection(service, opened, tls, resume):
+    service.start(*GREEDY, tls=tls)
+
+    async def ask():
+        client = await connect_async("405b", max_retries=0, resume=resume)
+        for _ in range(STREAMS):
+            assert text_of([chunk async for chunk in await stream(client)]) == ANSWER
+        assert client._watch.pool._under_way == {}
+
+    asyncio.run(ask())
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
+@pytest.mark.parametrize("end", ["open", "broken"])
+def test_a_body_without_an_end_costs_its_connection_alone(service, opened, monkeypatch, end, resume):
+    monkeypatch.setattr(attempt, "END_S", 0.02 if end == "open" else 60.0)
+    service.start(*GREEDY, "--stub-stream-end", end)
+    client = connect("405b", max_retries=0, resume=resume)
+    for number in range(2):
+        chunks = list(stream(client))
+        assert text_of(chunks) == ANSWER
+        assert not any(getattr(chunk, "resumed", None) for chunk in chunks)
+        assert len(opened) == number + 1
+    assert client._watch.pool._under_way == {}
+    assert len(client._watch.pool) == 1
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
+@pytest.mark.parametrize("end", ["open", "broken"])
+def test_an_async_body_without_an_end_costs_its_connection_alone(service, opened, monkeypatch, end, resume):
+    monkeypatch.setattr(attempt, "END_S", 0.02 if end == "open" else 60.0)
+    service.start(*GREEDY, "--stub-stream-end", end)
+
+    async def ask():
+        client = await connect_async("405b", max_retries=0, resume=resume)
+        for number in range(2):
+            chunks = [chunk async for chunk in await stream(client)]
+            assert text_of(chunks) == ANSWER
+            assert not any(getattr(chunk, "resumed", None) for chunk in chunks)
+            assert len(opened) == number + 1
+        assert client._watch.pool._under_way == {}
+        assert len(client._watch.pool) == 1
+
+    asyncio.run(ask())
+
+
+def until_aborted(folder):
+    deadline = time.monotonic() + 60
+    while not any('"abort"' in log.read_text() for log in folder.iterdir()):
+        assert time.monotonic() < deadline, "the engine did not abort the request"
+        time.sleep(0.01)
+
+
+def endless(tmp_path):
+    (tmp_path / "work").mkdir()
+    return ("--stub-words", "100000", "--stub-word-s", "0.02", "--stub-work-log", str(tmp_path / "work"))
+
+
+def test_a_stream_that_is_closed_half_way_is_cancelled_at_once(service, tmp_path):
+    service.start(*endless(tmp_path))
+    begun = stream(connect("405b", max_retries=0))
+    next(begun)
+    begun.close()
+    until_aborted(tmp_path / "work")
+
+
+def test_an_async_stream_that_is_closed_half_way_is_cancelled_at_once(service, tmp_path):
+    service.start(*endless(tmp_path))
+
+    async def ask():
+        begun = await stream(await connect_async("405b", max_retries=0))
+        await begun.__anext__()
+        await begun.close()
+        await asyncio.to_thread(until_aborted, tmp_path / "work")
+
+    asyncio.run(ask())
