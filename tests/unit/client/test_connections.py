@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def slow_machine(monkeypatch):
 @pytest.fixture
 def opened(monkeypatch):
     """The connections that clients have opened for requests."""
-    made = []
+    made: list[Any] = []
     connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
 
     def opening(*args, **options):
