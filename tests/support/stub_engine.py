@@ -145,6 +145,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stub-slots", type=int, default=256, help="requests worked on at once; the others wait")
     parser.add_argument("--stub-hang-file", help="while this file exists no word comes, and /health answers 200")
+    parser.add_argument("--stub-hang-after", type=int, default=0, help="so many words of a stream come all the same")
     parser.add_argument("--stub-work-log", metavar="FOLDER", help="write a line for each request begun and ended")
     parser.add_argument("--shutdown-timeout", type=float, default=0.0, help="vLLM's: seconds for requests under way")
     parser.add_argument("--stub-unhealthy-file", help="/health answers 503 while this file exists")
@@ -518,12 +519,13 @@ class Handler(BaseHTTPRequestHandler):
             yield token, text[shown:until], finish
             shown = until
 
-    def pause(self, seconds: float) -> None:
-        """The time that a word takes.
+    def pause(self, seconds: float, *, words: int = 0) -> None:
+        """The time that a word takes. `words` of the stream have come.
 
         Raises ConnectionResetError once the client has left (vLLM aborts its request), EngineDeadError with the worker.
         """
-        hang_file = self.server.options.stub_hang_file
+        options = self.server.options
+        hang_file = options.stub_hang_file if words >= options.stub_hang_after else None
         client = select.poll()
         client.register(self.connection, select.POLLIN)
         time.sleep(seconds)
@@ -581,7 +583,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.event(json.dumps({**reply, "choices": [{"index": index, **choice, **ids}]}))
             if dies and place == min(options.stub_words, request.get("max_tokens") or options.stub_words) // 2:
                 os._exit(options.stub_exit_code)
-            self.pause(options.stub_word_s)
+            self.pause(options.stub_word_s, words=place + 1)
         return finish
 
     def choice(self, request: dict[str, Any], place: int, text: str, finish: str, *, is_chat: bool) -> dict[str, Any]:

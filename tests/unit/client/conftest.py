@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from hpc_serve.client import discovery, request_watch
 from hpc_serve.client import wait as waiting
-from tests.support.stubs import StubService
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.probe import probe_records
+from hpc_serve.client.status import ProbeResult
+from tests.support.patience import PATIENCE_S, be_patient
+from tests.support.stubs import StubEngine, StubService
 
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubService]:
+    be_patient(monkeypatch)
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(waiting, "STEP_S", 0.05)
     service = StubService(tmp_path / "home")
     yield service
     service.close()
+
+
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record is read and no engine probed because of a request that is under way."""
+    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.Verdict())
+
+
+@pytest.fixture
+def freeze(service: StubService, monkeypatch: pytest.MonkeyPatch) -> Callable[[StubEngine], None]:
+    """Stops the process of an engine. From then on probes of it wait half a second; those of others have patience."""
+    frozen: set[int] = set()
+    probing = threading.Lock()
+
+    def probe(records, api_key):
+        results: dict[str, ProbeResult] = {}
+        with probing:
+            for is_frozen, timeout_s in ((True, 0.5), (False, PATIENCE_S)):
+                asked = [record for record in records if (record.port in frozen) == is_frozen]
+                results |= probe_records(asked, api_key, timeout_s=timeout_s)
+        return results
+
+    def stop(engine: StubEngine) -> None:
+        with probing:
+            os.kill(engine.process.pid, signal.SIGSTOP)
+            frozen.add(engine.port)
+
+    monkeypatch.setattr(discovery, "_probe", probe)
+    return stop

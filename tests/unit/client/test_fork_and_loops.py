@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async
+from tests.support.patience import wait_until
 from tests.support.stub_engine import greedy_answer
 
 FORK = multiprocessing.get_context("fork")
@@ -32,13 +33,6 @@ def log_of(service):
 def events(service, kind):
     folder = service.store.home.with_name("work")
     return sum(log.read_text().count(f'"event": "{kind}"') for log in folder.iterdir())
-
-
-def wait_until(condition, *, within_s=60.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def check_own_answers(client, name, count=5):
@@ -68,8 +62,9 @@ def run_children(target, count=30):
     children = [FORK.Process(target=target, args=(number,)) for number in range(count)]
     for child in children:
         child.start()
+    deadline = time.monotonic() + 300
     for child in children:
-        child.join(60)
+        child.join(max(deadline - time.monotonic(), 0))
     codes = [child.exitcode for child in children]
     for child in children:
         child.kill()

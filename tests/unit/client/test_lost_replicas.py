@@ -1,11 +1,9 @@
 """Requests under way at a replica that is lost: stub engines that are stopped, or whose records say that they ended."""
 
 import asyncio
-import os
-import signal
+import gc
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,14 +11,16 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, discovery, exchange, request_watch
+from hpc_serve.client import connect, connect_async, exchange, pulse, request_watch
 from hpc_serve.client.attempt import ReplicaLostError
 from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.pulse import QUIET_S, SILENT_S
 from hpc_serve.client.sdk import core
 from hpc_serve.client.status import ProbeResult
 from hpc_serve.client.transport import AsyncServiceTransport, ServiceTransport
 from hpc_serve.client.verified_streams import AsyncVerifyingBackend, VerifyingBackend
 from hpc_serve.errors import StreamBrokenError
+from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer
 from tests.support.stubs import make_record
 
@@ -35,7 +35,6 @@ def service(service, tmp_path, monkeypatch):
     monkeypatch.setattr(request_watch, "LOOK_S", 0.1)
     monkeypatch.setattr(request_watch, "DOUBT_S", 0.1)
     monkeypatch.setattr(request_watch, "LISTEN_S", 0.05)
-    monkeypatch.setattr(discovery, "PROBE_S", 0.5)
     (tmp_path / "work").mkdir()
     monkeypatch.setenv("STUB_ENGINE_ARGS", f"--stub-work-log {tmp_path / 'work'}")
     return service
@@ -51,13 +50,6 @@ def until_under_way(service, count=1):
     wait_until(lambda: sum(log.read_text().count('"begun"') for log in folder.iterdir()) == count)
 
 
-def wait_until(condition, *, within_s=60.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
-
-
 def why_lost(error):
     """The reason that the transport gives, below what the SDK makes of it."""
     seen = error
@@ -67,12 +59,8 @@ def why_lost(error):
     return str(seen)
 
 
-def freeze(engine):
-    os.kill(engine.process.pid, signal.SIGSTOP)
-
-
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_requests_at_a_frozen_engine_end_with_the_reason(service, tls):
+def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, tls):
     engine = service.start(*NEVER, tls=tls)
     client = connect("405b", max_retries=0)
     with ThreadPoolExecutor(8) as threads:
@@ -88,7 +76,7 @@ def test_requests_at_a_frozen_engine_end_with_the_reason(service, tls):
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, tls):
+def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze, tls):
     engine = service.start(*ENDLESS, tls=tls)
     stream = iter(ask(connect("405b", max_retries=0), stream=True))
     next(stream)
@@ -99,7 +87,7 @@ def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, tls):
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, tls):
+def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, tls):
     engine = service.start(*NEVER, tls=tls)
     streaming = service.start(*ENDLESS, tls=tls, state="starting")
 
@@ -136,7 +124,7 @@ def test_requests_end_when_the_record_says_that_the_engine_ended(service, state)
     assert len(client._watch.pool) == 0
 
 
-def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(service, monkeypatch):
+def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(service, freeze, monkeypatch):
     looks = counted_looks(monkeypatch)
     engine, other = service.start(*NEVER), service.start(*NEVER, state="starting")
     client = connect("405b", max_retries=0)
@@ -154,7 +142,7 @@ def test_requests_end_when_the_record_is_removed_and_the_engine_does_not_answer(
     assert [replica.job_id for replica in client._watch.status.replicas] == ["101"]
 
 
-def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service):
+def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service, freeze):
     frozen = service.start(*NEVER)
     client = connect("405b", max_retries=1)
     well = service.start()
@@ -166,16 +154,20 @@ def test_the_sdks_retries_take_what_was_abandoned_to_another_replica(service):
     assert found == {f"stub-{well.port}"}
 
 
-def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch):
-    slow = service.start("--stub-first-s", "1.5")
+def test_a_slow_engine_and_a_draining_one_are_left_in_peace(service, monkeypatch, tmp_path):
+    (tmp_path / "hang").touch()
+    slow = service.start("--stub-hang-file", str(tmp_path / "hang"))
     looks = counted_looks(monkeypatch)
     client = connect("405b", max_retries=0)
     with ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(ask, client) for _ in range(4)]
         until_under_way(service, 4)
+        wait_until(lambda: len(looks) > 2)
         service.publish(slow, state="draining", counter=2)
+        seen = len(looks)
+        wait_until(lambda: len(looks) > seen + 2)
+        (tmp_path / "hang").unlink()
         assert all(answer.result(60).choices for answer in answers)
-    assert len(looks) > 2, "the requests were watched"
 
 
 def counted_looks(monkeypatch):
@@ -234,9 +226,11 @@ def test_an_engine_that_was_started_again_proves_itself_anew(service):
     assert not watch.refresh().ready
 
 
-def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch):
+def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch, tmp_path):
     """An engine that ends gently closes its port and goes on with its streams."""
-    engine = service.start("--stub-words", "40", "--stub-word-s", "0.05")
+    monkeypatch.setattr(request_watch, "HEARD_S", PATIENCE_S)
+    hang = tmp_path / "hang"
+    engine = service.start("--stub-words", "40", "--stub-word-s", "0.05", "--stub-hang-file", str(hang))
     looks = counted_looks(monkeypatch)
     client = connect("405b", max_retries=0)
     stream = iter(ask(client, stream=True))
@@ -246,8 +240,10 @@ def test_words_of_an_answer_are_a_sign_of_life(service, monkeypatch):
         "_probe",
         lambda records, key: {r.name: ProbeResult(status="no answer", detail="refused") for r in records},
     )
+    hang.touch()  # the stream lasts until it has been looked at several times
+    wait_until(lambda: len(looks) > 5)
+    hang.unlink()
     assert len([chunk for chunk in stream if chunk.choices]) == 39
-    assert len(looks) > 5
     assert engine.process.poll() is None
 
 
@@ -257,12 +253,13 @@ def test_nothing_watches_while_there_are_no_requests(service):
     ask(client)
     wait_until(lambda: client._watch.requests._thread is None)
 
-    def names():  # those of clients of tests before end by themselves, too
+    def names():  # those of clients of tests before end by themselves, too, once their requests are collected
+        gc.collect()
         return [thread.name for thread in threading.enumerate()]
 
     wait_until(lambda: "hpc-serve-request-watch" not in names())
-    ask(client)
-    assert client._watch.requests._thread is not None
+    with ask(client, stream=True):
+        assert client._watch.requests._thread is not None
 
 
 def test_a_host_without_power_is_noticed_by_the_kernel(service):
@@ -272,7 +269,7 @@ def test_a_host_without_power_is_noticed_by_the_kernel(service):
     transport: Any = ServiceTransport(watch)
     replica = watch.pool.take()
     origin = transport._origins.origin_of(replica)
-    connection: Any = transport._inner._inner._pool._network_backend.connect_tcp(origin, 80, timeout=10)
+    connection: Any = transport._inner._inner._pool._network_backend.connect_tcp(origin, 80, timeout=60)
     found = connection.get_extra_info("socket")
     assert record.port == found.getpeername()[1]
     assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -289,27 +286,28 @@ def test_records_of_replicas_without_requests_do_not_end_a_look(service):
 
 
 @pytest.fixture
-def no_looks(monkeypatch):
-    """Only what is heard of the requests tells of a lost replica."""
-    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.Verdict())
+def listens(no_looks, monkeypatch):
+    """Only what is heard of the requests tells of a lost replica, and it does so in the product's own time."""
+    monkeypatch.setattr(pulse, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(pulse, "QUIET_S", QUIET_S)
 
 
-def silence_of(fault, engine, tmp_path):
+def silence_of(fault, engine, freeze, tmp_path):
     freeze(engine) if fault == "frozen" else (tmp_path / "hang").touch()
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("fault", ["frozen", "hung"])
-def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, no_looks, tmp_path, fault, tls):
+def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, freeze, listens, tmp_path, fault, tls):
     flags = ("--stub-greedy", "--stub-words", "200", "--stub-word-s")
-    engine = service.start(*flags, "0.05", "--stub-hang-file", str(tmp_path / "hang"), tls=tls)
+    engine = service.start(*flags, "0.2", "--stub-hang-file", str(tmp_path / "hang"), tls=tls)
     other = service.start(*flags, "0", tls=tls, state="starting")
     client = connect("405b", max_retries=0)
     stream = iter(ask(client, stream=True, temperature=0))
     seen = [next(stream)]
     service.publish(other, counter=2)
     client._watch.refresh()
-    silence_of(fault, engine, tmp_path)
+    silence_of(fault, engine, freeze, tmp_path)
     seen += stream
     text = "".join(chunk.choices[0].delta.content or "" for chunk in seen if chunk.choices)
     assert text == greedy_answer(chat_context(HELLO), 200)
@@ -317,7 +315,7 @@ def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, no_looks
 
 
 @pytest.mark.parametrize("fault", ["frozen", "hung"])
-def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(service, no_looks, tmp_path, fault):
+def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(service, freeze, listens, tmp_path, fault):
     engine = service.start(*NEVER, "--stub-hang-file", str(tmp_path / "hang"))
     client = connect("405b", max_retries=0)
     with ThreadPoolExecutor(1) as threads:
@@ -325,13 +323,13 @@ def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(service, 
         until_under_way(service)
         other = service.start()
         client._watch.refresh()
-        silence_of(fault, engine, tmp_path)
+        silence_of(fault, engine, freeze, tmp_path)
         assert answer.result(60).choices[0].message.content.startswith(f"stub-{other.port}")
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", ["threads", "asyncio"])
-def test_a_connection_that_is_being_made_is_cut_too(service, kind, tls):
+def test_a_connection_that_is_being_made_is_cut_too(service, freeze, kind, tls):
     """A frozen process takes connections, and answers nothing on them."""
     engine = service.start(tls=tls)
     watch = ServiceWatch(service.store, "405b")

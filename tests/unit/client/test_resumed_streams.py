@@ -27,7 +27,8 @@ TOOLS: Any = [{"type": "function", "function": {"name": "say", "parameters": {"t
 
 
 @pytest.fixture
-def service(service, monkeypatch):
+def service(service, no_looks, monkeypatch):
+    """A stream breaks where its engine has ended it: nobody else cuts its connection."""
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.5)
     return service
 
@@ -88,7 +89,7 @@ def dead(engines, count: int):
         found[:] = [engine for engine in engines if engine.process.poll() is not None]
         return len(found) >= count
 
-    wait_for(are_there, 10, what="the ends of engines", step_s=0.05)
+    wait_for(are_there, 60, what="the ends of engines", step_s=0.05)
     return found
 
 
@@ -98,7 +99,7 @@ def test_a_greedy_stream_goes_on_at_another_replica(service, is_chat, has_usage)
     options = {"stream_options": USAGE} if has_usage else {}
     stream, chunks = begin(service, is_chat=is_chat, **options)
     judge([*chunks, *stream], is_chat=is_chat, has_usage=has_usage)
-    assert service.engines[0].process.wait(10) == 1
+    assert service.engines[0].process.wait(60) == 1
     assert stream._client._watch.pool._under_way == {}
 
 
@@ -225,8 +226,7 @@ def test_a_stream_without_a_token_is_simply_repeated(service, options):
         target=lambda: answers.append(list(client.chat.completions.create(**arguments(is_chat=True, **options))))
     )
     asking.start()
-    while not client._watch.pool._under_way:
-        asking.join(0.01)
+    wait_for(lambda: client._watch.pool._under_way, 60, what="the request", step_s=0.01)
     service.start(*GREEDY)
     engine.kill()
     asking.join(60)

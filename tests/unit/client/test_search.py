@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from hpc_serve.client import connect, connect_async, discovery, endpoint
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
+from tests.support.patience import wait_until
 from tests.support.stubs import make_record
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -42,13 +44,6 @@ def silent():
 def say(client):
     answer = client.chat.completions.create(model=client.model, messages=HELLO)
     return int(answer.choices[0].message.content.split()[0].removeprefix("stub-"))
-
-
-def wait_until(condition, *, within_s=60.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_one_that_does_not_answer_is_not_waited_for(service, silent, monkeypatch):
@@ -114,16 +109,27 @@ def test_why_there_is_none_is_told_with_what_has_ended(service):
 
 def test_threads_that_search_at_once_share_one_search(service, monkeypatch):
     service.start()
-    watch = ServiceWatch(service.store, "405b")
-    reads = []
+    asked, reads = set(), []
+
+    def clock():  # the first thing that a search asks for
+        asked.add(threading.get_ident())
+        return time.monotonic()
+
+    watch = ServiceWatch(service.store, "405b", clock=clock)
     reading = watch._reader.files
 
     def slow_read():
         reads.append(1)
-        time.sleep(0.1)
+        wait_until(lambda: len(asked) >= 16)
         return reading()
 
     monkeypatch.setattr(watch._reader, "files", slow_read)
+    together = threading.Barrier(16)
+
+    def search(_):
+        together.wait()
+        return watch.find_one()
+
     with ThreadPoolExecutor(16) as threads:
-        assert all(threads.map(lambda _: watch.find_one(), range(16)))
-    assert len(reads) < 8
+        assert all(threads.map(search, range(16)))
+    assert 0 < len(reads) < 8

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import pytest
 
 from hpc_serve.client import connect, connect_async, discovery, reading, request_watch
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
+from tests.support.patience import connect_to_all
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 MODEL = "meta-llama/Llama-3.1-405B-Instruct"
@@ -201,19 +201,19 @@ def test_a_new_client_that_waits_does_so_until_it_can_be_read(service, way):
     thread.join()
 
 
-def test_a_filesystem_that_hangs_does_not_stop_a_client(service, monkeypatch):
-    monkeypatch.setattr(reading, "READ_S", 0.2)
+def test_a_filesystem_that_hangs_does_not_stop_a_client(service, freeze, monkeypatch):
     frozen, other = service.start("--stub-first-s", "600"), service.start(state="starting")
-    client = connect("405b", max_retries=2)
+    client = connect_to_all(service, 1, max_retries=2)
     service.publish(other, counter=2)
     client._watch.refresh()
     hangs = threading.Event()
+    monkeypatch.setattr(reading, "READ_S", 0.2)
     for name in ("read_all", "files", "read"):
         monkeypatch.setattr(client._watch._reader._live, name, lambda *_: hangs.wait(120))
     for name in ("read", "read_api_key"):
         monkeypatch.setattr(service.store, name, lambda *_: hangs.wait(120))
         monkeypatch.setattr(client._watch.store, name, lambda *_: hangs.wait(120))
-    os.kill(frozen.process.pid, signal.SIGSTOP)
+    freeze(frozen)
     with ThreadPoolExecutor(6) as threads:
         asked = [threads.submit(say, client) for _ in range(6)]
         assert {each.result(60) for each in asked} == {other.port}

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cluster import wait_for
 from tests.support.asgi_server import served
+from tests.support.patience import PATIENCE_S
 from tests.unit.client.conftest import service
 
 assert service  # a fixture of the client's tests
@@ -49,7 +50,7 @@ class Front:
         self.port = port
 
     def open(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -84,12 +85,16 @@ class Front:
 
 
 @pytest.fixture
-def gateway(service) -> Iterator[Callable[..., Front]]:
+def gateway(service, monkeypatch) -> Iterator[Callable[..., Front]]:
     """Starts a gateway with some settings to the services of the test's home."""
     for package in NEEDS:
         pytest.importorskip(package, reason=f"the gateway needs {package}")
+    from hpc_serve.gateway import directory, front
     from hpc_serve.gateway.app import make_app
     from hpc_serve.gateway.settings import Settings
+
+    for module, name in ((front, "_FIRST_LOOK_S"), (front, "_MODELS_S"), (directory, "_READ_S")):
+        monkeypatch.setattr(module, name, PATIENCE_S)
 
     with ExitStack() as stack:
 
@@ -128,15 +133,15 @@ class Program:
 
     def started(self) -> Program:
         """Once it has said where it is."""
-        wait_for(lambda: "Gateway to" in self.said or self.process.poll() is not None, 60, what="the gateway")
+        wait_for(lambda: "Gateway to" in self.said or self.process.poll() is not None, 180, what="the gateway")
         assert self.process.poll() is None, self.said
-        wait_for(lambda: "curl" in self.said or "OPENAI_API_KEY" in self.said, 10, what="its address")
+        wait_for(lambda: "curl" in self.said or "OPENAI_API_KEY" in self.said, 60, what="its address")
         return self
 
     def ended(self) -> int:
         """Its exit code."""
-        code = self.process.wait(60)
-        self._reader.join(10)
+        code = self.process.wait(180)
+        self._reader.join(60)
         return code
 
     def close(self) -> None:

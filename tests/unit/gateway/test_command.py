@@ -135,13 +135,13 @@ def _command_line(pid: int) -> bytes:
 def test_an_address_that_others_reach_speaks_tls(service, program):
     service.start(*GREEDY)
     one = program("--port", "0", "--host", "0.0.0.0").started()
-    wait_for(lambda: "SSL_CERT_FILE=" in one.said, 10, what="what to trust")
+    wait_for(lambda: "SSL_CERT_FILE=" in one.said, 60, what="what to trust")
     assert "OPENAI_BASE_URL=https://0.0.0.0:" in one.said
     port = int(one.said.split("OPENAI_BASE_URL=https://0.0.0.0:")[1].split("/")[0])
     key = (service.store.home / "gateway" / "api_key").read_text().strip()
     bundle = one.said.split("SSL_CERT_FILE=")[1].split()[0]
     context = ssl.create_default_context(cafile=bundle)
-    connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=20)
+    connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
     connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
     assert json.loads(connection.getresponse().read())["data"]
     connection.close()
@@ -164,19 +164,19 @@ def test_what_cannot_be_asked_for(program, words):
 
 def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, program, tmp_path):
     hang = tmp_path / "hang"
-    service.start(*GREEDY, "--stub-word-s", "0.1", "--stub-hang-file", str(hang))
-    one = program().started()
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang), "--stub-hang-after", "1")
+    one = program("--grace", "5m").started()
     path = socket_of(service)
     stream = sdk(path).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
     chunks = [next(stream)]
-    hang.touch()
     one.process.send_signal(signal.SIGTERM)
 
     def takes_no_more() -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(path)) != 0
 
-    wait_for(takes_no_more, 20, what="the end of the listener")
+    wait_for(takes_no_more, 60, what="the end of the listener")
     assert one.process.poll() is None
     hang.unlink()
     chunks += list(stream)
@@ -186,11 +186,11 @@ def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, pro
 
 def test_at_sigterm_what_takes_longer_than_the_grace_is_cut(service, program, tmp_path):
     hang = tmp_path / "hang"
-    service.start(*GREEDY, "--stub-word-s", "0.1", "--stub-hang-file", str(hang))
+    hang.touch()
+    service.start(*GREEDY, "--stub-hang-file", str(hang), "--stub-hang-after", "1")
     one = program("--grace", "1s").started()
     stream = sdk(socket_of(service)).completions.create(model="405b", prompt="Why?", temperature=0, stream=True)
     next(stream)
-    hang.touch()
     one.process.send_signal(signal.SIGTERM)
     assert one.ended() == 0
     with pytest.raises((openai.APIError, http.HTTPError)):

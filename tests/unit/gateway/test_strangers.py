@@ -30,7 +30,7 @@ def front(service, gateway, monkeypatch):
 def say(front, data: bytes) -> bytes:
     """What the gateway answers to these bytes."""
     got = b""
-    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection, suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", front.port), timeout=60) as connection, suppress(ConnectionError):
         connection.sendall(data)
         while part := connection.recv(65536):
             got += part
@@ -131,7 +131,7 @@ def test_headers_are_bounded(front):
 
 def test_without_the_key_a_body_is_not_kept(front):
     announced = request(b"POST /v1/completions", b"Content-Length: 99999999999", body=b"x" * 1000, key="x" * 32)
-    with socket.create_connection(("127.0.0.1", front.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=60) as connection:
         connection.sendall(announced)
         connection.shutdown(socket.SHUT_WR)
         assert statuses(connection.recv(65536)) in ([401], [])

@@ -61,7 +61,9 @@ def test_a_job_that_was_cancelled_in_the_queue_holds_no_name(store):
     claim(store, "405b", "other")
 
 
-def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store):
+def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     claim(store, "405b", "m")
     with pytest.raises(ServiceConflictError, match="claimed for m 0 s ago"):
         claim(store, "405b", "other")
@@ -90,7 +92,7 @@ def test_of_two_claims_at_once_one_wins(store):
     start = threading.Barrier(2)
 
     def take(model):
-        start.wait()
+        start.wait(60)
         try:
             claim(store, "405b", model)
             outcomes.append("taken")
