@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.client import connect, connect_async, discovery, proofs
+from hpc_serve.client import connect, connect_async, discovery, exchange, proofs
 from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.probe import probe
@@ -108,7 +108,8 @@ def test_a_stranger_that_takes_the_port_of_a_replica_in_use_gets_nothing(service
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, kind, tls):
+def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeypatch, kind, tls):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     engine = service.start(tls=tls)
     client = connect("405b", max_retries=0)
     enough = threading.Event()
@@ -136,7 +137,8 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, kind, t
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, kind, tls):
+def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind, tls):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
     engine = service.start(tls=tls)
 
     async def talk():
