@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
     import httpx
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_TIMEOUT_S = 10.0
 _HEADER_LIMIT_BYTES = 100 * MIB
 """Longest header the safetensors format allows."""
-_CONFIG_LIMIT_BYTES = 10 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +202,6 @@ def _from_hub(
     optional: bool = False,
 ) -> Mapping[str, Any]:
     """A JSON file of a repository. `optional`: nothing where the hub does not have it."""
-    import httpx
-
     settings = read_hub_settings(environ)
     if settings.is_offline:
         raise UnknownModelError(
@@ -212,33 +209,16 @@ def _from_hub(
             "TRANSFORMERS_OFFLINE keeps from the hub."
             f"{catalog.did_you_mean(repository)}"
         )
-    endpoint, token = settings.endpoint, settings.token
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True, transport=transport) as client:
-            response = client.get(f"{endpoint}/{repository}/resolve/main/{file}", headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    response = get_file(settings, repository, file, transport)
+    if response is None:
         raise UnknownModelError(
-            f"{repository} is not in the catalogue or the Hugging Face cache, and {endpoint} cannot be reached "
-            f"({type(error).__name__}): name a folder or a config.json instead.{catalog.did_you_mean(repository)}"
-        ) from None
+            f"{repository} is not in the catalogue or the Hugging Face cache, and {settings.endpoint} cannot be reached"
+            f": name a folder or a config.json instead.{catalog.did_you_mean(repository)}"
+        )
     if optional and response.status_code in (401, 403, 404):
         return {}
-    if response.status_code in (401, 403):
-        cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"
-        raise UnknownModelError(
-            f"{repository} is private, gated or not there (HTTP {response.status_code}): accept its licence at "
-            f"{endpoint}/{repository} where it has one; {cure}.{catalog.did_you_mean(repository)}"
-        )
-    if response.status_code == 404:
-        raise UnknownModelError(
-            f"{endpoint} has no {repository}, or it has no config.json.{catalog.did_you_mean(repository)}"
-        )
-    if response.status_code != 200 or len(response.content) > _CONFIG_LIMIT_BYTES:
-        raise UnknownModelError(
-            f"{endpoint} answered HTTP {response.status_code} for {repository}: try again later, or name a folder."
-        )
-    return _object(response.content, f"{repository}/{file} of {endpoint}")
+    check_answer(response, repository, settings, hint=catalog.did_you_mean(repository))
+    return _object(response.content, f"{repository}/{file} of {settings.endpoint}")
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
@@ -247,9 +227,9 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         size = file.stat().st_size
     except OSError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
-    if size > _CONFIG_LIMIT_BYTES:
+    if size > MAX_CONFIG_BYTES:
         raise InvalidRequestError(
-            f"{file} is {size / MIB:,.0f} MiB long: a config has at most {_CONFIG_LIMIT_BYTES // MIB} MiB."
+            f"{file} is {size / MIB:,.0f} MiB long: a config has at most {MAX_CONFIG_BYTES // MIB} MiB."
         )
     return _read(file)
 

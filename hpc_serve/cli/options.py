@@ -278,6 +278,8 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         settings=site.job_settings(environ),
         log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
         templates_dir=site.templates_dir,
+        offline_nodes=bool(site.offline_nodes),
+        weights_help=site.weights_help,
     )
 
 

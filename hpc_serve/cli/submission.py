@@ -35,6 +35,7 @@ def submission_json(
         "tensor_parallel_size": plan.layout.tensor_parallel_size,
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "replicas_wanted": plan.replicas,
+        "weights_note": submission.weights_note,
         "other_jobs": [
             {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
             for other in others
@@ -70,6 +71,8 @@ def submission_text(
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
         f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
+    if submission.weights_note:
+        lines.append(f"  note    {submission.weights_note}")
     if gpu_note and job.cluster == "slurm":
         lines.append(f"  note    {gpu_note}")
     if others:

@@ -48,14 +48,17 @@ def render_command(output: Path | None, **options: Any) -> None:
     help="Follow it until a replica is ready; Ctrl-C only detaches.",
 )
 @click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
+@click.option(
+    "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
-def submit_command(wait: bool, timeout: float | None, as_json: bool, **options: Any) -> None:
+def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli import show
     from hpc_serve.cli.submission import submission_json, submission_text
     from hpc_serve.submit import services
 
     request = make_request(options)
-    submission = services.submit(request)
+    submission = services.submit(request, ask_hub=check_hub)
     others = services.other_replicas(submission)
     differing = services.differences(submission, others)
     if as_json:

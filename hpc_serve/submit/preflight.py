@@ -14,9 +14,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import ServePlan
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.weights import PATTERNS, check_hub_weights, missing_weights
 from hpc_serve.vllm.arguments import read_arguments, value_of
-
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 
 
 def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None:
@@ -30,10 +29,23 @@ def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None
         _check_folder(Path(stand_in.folder), f"HPC_SERVE_MODEL={stand_in.folder}", load_format)
 
 
-def check_weights(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError where the model is a folder that the job could not load."""
-    if plan.model.startswith("/") and not environ.get("HPC_SERVE_MODEL"):
+def check_weights(
+    request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
+) -> str | None:
+    """What to say of weights that are not here yet, and that the job fetches from the hub; None: nothing.
+
+    Raises InvalidRequestError where the model is a folder that the job could not load, or the id of a model whose
+    weights the job could not fetch.
+    """
+    if environ.get("HPC_SERVE_MODEL"):
+        return None
+    if plan.model.startswith("/"):
         _check_folder(Path(plan.model), f"the model's folder {plan.model}", request.load_format)
+        return None
+    try:
+        return check_hub_weights(request, plan, environ, ask_hub=ask_hub)
+    except OSError as error:
+        return f"{plan.model}: its weights cannot be looked for: {error}"
 
 
 def _check_folder(folder: Path, called: str, load_format: str | None) -> None:
@@ -42,9 +54,12 @@ def _check_folder(folder: Path, called: str, load_format: str | None) -> None:
             raise InvalidRequestError(f"{called} is not a folder here; weights must be on a file system the nodes see.")
         if not (folder / "config.json").is_file():
             raise InvalidRequestError(f"{called} holds no config.json: it is no model as Hugging Face lays them out.")
-        if load_format != "dummy" and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        missing = missing_weights(folder) if load_format != "dummy" else None
+        if missing is not None and missing.files:
+            raise InvalidRequestError(f"{called} holds {missing.words}: copy or download them again.")
+        if missing is not None:
             raise InvalidRequestError(
-                f"{called} holds no weights ({', '.join(_WEIGHTS)}); for random ones, add `-- --load-format dummy`."
+                f"{called} holds no weights ({', '.join(PATTERNS)}); for random ones, add `-- --load-format dummy`."
             )
     except OSError as error:
         raise InvalidRequestError(f"{called} cannot be read: {error}.") from error

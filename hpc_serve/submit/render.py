@@ -220,7 +220,8 @@ def _mem_gib(plan: ServePlan, gpus: int) -> int:
 
 def _exports(request: ServeRequest) -> dict[str, str]:
     log_dir = {"HPC_SERVE_LOG_DIR": request.log_dir} if request.log_dir else {}
-    return request.settings.exports() | log_dir
+    offline = {"HF_HUB_OFFLINE": "1"} if request.offline_nodes else {}
+    return request.settings.exports() | log_dir | offline
 
 
 def render_argv(request: ServeRequest) -> tuple[str, ...]:

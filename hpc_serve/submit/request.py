@@ -97,6 +97,7 @@ class ServeRequest:
     there are, up to `max_replicas`; after `idle_stop_s` without a request all end. Without `tls` the endpoint
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
+    With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get them there.
     """
 
     model: str
@@ -129,6 +130,8 @@ class ServeRequest:
     settings: JobSettings = field(default_factory=JobSettings)
     log_dir: str | None = None
     templates_dir: str | None = None
+    offline_nodes: bool = False
+    weights_help: str | None = None
 
     @property
     def is_elastic(self) -> bool:

@@ -42,13 +42,15 @@ from hpc_serve.vllm.arguments import differing
 class Submission:
     """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together.
 
-    `elastic` is there if the jobs of the service decide how many there are.
+    `elastic` is there if the jobs of the service decide how many there are. `weights_note` says that weights are not
+    here yet.
     """
 
     job_id: str
     jobs: tuple[SubmittedJob, ...]
     plan: ServePlan
     elastic: Elastic | None = None
+    weights_note: str | None = None
 
     @property
     def job(self) -> SubmittedJob:
@@ -61,15 +63,17 @@ class Submission:
         return sum(job.replicas_per_job for job in self.jobs)
 
 
-def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) -> Submission:
+def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, ask_hub: bool = False) -> Submission:
     """Check the request, claim its name, and hand its script to the scheduler.
+
+    With `ask_hub` the hub is asked for weights that are not here, whether the job may fetch them.
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
     check_before_plan(request, environ)
     windows_of(environ)
     plan = plan_service(request, stand_in=environ.get("HPC_SERVE_MODEL"))
-    check_weights(request, plan, environ)
+    weights_note = check_weights(request, plan, environ, ask_hub=ask_hub)
 
     store, service = ServiceStore(default_home(environ)), request.service
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))
@@ -85,7 +89,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ) ->
             job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
             with _ended_if_it_fails(job_id, jobs[0]):
                 elastic = note_submission(store, request, len(jobs), environ)
-    return Submission(job_id=job_id, jobs=jobs, plan=plan, elastic=elastic)
+    return Submission(job_id=job_id, jobs=jobs, plan=plan, elastic=elastic, weights_note=weights_note)
 
 
 def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:

@@ -34,7 +34,7 @@ class SiteProfile(SbatchOptions):
     how many a node has. At most one of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with
     `binds`) says where Python is; `modules` are loaded first. `interface` is the network interface between nodes.
     `tmpdir` and `cache_dir` are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own
-    script templates.
+    script templates. `offline_nodes` says that jobs cannot reach the hub, `weights_help` how people get weights there.
     """
 
     sbatch_extra: tuple[str, ...] = ()
@@ -51,6 +51,8 @@ class SiteProfile(SbatchOptions):
     cache_dir: str | None = None
     log_dir: str | None = None
     templates_dir: str | None = None
+    offline_nodes: bool | None = None
+    weights_help: str | None = None
 
     @property
     def gpu_memory_bytes(self) -> int | None:

@@ -27,6 +27,11 @@ from hpc_serve.submit.sbatch_options import SlurmOptions
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
+NO_WEIGHTS = (
+    "meta-llama/Llama-3.1-8B-Instruct: {} holds none of its weights, so the job fetches them first. To have them "
+    "before: `hf download meta-llama/Llama-3.1-8B-Instruct --exclude 'original/*'` (about 15 GiB). There is no token "
+    "(`hf auth login`, HF_TOKEN); a gated model needs one."
+)
 HEAVY = ("submitit", "openai", "httpx", "httpx2", "rich", "jinja2", "yaml", "filelock", "ray", "vllm", "torch")
 STATUS_KEYS = {
     *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "reason", "address", "nodes"),
@@ -54,8 +59,9 @@ STATUS_KEYS = {
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A home, an environment, a Slurm of stand-ins, and no settings of whoever runs the tests."""
-    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_"))]:
+    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_", "HF_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").touch()
     fake = FakeSlurm(tmp_path / "slurm")
@@ -158,7 +164,7 @@ def test_submit_says_what_it_did_and_what_to_type_next(capsys, place):
     assert err == ""
 
 
-def test_submit_as_json(capsys, place, store):
+def test_submit_as_json(capsys, place, store, tmp_path):
     argv = ["submit", "--model", "8b", "--name", "mine", "--json", "--", "--seed", "1"]
     assert run(argv) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -174,6 +180,7 @@ def test_submit_as_json(capsys, place, store):
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "replicas_wanted": 1,
+        "weights_note": NO_WEIGHTS.format(tmp_path / "hf" / "hub"),
         "other_jobs": [],
     }
     assert "\n            --seed 1" in place.scripts[0]
@@ -194,7 +201,7 @@ def test_a_further_replica_is_said_to_be_one(capsys, place):
     assert "if that is too many: hpc-serve stop 102" in out
     assert run(["submit", "--model", "8b", "--json"]) == 0
     others = json.loads(capsys.readouterr().out)["other_jobs"]
-    assert others == [{"job_id": job_id, "state": "pending"} for job_id in ("101", "102")]
+    assert others == [{"job_id": job_id, "state": "pending", "differs": []} for job_id in ("101", "102")]
 
 
 def test_submit_starts_the_replicas_of_a_target(capsys, place):

@@ -1,0 +1,120 @@
+"""Looks for a model's weights before its job is queued: in a folder, or in the Hugging Face cache.
+
+It reads names of files and the index of a checkpoint, and asks no network. What is missing is an error where the job
+could not fetch it, and else a sentence for the person who submits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub import cached_folder
+from hpc_serve.hub_requests import check_access
+from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.plan import ServePlan
+from hpc_serve.sizes import GIB
+from hpc_serve.submit.request import ServeRequest
+from hpc_serve.vllm.arguments import names_in
+
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
+# With these the weights are elsewhere, or of another time, than where we look.
+_ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingWeights:
+    """What a checkpoint lacks: `files` that its index names, or all of it if that is empty."""
+
+    files: tuple[str, ...] = ()
+    of: int = 0
+
+    @property
+    def words(self) -> str:
+        if not self.files:
+            return "none of its weights"
+        names = ", ".join(self.files[:_SHOWN]) + (" …" if len(self.files) > _SHOWN else "")
+        return f"only {self.of - len(self.files)} of its {self.of} files of weights ({names} missing)"
+
+
+def missing_weights(folder: Path | None) -> MissingWeights | None:
+    """What a folder lacks of a model's weights; None where they are all there. Raises OSError."""
+    if folder is None:
+        return MissingWeights()
+    for name in _INDEXES:
+        if (folder / name).is_file():
+            files = _indexed(folder / name)
+            missing = tuple(file for file in files if not (folder / file).is_file())
+            has_others = len(missing) == len(files) and _has_weights(folder)
+            return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
+    return None if _has_weights(folder) else MissingWeights()
+
+
+def check_hub_weights(
+    request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
+) -> str | None:
+    """What to say of the weights of a hub's model that are not in the cache; None where nothing is to be said.
+
+    With `ask_hub` the hub is asked whether they may be fetched. Raises InvalidRequestError where the job could not
+    fetch them.
+    """
+    if not _is_on_the_hub(request, plan.model) or _ELSEWHERE & names_in(request.engine_args):
+        return None
+    settings = read_hub_settings(environ)
+    missing = missing_weights(cached_folder(plan.model, environ))
+    if missing is None:
+        return None
+    seen = f"{plan.model}: {settings.cache} holds {missing.words}"
+    cure = f"`{_download(plan.model)}` ({_size(plan)})"
+    if request.offline_nodes or settings.is_offline:
+        why = "offline_nodes in the site file" if request.offline_nodes else "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
+        site = f" Your site says: {request.weights_help}." if request.weights_help else ""
+        raise InvalidRequestError(
+            f"{seen}, and the job could not fetch them ({why}). Get them first, where the hub can be reached: {cure}; "
+            f"if they are elsewhere, set HF_HOME, or name their folder as the model.{site}"
+        )
+    if ask_hub:
+        try:
+            check_access(plan.model, environ)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{seen}. {error}") from None
+    token = "" if settings.token else " There is no token (`hf auth login`, HF_TOKEN); a gated model needs one."
+    site = f" Your site says: {request.weights_help}." if request.weights_help else ""
+    return f"{seen}, so the job fetches them first. To have them before: {cure}.{token}{site}"
+
+
+def _is_on_the_hub(request: ServeRequest, model: str) -> bool:
+    is_named = _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
+    return is_named and request.load_format in _FROM_FILES
+
+
+def _indexed(index: Path) -> tuple[str, ...]:
+    """The files that an index names; none where it cannot be read, which is vLLM's to say."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return tuple(sorted({str(name) for name in names}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ()
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in PATTERNS)
+
+
+def _download(model: str) -> str:
+    # meta-llama's repositories hold the weights twice; vLLM reads no file below original/.
+    return f"hf download {model}" + (" --exclude 'original/*'" if model.startswith("meta-llama/") else "")
+
+
+def _size(plan: ServePlan) -> str:
+    layout = plan.layout
+    ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    return f"about {plan.memory.weight_bytes * ranks / GIB:,.0f} GiB"

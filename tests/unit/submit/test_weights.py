@@ -1,0 +1,145 @@
+"""What is said of a model's weights before its job is queued: in the cache of the hub, or in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.hub_requests import check_access
+from hpc_serve.submit import weights
+from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.preflight import check_weights
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import ServeRequest
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+SHARDS = ("model-1.safetensors", "model-2.safetensors")
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return {"HF_HOME": str(tmp_path / "hf")}
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    """The folder of the model in the cache: with a config, and an index of two files that are not there."""
+    folder = tmp_path / "hf" / "hub" / f"models--{MODEL.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", SHARDS))}))
+    return snapshot
+
+
+def said(environ, *, ask_hub: bool = False, **fields) -> str | None:
+    request = ServeRequest(**{"model": "8b", "service": "8b", **fields})
+    return check_weights(request, plan_service(ServeRequest(model="8b", service="8b")), environ, ask_hub=ask_hub)
+
+
+def test_weights_that_are_all_there_need_no_word(environ, snapshot):
+    for name in SHARDS:
+        (snapshot / name).touch()
+    assert said(environ, offline_nodes=True) is None
+
+
+def test_one_file_without_an_index_is_enough(environ, snapshot):
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors").touch()
+    assert said(environ, offline_nodes=True) is None
+
+
+def test_what_is_missing_is_named_with_how_to_get_it(environ, snapshot):
+    (snapshot / SHARDS[0]).touch()
+    words = said(environ)
+    assert "holds only 1 of its 2 files of weights (model-2.safetensors missing)" in words
+    assert f"`hf download {MODEL} --exclude 'original/*'` (about 15 GiB)" in words
+    assert "There is no token" in words
+    assert "There is no token" not in said(environ | {"HF_TOKEN": "hf_secret"})
+    assert "hf_secret" not in said(environ | {"HF_TOKEN": "hf_secret"})
+
+
+def test_nothing_in_the_cache_is_said(environ):
+    words = said(environ, weights_help="ask the help desk")
+    assert f"{environ['HF_HOME']}/hub holds none of its weights, so the job fetches them first" in words
+    assert words.endswith("Your site says: ask the help desk.")
+
+
+@pytest.mark.parametrize("variable", [None, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_a_job_that_could_not_fetch_them_is_refused(environ, snapshot, variable):
+    offline = {variable: "1"} if variable else {}
+    with pytest.raises(InvalidRequestError, match="could not fetch them") as refused:
+        said(environ | offline, offline_nodes=not offline, weights_help="see /shared/models")
+    assert (variable or "offline_nodes in the site file") in str(refused.value)
+    assert "hf download" in str(refused.value)
+    assert "Your site says: see /shared/models." in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--load-format", "dummy"),
+        ("--load-format", "runai_streamer"),
+        ("--download-dir", "/x"),
+        ("--revision", "v2"),
+    ],
+)
+def test_weights_that_are_elsewhere_are_not_looked_for(environ, words):
+    assert said(environ, engine_args=words, offline_nodes=True) is None
+    assert said(environ | {"HPC_SERVE_MODEL": "/x"}, offline_nodes=True) is None
+
+
+def test_a_damaged_index_is_left_to_the_engine(environ, snapshot):
+    (snapshot / "model.safetensors.index.json").write_text("{]")
+    assert said(environ, offline_nodes=True) is None
+
+
+def test_the_hub_is_asked_only_where_that_is_wanted(environ, monkeypatch):
+    asked = []
+    monkeypatch.setattr(weights, "check_access", lambda model, environ: asked.append(model))
+    said(environ)
+    assert asked == []
+    said(environ, ask_hub=True)
+    assert asked == [MODEL]
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "words"),
+    [
+        (403, UnknownModelError, "accept its licence"),
+        (404, UnknownModelError, "has no"),
+        (None, InvalidRequestError, "leave --check-hub out"),
+    ],
+)
+def test_what_the_hub_says_of_a_gated_model(environ, status, error, words):
+    def answer(request):
+        if status is None:
+            raise httpx.ConnectError("no route")
+        return httpx.Response(status)
+
+    with pytest.raises(error, match=words):
+        check_access(MODEL, environ, transport=httpx.MockTransport(answer))
+
+
+def test_one_that_may_be_fetched_is_no_error(environ):
+    check_access(MODEL, environ, transport=httpx.MockTransport(lambda request: httpx.Response(200, json={})))
+
+
+def test_a_folder_that_lacks_files_of_its_index_is_refused(environ, snapshot):
+    (snapshot / SHARDS[1]).touch()
+    plan = replace(plan_service(ServeRequest(model="8b", service="8b")), model=str(snapshot))
+    with pytest.raises(InvalidRequestError, match=r"holds only 1 of its 2 files of weights \(model-1\.safetensors"):
+        check_weights(ServeRequest(model=str(snapshot), service="8b"), plan, environ)
+
+
+def test_where_nodes_are_offline_the_job_is_told(environ):
+    request = ServeRequest(model="8b", service="8b", offline_nodes=True)
+    assert "export HF_HUB_OFFLINE=1\n" in render_script(request, plan_service(request))
+    online = ServeRequest(model="8b", service="8b")
+    assert "HF_HUB_OFFLINE" not in render_script(online, plan_service(online))
