@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,14 +30,15 @@ from hpc_serve.plan.speed.estimate import (
     Roofline,
     SpeedEstimate,
     Traffic,
-    burst_s,
     estimate_speed,
     requests_held,
     running_requests,
-    steady_speed,
+    speed_column,
 )
 
 SHORTEST_OUTPUT = 10
+LONGEST_CONTEXT = 36_000
+"""The longest context that is planned for where a row does not say it."""
 _QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 5120,
@@ -126,9 +127,6 @@ class Case:
     traffic: Traffic | None = None
     batch: float = 0.0
     replicas: int = 1
-    requests: int | None = None
-    lengths_vary: bool = False
-    longest: int | None = None
     engine: str = "vLLM"
     measured: float = 0.0
     left_out: str | None = None
@@ -141,21 +139,10 @@ class Case:
         return estimate_speed(self.roofline, self.traffic, self.memory, factors=factors)
 
     def tokens_per_s(self, factors: Factors) -> float:
-        """Predicted output tokens per second of all replicas."""
+        """Predicted output tokens per second of all replicas, as `plan` prints them for requests that arrive so."""
         assert self.roofline
         assert self.traffic
-        if self.requests is None:
-            return self.replicas * steady_speed(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
-        seconds = burst_s(
-            self.roofline,
-            self.traffic,
-            self.batch,
-            self.requests,
-            factors=factors,
-            lengths_vary=self.lengths_vary,
-            longest=self.longest,
-        )
-        return self.replicas * self.requests * self.traffic.output_tokens / seconds
+        return self.replicas * speed_column(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
 
 
 def load() -> list[Case]:
@@ -173,10 +160,14 @@ def case(row: dict[str, Any]) -> Case:
     tensor, replicas = _ranks(row)
     outputs = row.get("osl") or row["out_tok_s"] / row["req_s"]
     roofline, memory = _prepared(*_model(row), gpu, tensor, *_engine(row))
-    traffic = Traffic(
-        input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
-        output_tokens=round(outputs),
-        concurrency=in_flight(row),
+    traffic = arriving(
+        Traffic(
+            input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
+            output_tokens=round(outputs),
+            concurrency=in_flight(row),
+        ),
+        row,
+        lengths_vary=row["id"].startswith("gpustack") and row["isl"] < CHAT_INPUT_TOKENS,
     )
     return Case(
         id=row["id"],
@@ -186,8 +177,6 @@ def case(row: dict[str, Any]) -> Case:
         traffic=traffic,
         batch=running_requests(roofline, traffic, requests_held(roofline, traffic, memory)),
         replicas=replicas,
-        requests=row["num_prompts"] if row.get("num_prompts", math.inf) <= row.get("concurrency", 0) else None,
-        lengths_vary=row["id"].startswith("gpustack") and row["isl"] < CHAT_INPUT_TOKENS,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
     )
 
@@ -228,6 +217,19 @@ def in_flight(row: dict[str, Any]) -> int:
         latency_ms = row["ttft_ms_mean"] + row["tpot_ms_mean"] * (row["osl"] - 1)
         return max(1, round(float(row["req_s"] * latency_ms) / 1000))
     return int(row["concurrency"])
+
+
+def arriving(traffic: Traffic, row: dict[str, Any], *, lengths_vary: bool) -> Traffic:
+    """The same requests, all at once where the row has no more of them than may be in flight.
+
+    Where answers differ in length and the row does not say how long the longest may be, the context is the limit.
+    """
+    requests = row.get("num_prompts", math.inf)
+    if requests > row.get("concurrency", 0):
+        return traffic
+    limit = row.get("longest_osl") or row.get("max_model_len", LONGEST_CONTEXT) - traffic.input_tokens
+    longest = max(round(limit), traffic.output_tokens) if lengths_vary else None
+    return replace(traffic, concurrency=requests, arrivals="burst", longest_output_tokens=longest)
 
 
 def _ranks(row: dict[str, Any]) -> tuple[int, int]:
@@ -304,7 +306,7 @@ def _prepared(
         engine,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=1,
-        max_model_len=min(model.max_model_len, 36_000),
+        max_model_len=min(model.max_model_len, LONGEST_CONTEXT),
     )
     return Roofline(model, device, engine, layout, async_scheduling=async_scheduling), memory
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.accuracy.speed_cases import DATA, SHORTEST_OUTPUT, Case, model_spec
+from benchmarks.accuracy.speed_cases import DATA, LONGEST_CONTEXT, SHORTEST_OUTPUT, Case, arriving, model_spec
 from benchmarks.accuracy.speed_scores import by_source, report, source_errors
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
@@ -37,8 +37,10 @@ def later_case(row: dict[str, Any]) -> Case:
     outputs = row["osl"]
     if outputs < SHORTEST_OUTPUT:
         return Case(id=row["id"], source=source, left_out=f"{outputs:.0f} output tokens: time to the first token")
-    traffic = Traffic(
-        input_tokens=round(row["isl"]), output_tokens=round(outputs), concurrency=round(row["concurrency"])
+    traffic = arriving(
+        Traffic(input_tokens=round(row["isl"]), output_tokens=round(outputs), concurrency=round(row["concurrency"])),
+        row,
+        lengths_vary=row.get("lengths_vary", False),
     )
     try:
         roofline, memory = _prepared(json.dumps(row, sort_keys=True))
@@ -55,9 +57,6 @@ def later_case(row: dict[str, Any]) -> Case:
         traffic=traffic,
         batch=running_requests(roofline, traffic, capacity),
         replicas=row.get("replicas", 1),
-        requests=row["num_prompts"] if row.get("num_prompts", 10**9) <= row["concurrency"] else None,
-        lengths_vary=row.get("lengths_vary", False),
-        longest=row.get("longest_osl"),
         engine=engine,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
     )
@@ -69,7 +68,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
     model = model_spec(row["model"], row.get("quantization"))
     memory_bytes = int(row["memory_gb"] * 1e9) if "memory_gb" in row else None
     device = accelerator(row["accelerator"], total_bytes=memory_bytes)
-    length = min(model.max_model_len, row.get("max_model_len", 36_000))
+    length = min(model.max_model_len, row.get("max_model_len", LONGEST_CONTEXT))
     version = row.get("engine_version", UNKNOWN_VERSION) if row["engine"].startswith(ENGINE) else UNKNOWN_VERSION
     engine = EngineConfig(
         vllm_version=version,

@@ -1,0 +1,117 @@
+"""How fast requests are answered that arrive at once, and no more come: the batch fills, is steady, and then shrinks.
+
+step.py decides how long a step takes, steady.py how fast a full batch is while requests still wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from hpc_serve.plan.speed.steady import steady_speed
+from hpc_serve.plan.speed.step import IDEAL, Factors, Roofline, StepTime
+from hpc_serve.plan.speed.traffic import Speed, Traffic
+
+SHRINK_RATIO = 1.5
+"""The time of a shrinking batch is summed over stretches, in each of which the batch shrinks by this factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """So many equal steps, and how many requests each of them serves."""
+
+    steps: float
+    requests: float
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step.total_s
+
+
+def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+    """One column of an estimate: all requests arrive at once, `batch` of them can run, the others wait.
+
+    While the batch fills, steps contain prompts only. Answers of different lengths are geometric, cut off at the
+    longest. They end at a constant rate, so the last ones run in small batches.
+    Times are means over the requests: `queue_s` until a request may run, `ttft_s` until its first token. The rates
+    count from the arrival to the last token of all. The ideal rate is that of a batch that stays full.
+    """
+    requests, outputs, longest = traffic.concurrency, traffic.output_tokens, traffic.longest_output_tokens
+    first = min(float(requests), batch)
+    waiting = requests - first
+    ends = 0.0 if longest is None else share_ending_per_step(outputs, longest)
+    fill = _fill(roofline, traffic, first, factors)
+    drain = list(_drain(roofline, traffic, first, factors, ends, longest))
+    full = steady_speed(roofline, traffic, batch, factors)
+    turnover_s = waiting / full.requests_per_s
+    total_s = fill.seconds + turnover_s + sum(stretch.seconds for stretch in drain)
+    time: Counter[str] = Counter()
+    for stretch in (fill, *drain):
+        for cause, seconds in stretch.step.causes.items():
+            time[cause] += stretch.steps * seconds  # type: ignore[assignment]
+    for cause, share in full.causes.items():
+        time[cause] += turnover_s * share  # type: ignore[assignment]
+    # The prompts of the first batch end one step after the other; of the others, one with each request that ends.
+    first_ttft_s = fill.seconds * (fill.steps + 1) / (2 * fill.steps)
+    waiting_queue_s = fill.seconds + turnover_s / 2
+    waiting_ttft_s = waiting_queue_s + full.ttft_s - full.queue_s
+    served = sum(stretch.steps * stretch.requests for stretch in drain)
+    drain_tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served
+    first_tpot_s = drain_tpot_s + (fill.seconds - first_ttft_s) / max(1, outputs - 1)
+    requests_per_s = requests / total_s
+    if factors is IDEAL:
+        requests_per_s = max(requests_per_s, full.requests_per_s)
+    return Speed(
+        step=full.step,
+        causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
+        queue_s=waiting * waiting_queue_s / requests,
+        prefill_s=full.prefill_s,
+        ttft_s=(first * first_ttft_s + waiting * waiting_ttft_s) / requests,
+        tpot_s=(first * first_tpot_s + waiting * full.tpot_s) / requests,
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=requests_per_s * outputs,
+    )
+
+
+def share_ending_per_step(mean: float, longest: float | None) -> float:
+    """The share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
+
+    Solves mean = (1 - exp(-r·longest)) ÷ r. 0 where all answers have the longest length.
+    """
+    if longest is None:
+        return 1 / mean
+    low, high = 0.0, 1 / mean
+    if mean >= 0.99 * longest:
+        return low
+    for _ in range(60):
+        rate = (low + high) / 2
+        low, high = (rate, high) if -math.expm1(-rate * longest) / rate > mean else (low, rate)
+    return high
+
+
+def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors) -> _Stretch:
+    """The steps that read the prompts of the first batch."""
+    inputs = traffic.input_tokens
+    chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
+    step = roofline.step(first * inputs / chunks, 0, traffic.mean_context, factors, inputs)
+    return _Stretch(steps=chunks, requests=first, step=step)
+
+
+def _drain(
+    roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float, longest: float | None
+) -> list[_Stretch]:
+    """The steps that generate the answers of a batch which no request joins. A share of `ends` ends at each step."""
+    context = traffic.mean_context
+    if not ends:
+        step = roofline.decode(first, context, factors)
+        return [_Stretch(steps=traffic.output_tokens, requests=first, step=step)]
+    found, left, done = [], first, 0.0
+    while left >= 1 and (longest is None or done < longest):
+        steps = min(math.log(SHRINK_RATIO) / ends, (longest or math.inf) - done)
+        running = left / math.sqrt(SHRINK_RATIO)
+        found.append(_Stretch(steps=steps, requests=running, step=roofline.decode(running, context, factors)))
+        left /= SHRINK_RATIO
+        done += steps
+    return found

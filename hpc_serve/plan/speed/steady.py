@@ -1,0 +1,56 @@
+"""How fast requests are answered where so many are always in flight: when one is answered, the next one comes.
+
+step.py decides how long a step takes. This module decides how requests share steps and how long they wait.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpc_serve.plan.speed.step import IDEAL, Factors, Roofline, StepTime
+from hpc_serve.plan.speed.traffic import Speed, Traffic
+
+
+def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+    """One column of an estimate: `batch` requests run, the others in flight wait.
+
+    A round serves all running requests once. It takes as many steps as a request has output tokens, or more where the
+    prompts need more. Each prompt is read in steps of its own together with the tokens of others, and prompts share
+    steps where there are too few. Throughput, waiting and time between tokens follow by Little's law.
+    """
+    inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
+    steps = max(float(outputs), batch * (inputs + outputs) / roofline.max_num_batched_tokens)
+    decoding = batch * outputs / steps
+    chunks = math.ceil(inputs / roofline.max_num_batched_tokens)
+    decode = roofline.decode(decoding, context, factors)
+
+    def round_of(with_prompts: float) -> tuple[float, StepTime]:
+        mixed = roofline.step(decoding + batch * inputs / with_prompts, decoding, context, factors, inputs)
+        return with_prompts * mixed.total_s + (steps - with_prompts) * decode.total_s, mixed
+
+    with_prompts = min(steps, max(batch * chunks, batch * inputs / roofline.max_num_batched_tokens))
+    round_s, mixed = round_of(with_prompts)
+    if factors is IDEAL:
+        round_s = min(round_s, round_of(steps)[0])
+    stages = roofline.layout.pipeline_parallel_size
+    alone = roofline.step(stages * inputs / chunks + batch - 1, batch - 1, context, factors, inputs)
+    prefill_s = (chunks + stages - 1) / stages * alone.total_s
+    requests_per_s = batch / max(round_s, prefill_s)
+    queue_s = (traffic.concurrency - batch) / requests_per_s
+    # A request that arrives waits for the rest of the running step, more likely a long one. Its prompt shares a step.
+    rest_s = (with_prompts * mixed.total_s**2 + (steps - with_prompts) * decode.total_s**2) / (2 * round_s)
+    first_s = prefill_s if batch <= 1 or factors is IDEAL else rest_s + max(prefill_s, mixed.total_s)
+    time = {
+        cause: with_prompts * mixed.causes[cause] + (steps - with_prompts) * decode.causes[cause]
+        for cause in decode.causes
+    }
+    return Speed(
+        step=roofline.decode(batch, context, factors),
+        causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        ttft_s=queue_s + first_s,
+        tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=requests_per_s * outputs,
+    )

@@ -1,0 +1,69 @@
+"""The requests that a replica gets, and the figures that tell how fast they are answered.
+
+steady.py and burst.py have a formula each for the two ways in which requests arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.speed.step import StepTime
+
+Arrivals = Literal["steady", "burst"]
+_COUNTS = ("input_tokens", "output_tokens", "concurrency")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The requests that one replica gets: tokens in and out of each, and how many there are.
+
+    Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst that
+    many arrive at once, and no more come. With `longest_output_tokens` the answers of a burst differ in length: they
+    have `output_tokens` on average and at most that many. None: all have the same length.
+    """
+
+    input_tokens: int = 1024
+    output_tokens: int = 256
+    concurrency: int = 1
+    arrivals: Arrivals = "steady"
+    longest_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+        if self.arrivals not in get_args(Arrivals):
+            raise InvalidRequestError(f"arrivals is {self.arrivals!r}: use {' or '.join(get_args(Arrivals))}.")
+        longest = self.longest_output_tokens
+        if longest is not None and longest < self.output_tokens:
+            raise InvalidRequestError(
+                f"longest_output_tokens is {longest}, but answers have {self.output_tokens} tokens on average: it "
+                "must be at least that."
+            )
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before a generated token, on average."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The figures of one column, ideal or expected. Times are of one request in seconds, rates of one replica.
+
+    `step` generates a token for each running request. `causes` are shares of all the time, prompts included. `queue_s`
+    is the wait until a request may run. `ttft_s` includes it, and the rest of the step that is running. `tpot_s`
+    includes the prompts of other requests in between.
+    """
+
+    step: StepTime
+    causes: dict[str, float]
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    tpot_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
