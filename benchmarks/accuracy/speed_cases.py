@@ -128,7 +128,9 @@ class Case:
     batch: float = 0.0
     replicas: int = 1
     engine: str = "vLLM"
+    max_model_len: int = 0
     measured: float = 0.0
+    measured_ttft_s: float | None = None
     left_out: str | None = None
 
     def predict(self, factors: Factors) -> SpeedEstimate:
@@ -159,7 +161,9 @@ def case(row: dict[str, Any]) -> Case:
     gpu = next(name for part, name in GPUS.items() if part in row["gpu"])
     tensor, replicas = _ranks(row)
     outputs = row.get("osl") or row["out_tok_s"] / row["req_s"]
-    roofline, memory = _prepared(*_model(row), gpu, tensor, *_engine(row))
+    asked = re.search(r"--max-model-len (\d+)", row.get("command") or "")
+    length = min(model_spec(*_model(row)).max_model_len, int(asked[1]) if asked else LONGEST_CONTEXT)
+    roofline, memory = _prepared(*_model(row), gpu, tensor, length, *_engine(row))
     traffic = arriving(
         Traffic(
             input_tokens=round(row.get("isl") or MLPERF_INPUT_TOKENS[row["model"]]),
@@ -175,9 +179,11 @@ def case(row: dict[str, Any]) -> Case:
         roofline=roofline,
         memory=memory,
         traffic=traffic,
+        max_model_len=length,
         batch=running_requests(roofline, traffic, requests_held(roofline, traffic, memory)),
         replicas=replicas,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
+        measured_ttft_s=measured_ttft_s(row),
     )
 
 
@@ -217,6 +223,11 @@ def in_flight(row: dict[str, Any]) -> int:
         latency_ms = row["ttft_ms_mean"] + row["tpot_ms_mean"] * (row["osl"] - 1)
         return max(1, round(float(row["req_s"] * latency_ms) / 1000))
     return int(row["concurrency"])
+
+
+def measured_ttft_s(row: dict[str, Any]) -> float | None:
+    """The mean time to the first token in seconds, where the row has it."""
+    return row["ttft_ms_mean"] / 1000 if row.get("ttft_ms_mean") else None
 
 
 def arriving(traffic: Traffic, row: dict[str, Any], *, lengths_vary: bool) -> Traffic:
@@ -284,6 +295,7 @@ def _prepared(
     quantization: str | None,
     gpu: str,
     tensor: int,
+    max_model_len: int,
     version: str,
     expert_parallel: bool,
     kv_cache_dtype: str,
@@ -298,6 +310,7 @@ def _prepared(
         kv_cache_dtype=kv_cache_dtype,
         max_num_batched_tokens=batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
+        async_scheduling=async_scheduling,
     )
     layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=tensor)
     memory = estimate_memory(
@@ -306,9 +319,9 @@ def _prepared(
         engine,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=1,
-        max_model_len=min(model.max_model_len, LONGEST_CONTEXT),
+        max_model_len=max_model_len,
     )
-    return Roofline(model, device, engine, layout, async_scheduling=async_scheduling), memory
+    return Roofline(model, device, engine, layout), memory
 
 
 def main() -> None:

@@ -13,7 +13,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.accuracy.speed_cases import DATA, LONGEST_CONTEXT, SHORTEST_OUTPUT, Case, arriving, model_spec
+from benchmarks.accuracy.speed_cases import (
+    DATA,
+    LONGEST_CONTEXT,
+    SHORTEST_OUTPUT,
+    Case,
+    arriving,
+    measured_ttft_s,
+    model_spec,
+)
 from benchmarks.accuracy.speed_scores import by_source, report, source_errors
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
@@ -55,11 +63,18 @@ def later_case(row: dict[str, Any]) -> Case:
         roofline=roofline,
         memory=memory,
         traffic=traffic,
+        max_model_len=_max_model_len(row),
         batch=running_requests(roofline, traffic, capacity),
         replicas=row.get("replicas", 1),
         engine=engine,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
+        measured_ttft_s=measured_ttft_s(row),
     )
+
+
+def _max_model_len(row: dict[str, Any]) -> int:
+    model = model_spec(row["model"], row.get("quantization"))
+    return min(model.max_model_len, row.get("max_model_len", LONGEST_CONTEXT))
 
 
 @cache
@@ -68,7 +83,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
     model = model_spec(row["model"], row.get("quantization"))
     memory_bytes = int(row["memory_gb"] * 1e9) if "memory_gb" in row else None
     device = accelerator(row["accelerator"], total_bytes=memory_bytes)
-    length = min(model.max_model_len, row.get("max_model_len", LONGEST_CONTEXT))
+    length = _max_model_len(row)
     version = row.get("engine_version", UNKNOWN_VERSION) if row["engine"].startswith(ENGINE) else UNKNOWN_VERSION
     engine = EngineConfig(
         vllm_version=version,
@@ -78,6 +93,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         max_num_batched_tokens=row.get("max_num_batched_tokens"),
         max_num_seqs=row.get("max_num_seqs"),
         gpu_memory_utilization=row.get("gpu_memory_utilization"),
+        async_scheduling=row.get("async_scheduling"),
     )
     if "max_model_len" in row and engine.max_num_batched_tokens is None:
         tokens = max_num_batched_tokens(engine, device, length)
@@ -98,7 +114,7 @@ def _prepared(text: str) -> tuple[Roofline, MemoryEstimate]:
         pipeline_parallel_size=stages,
         max_model_len=length,
     )
-    return Roofline(model, device, engine, layout, async_scheduling=row.get("async_scheduling")), memory
+    return Roofline(model, device, engine, layout), memory
 
 
 def later_medians(cases: Sequence[Case], factors: Factors = EXPECTED) -> dict[str, float]:

@@ -16,6 +16,7 @@ import click
 
 from hpc_serve.cli.values import Duration, Replicas, Size
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.submit.request import Backend, Cluster, ServeRequest
 from hpc_serve.submit.sbatch_options import SlurmOptions
@@ -61,7 +62,13 @@ _PLAN_OPTIONS = (
     click.option(
         "--gpus-per-node", type=int, metavar="N", help="GPUs that a node has; the plan says how many are used."
     ),
-    click.option("--concurrency", type=int, default=1, metavar="N", help="Requests of full length held at once."),
+    click.option(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Requests at once, of full length or as long as said here; those that the cache cannot hold wait.",
+    ),
     click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer."),
     click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to."),
     click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context [default: the model's]."),
@@ -76,6 +83,18 @@ _PLAN_OPTIONS = (
     ),
     click.option(
         "--output-tokens", type=click.IntRange(min=1), metavar="N", help="Answer of a request [default: 256]."
+    ),
+    click.option(
+        "--arrivals",
+        type=click.Choice(get_args(Arrivals)),
+        default="steady",
+        help="steady: always so many requests in flight; burst: all at once, then no more [default: steady].",
+    ),
+    click.option(
+        "--longest-output-tokens",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="In a burst: answers differ in length, --output-tokens on average, at most so many.",
     ),
     click.option(
         "--allow-unknown-config-keys",
@@ -257,7 +276,8 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     replicas, max_replicas = options["replicas"] or (None, None)
     as_they_are = (
         *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "idle_stop_s", "replicas_per_job", "allow_unknown_config_keys"),
+        *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
+        *("idle_stop_s", "replicas_per_job", "allow_unknown_config_keys"),
     )
     return ServeRequest(
         model=model,

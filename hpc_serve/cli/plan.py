@@ -117,6 +117,9 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
         workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),
         **{
             name: options[name]
-            for name in ("target", "input_tokens", "output_tokens", "usd_per_gpu_hour", "allow_unknown_config_keys")
+            for name in (
+                *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
+                *("usd_per_gpu_hour", "allow_unknown_config_keys"),
+            )
         },
     )

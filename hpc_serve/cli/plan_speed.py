@@ -9,14 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.plan.make import PlanResult
-from hpc_serve.plan.report.speed import explain_lines, knee_text
-
-_TRUST = {
-    "gpu": "tokens/s of two thirds of 233 published measurements is within a quarter",
-    "tpu": "tokens/s of half of 21 published measurements on TPUs is within a quarter",
-    "cpu": "fitted on GPUs and TPUs, on no CPU: eight published measurements, of another engine, are a fifth to two "
-    "fifths lower",
-}
+from hpc_serve.plan.report.speed import accuracy_text, arrivals_text, explain_lines, knee_text, waiting_text
 
 
 def print_speed(console: Console, result: PlanResult) -> None:
@@ -46,12 +39,14 @@ def print_speed(console: Console, result: PlanResult) -> None:
     each = " of each replica" if result.chosen.replicas > 1 else ""
     console.print(
         Text(
-            f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out "
-            f"({_TRUST[result.accelerator.kind]}; TTFT is of a steady stream, in bursts it is longer; "
+            f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out, "
+            f"{arrivals_text(traffic)} ({accuracy_text(traffic, result.accelerator.kind)}; "
             "--explain shows the factors):"
         )
     )
     console.print(table)
+    for waiting in filter(None, map(waiting_text, found)):
+        console.print(Text(waiting))
     console.print(Text(knee_text(result.roofline(), traffic, result.chosen.memory)))
 
 

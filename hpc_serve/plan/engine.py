@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
 from hpc_serve.sizes import GIB
 
 PINNED_VERSION = "0.32.0"
+Arrivals = Literal["steady", "burst"]
+"""How requests come: always so many in flight, or all at once and then no more."""
 _POSITIVE = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -27,9 +30,10 @@ _POSITIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of `vllm serve` that decide about memory. None: vLLM's default, or for the layout the planner's choice.
+    """Options of `vllm serve` that decide about memory and speed.
 
-    `use_v1` False is the engine before V1. vLLM up to 0.9 has both.
+    None: vLLM's default, or for the layout the planner's choice. `use_v1` False is the engine before V1. vLLM up to
+    0.9 has both.
     """
 
     tensor_parallel_size: int | None = None
@@ -44,6 +48,7 @@ class EngineConfig:
     block_size: int | None = None
     enforce_eager: bool = False
     enable_expert_parallel: bool = False
+    async_scheduling: bool | None = None
     vllm_version: str = PINNED_VERSION
     use_v1: bool | None = None
 
@@ -111,17 +116,17 @@ def _version(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What each replica must hold at once: `concurrency` requests of `max_model_len` tokens each.
+    """What each replica is asked for: `concurrency` requests at once, contexts of `max_model_len` tokens.
 
     The defaults are vLLM's own condition for starting: one request of the longest context that the model allows.
     `replicas` engines share the machines. None: one engine on as few GPUs as it needs. `request_tokens` are the tokens
-    of one request, where they are known: a shorter context is of no use.
+    of one request. None: each may have the longest context. A context shorter than a request is of no use.
     """
 
     max_model_len: int | None = None
     concurrency: int = 1
     replicas: int | None = None
-    request_tokens: int = 1
+    request_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -12,7 +12,7 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
-from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
 from hpc_serve.plan.model.spec import ModelSpec
@@ -29,8 +29,9 @@ class PlanRequest:
 
     `gpu` names what the nodes have, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of one.
     `engines_per_node` engines divide one node, and each uses all of its part where no size of the layout is asked for.
-    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request. With
-    `allow_unknown_config_keys` a config may have sizes that the planner does not know.
+    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request,
+    `longest_output_tokens` those of the longest answer where they differ. `arrivals`: how requests come.
+    With `allow_unknown_config_keys` a config may have sizes that the planner does not know.
     """
 
     model: str
@@ -44,6 +45,8 @@ class PlanRequest:
     target: str | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    longest_output_tokens: int | None = None
+    arrivals: Arrivals = "steady"
     usd_per_gpu_hour: float | None = None
     allow_unknown_config_keys: bool = False
 
@@ -165,7 +168,19 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
             f"{inputs:,} tokens in and {outputs:,} out are {inputs + outputs:,}, but a request has at most "
             f"{max_model_len:,}; use a longer --max-model-len, or fewer tokens."
         )
-    return Traffic(input_tokens=inputs, output_tokens=outputs, concurrency=asked.workload.concurrency)
+    longest = asked.longest_output_tokens
+    if longest is not None and asked.arrivals != "burst":
+        raise InvalidRequestError(
+            "The longest answer matters where all requests arrive at once: add --arrivals burst, or leave out "
+            "--longest-output-tokens."
+        )
+    return Traffic(
+        input_tokens=inputs,
+        output_tokens=outputs,
+        concurrency=asked.workload.concurrency,
+        arrivals=asked.arrivals,
+        longest_output_tokens=longest,
+    )
 
 
 def _for_target(

@@ -58,6 +58,8 @@ def _plan_request(request: ServeRequest) -> PlanRequest:
         target=request.target,
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,
+        arrivals=request.arrivals,
+        longest_output_tokens=request.longest_output_tokens,
         allow_unknown_config_keys=request.allow_unknown_config_keys,
     )
 

@@ -243,6 +243,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--target": request.target,
         "--input-tokens": request.input_tokens,
         "--output-tokens": request.output_tokens,
+        "--arrivals": request.arrivals if request.arrivals != "steady" else None,
+        "--longest-output-tokens": request.longest_output_tokens,
         "--backend": request.backend if request.backend != "auto" else None,
         "--cluster": request.cluster if request.cluster != "slurm" else None,
         "--engine-restarts": request.engine_restarts,

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
@@ -24,15 +25,9 @@ Cluster = Literal["slurm", "local"]
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 
 _COUNTS = (
-    *("replicas", "replicas_per_job"),
-    "num_nodes",
-    "gpus_per_node",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "max_model_len",
-    "concurrency",
-    "input_tokens",
-    "output_tokens",
+    *("replicas", "replicas_per_job", "num_nodes", "gpus_per_node"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len"),
+    *("concurrency", "input_tokens", "output_tokens", "longest_output_tokens"),
 )
 
 
@@ -89,7 +84,7 @@ class ServeRequest:
 
     `replicas` are dealt to jobs, tasks of one array; the `replicas_per_job` replicas of a job divide its node.
     `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
-    `gpu_memory_bytes` is the memory of one of them. `concurrency` requests of `max_model_len` tokens must fit at once.
+    `gpu_memory_bytes` is the memory of one of them. The layout holds `concurrency` requests at once, if any does.
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
     know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
@@ -117,6 +112,8 @@ class ServeRequest:
     target: str | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    arrivals: Arrivals = "steady"
+    longest_output_tokens: int | None = None
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
     tls: bool = True

@@ -15,6 +15,9 @@ from typing import Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 
+SPEED_ACCURACY = Path(__file__).with_name("speed_accuracy.json")
+"""How near printed speeds are to published measurements. benchmarks/accuracy/speed_accuracy.py writes it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogModel:
@@ -26,6 +29,13 @@ class CatalogModel:
     published_parameters: int | None
     note: str | None
     source: tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def speed_accuracy() -> dict[str, Any]:
+    """By arrivals and kind of accelerator: published measurements, and how many of them are near."""
+    found: dict[str, Any] = _load(SPEED_ACCURACY.name)
+    return found
 
 
 @lru_cache(maxsize=1)

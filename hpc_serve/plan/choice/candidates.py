@@ -8,9 +8,10 @@ from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.layout import Layout, layouts_on
-from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.engine import EngineConfig, Workload, max_num_batched_tokens
 from hpc_serve.plan.hardware.cluster import ClusterSpec
 from hpc_serve.plan.memory.estimate import MemoryEstimate, estimate_memory
+from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.sizes import GIB
 
@@ -67,12 +68,41 @@ class PlanInputs:
                 memory = self._estimate(layout, replace(self.engine, max_num_seqs=fewer))
         except DoesNotFitError as error:
             return Candidate(layout=layout, memory=None, verdict="refused", reason=str(error))
-        if memory.holds(self.workload.concurrency):
+        if memory.holds(self.workload.concurrency, self.blocks_each(layout, memory)):
             return Candidate(layout=layout, memory=memory, verdict="fits", reason=cache_room_text(memory))
-        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(memory))
+        return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(layout, memory))
 
-    def _shortfall_text(self, memory: MemoryEstimate) -> str:
-        return shortfall_text(memory, self.workload, self.cluster.accelerator.unit)
+    def blocks_each(self, layout: Layout, memory: MemoryEstimate) -> int:
+        """Blocks of the cache that one of the requests asked for takes."""
+        tokens = self.workload.request_tokens
+        if tokens is None or tokens >= self.max_model_len:
+            return memory.blocks_per_request
+        kind, ranks = self.cluster.accelerator.kind, layout.tensor_parallel_size
+        step = max_num_batched_tokens(self.engine, self.cluster.accelerator, self.max_model_len)
+        return cache_layout(self.model, self.engine, ranks, kind=kind).blocks_per_request(tokens, step)
+
+    def request_text(self) -> str:
+        """How long the requests asked for are, in words."""
+        tokens = self.workload.request_tokens
+        return "of the longest context" if tokens is None else f"of {tokens:,} tokens"
+
+    def _shortfall_text(self, layout: Layout, memory: MemoryEstimate) -> str:
+        """What a layout lacks, in words."""
+        unit, concurrency = self.cluster.accelerator.unit, self.workload.concurrency
+        if memory.kv_cache_bytes <= 0:
+            needed = memory.requested_bytes - memory.kv_cache_bytes
+            return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
+        if memory.num_blocks < memory.least_blocks:
+            return (
+                f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "
+                f"({memory.num_blocks})"
+            )
+        wanted, verb = f"{concurrency} requests {self.request_text()}", "need"
+        blocks = concurrency * self.blocks_each(layout, memory)
+        if blocks <= memory.blocks_per_request:
+            wanted, verb, blocks = "one request of the longest context", "needs", memory.blocks_per_request
+        needed = (blocks + 1) * memory.bytes_per_block
+        return f"{wanted} {verb} {needed / GIB:.1f} GiB of cache per {unit}, {memory.kv_cache_bytes / GIB:.1f} left"
 
     def _estimate(self, layout: Layout, engine: EngineConfig) -> MemoryEstimate:
         return estimate_memory(
@@ -138,28 +168,19 @@ def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Cand
     return list(different.values())[:count]
 
 
+def that_queues(tried: Sequence[Candidate]) -> Candidate | None:
+    """Where nothing holds all requests at once: the candidate on the fewest nodes and most GPUs. The others wait.
+
+    None where no layout holds a single request of the longest context.
+    """
+    able = [candidate for candidate in tried if candidate.memory is not None and candidate.memory.holds(1)]
+    fewest = min((candidate.layout.num_nodes for candidate in able), default=0)
+    return next(iter(on_most_gpus([candidate for candidate in able if candidate.layout.num_nodes == fewest])), None)
+
+
 def cache_room_text(memory: MemoryEstimate) -> str:
     """What a layout leaves for requests, in words."""
     return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
-
-
-def shortfall_text(memory: MemoryEstimate, workload: Workload, unit: str = "GPU") -> str:
-    """What a layout lacks, in words."""
-    if memory.kv_cache_bytes <= 0:
-        needed = memory.requested_bytes - memory.kv_cache_bytes
-        return f"{needed / GIB:.1f} GiB per {unit} before any cache, {memory.requested_bytes / GIB:.1f} usable"
-    if memory.num_blocks < memory.least_blocks:
-        return (
-            f"vLLM refuses it: max_num_seqs ({memory.max_num_seqs}) exceeds available Mamba cache blocks "
-            f"({memory.num_blocks})"
-        )
-    needed = (workload.concurrency * memory.blocks_per_request + 1) * memory.bytes_per_block
-    wanted = "one request" if workload.concurrency == 1 else f"{workload.concurrency} requests"
-    verb = "needs" if workload.concurrency == 1 else "need"
-    return (
-        f"{wanted} of the longest context {verb} {needed / GIB:.1f} GiB of cache per {unit}, "
-        f"{memory.kv_cache_bytes / GIB:.1f} left"
-    )
 
 
 def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:

@@ -17,6 +17,7 @@ from hpc_serve.plan.choice.candidates import (
     closest_to_fitting,
     next_smaller,
     on_most_gpus,
+    that_queues,
 )
 from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
@@ -37,7 +38,8 @@ class ServePlan:
     """A layout that fits, and how to ask vLLM for it.
 
     `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model, without
-    served names, host, port and backend. `memory` is that of the tightest rank.
+    served names, host, port and backend. `memory` is that of the tightest rank. Where the cache does not hold all
+    requests asked for at once, `suggestions` are options with which it does.
     """
 
     model: str
@@ -51,6 +53,7 @@ class ServePlan:
     reasons: tuple[str, ...]
     minimum_gpus: MinimumGpus
     candidates: tuple[Candidate, ...] = ()
+    suggestions: tuple[str, ...] = ()
 
 
 class NoLayoutError(DoesNotFitError):
@@ -75,7 +78,9 @@ def plan(
 ) -> ServePlan:
     """The smallest layout that holds the model and the workload.
 
-    Raises NoLayoutError where none does, and InvalidRequestError for a context longer than the model's.
+    Where none holds all requests at once, one that holds as many as possible: the others wait. Raises NoLayoutError
+    where none holds a single request of the longest context, and InvalidRequestError for a context longer than the
+    model's.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
     asked = PlanInputs(
@@ -94,6 +99,10 @@ def plan(
             if candidate.verdict == "fits":
                 return _plan(inputs, replace(candidate, verdict="chosen"), tried, served_model_names)
             tried.append(candidate)
+        if (queues := that_queues(tried)) is not None:
+            others = [candidate for candidate in tried if candidate is not queues]
+            helps = tuple(suggestions(asked, [queues.layout]))
+            return _plan(inputs, replace(queues, verdict="chosen"), others, served_model_names, helps)
     except DoesNotFitError as error:
         minimum = minimum_gpus(inputs, at_most=0)
         raise NoLayoutError(str(error), candidates=(), suggestions=(), minimum_gpus=minimum) from None
@@ -101,7 +110,11 @@ def plan(
 
 
 def _plan(
-    inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], served_model_names: tuple[str, ...]
+    inputs: PlanInputs,
+    chosen: Candidate,
+    tried: list[Candidate],
+    served_model_names: tuple[str, ...],
+    suggestions: tuple[str, ...] = (),
 ) -> ServePlan:
     layout, memory, model, engine = chosen.layout, chosen.memory, inputs.model, inputs.engine
     assert memory is not None
@@ -121,7 +134,8 @@ def _plan(
         max_model_len=inputs.max_model_len,
         vllm_args=vllm_args(layout, inputs.max_model_len, engine, model),
         memory=memory,
-        reasons=tuple(_reasons(inputs, chosen, tried, others, minimum)),
+        reasons=(*_waiting_reasons(inputs, chosen, suggestions), *_reasons(inputs, chosen, tried, others, minimum)),
+        suggestions=suggestions,
         minimum_gpus=minimum,
         candidates=(*next_smaller(tried, layout), chosen, *others),
     )
@@ -175,17 +189,33 @@ def _reasons(
     return [*reasons, assumed] if assumed else reasons
 
 
+def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[str, ...]) -> list[str]:
+    """A sentence on requests that wait, where the cache does not hold all that are asked for at once."""
+    memory, concurrency = chosen.memory, inputs.workload.concurrency
+    assert memory is not None
+    each = inputs.blocks_each(chosen.layout, memory)
+    if memory.holds(concurrency, each):
+        return []
+    helps = f" All run at once with {'; or '.join(suggestions)}." if suggestions else ""
+    return [
+        f"The cache holds {memory.held(each):,} of {concurrency:,} requests {inputs.request_text()}: the others wait, "
+        f"as vLLM queues them.{helps}"
+    ]
+
+
 def _has_asked_sizes(inputs: PlanInputs) -> bool:
     return bool(inputs.engine.tensor_parallel_size or inputs.engine.pipeline_parallel_size)
 
 
 def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
-    shown = closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)
+    """The error where no layout holds a single request of the longest context."""
+    asked = replace(asked, workload=replace(asked.workload, concurrency=1))
     inputs = asked.for_one_replica()
+    shown = [inputs.evaluate(candidate.layout) for candidate in closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)]
     helps = suggestions(asked, [candidate.layout for candidate in shown])
-    cluster, concurrency = inputs.cluster, inputs.workload.concurrency
+    cluster = inputs.cluster
     nodes = f"{cluster.num_nodes or 'any number of'} node{'' if cluster.num_nodes == 1 else 's'}"
-    requests = f"{concurrency} request{'s' if concurrency > 1 else ''} of {inputs.max_model_len:,} tokens"
+    requests = f"1 request of {inputs.max_model_len:,} tokens"
     gpus = f"{cluster.node_size} {cluster.accelerator.name}"
     headline = f"{inputs.model.name} does not fit {nodes} of {gpus} with {requests}."
     if all(candidate.memory is None for candidate in tried):

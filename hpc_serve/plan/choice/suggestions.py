@@ -109,14 +109,14 @@ def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     most = 0
     for layout in nearest:
         memory = inputs.evaluate(layout).memory
-        if memory is not None and memory.kv_cache_bytes > 0 and memory.blocks_per_request:
-            most = max(most, (memory.num_blocks - 1) // memory.blocks_per_request)
+        if memory is not None and memory.holds(1):
+            most = max(most, memory.held(inputs.blocks_each(layout, memory)))
     return f"--concurrency {most} (requests of that length at once)" if most else None
 
 
 def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     longest = max((_longest(inputs, layout) for layout in nearest), default=0)
-    return f"--max-model-len {longest}" if longest >= max(_CONTEXT_STEP, inputs.workload.request_tokens) else None
+    return f"--max-model-len {longest}" if longest >= max(_CONTEXT_STEP, inputs.workload.request_tokens or 1) else None
 
 
 def _longest(inputs: PlanInputs, layout: Layout) -> int:

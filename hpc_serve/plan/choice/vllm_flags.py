@@ -28,6 +28,7 @@ _FIELDS = (
     "kv_cache_dtype",
     "enforce_eager",
     "enable_expert_parallel",
+    "async_scheduling",
 )
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _ONLINE = {

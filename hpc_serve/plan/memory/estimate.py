@@ -54,10 +54,19 @@ class MemoryEstimate:
     least_blocks: int = 0
     graphs_outside: bool = False
 
-    def holds(self, concurrency: int) -> bool:
-        """Whether so many requests of the longest context fit. One block is vLLM's own, the null block."""
-        needed = max(1 + concurrency * self.blocks_per_request, self.least_blocks)
+    def holds(self, concurrency: int, blocks_each: int | None = None) -> bool:
+        """Whether so many requests fit at once, and one of the longest context.
+
+        One block is vLLM's own, the null block. `blocks_each` is what one of them takes. None: what one of the longest
+        context takes.
+        """
+        each = self.blocks_per_request if blocks_each is None else blocks_each
+        needed = max(1 + concurrency * each, 1 + self.blocks_per_request, self.least_blocks)
         return self.kv_cache_bytes > 0 and self.num_blocks >= needed
+
+    def held(self, blocks_each: int) -> int:
+        """How many requests of so many blocks fit at once."""
+        return max(0, self.num_blocks - 1) // blocks_each if blocks_each else self.max_num_seqs
 
 
 def estimate_memory(

@@ -39,7 +39,7 @@ def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
         "vllm_args": list(plan.vllm_args),
         "reasons": list(plan.reasons),
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
-        "remedies": [],
+        "remedies": list(plan.suggestions),
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hpc_serve.plan.catalog import speed_accuracy
+from hpc_serve.plan.hardware.accelerator import AcceleratorKind
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
@@ -47,6 +49,47 @@ def estimates_by_concurrency(
     ]
 
 
+def arrivals_text(traffic: Traffic) -> str:
+    """How requests arrive, in words, and the option for the other way."""
+    if traffic.arrivals == "steady":
+        return "steady arrivals: so many are always in flight; --arrivals burst: all at once"
+    longest = traffic.longest_output_tokens
+    lengths = f"answers of at most {longest:,} tokens" if longest else "answers of one length"
+    return f"in a burst: all arrive at once, {lengths}; --arrivals steady: so many are always in flight"
+
+
+def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
+    """How near such figures are to published measurements, in words."""
+    found = speed_accuracy()[traffic.arrivals].get(kind)
+    arrivals = "steady arrivals" if traffic.arrivals == "steady" else "bursts"
+    if kind == "cpu":
+        low = f": {found['rows']} measurements, of another engine, are a fifth to two fifths lower" if found else ""
+        return f"fitted on GPUs and TPUs, on no CPU{low}"
+    if found is None:
+        return f"no published measurement is of {arrivals} on such accelerators"
+    where = " on TPUs" if kind == "tpu" else ""
+    text = (
+        f"of {found['rows']} published measurements of {arrivals}{where}, tokens/s of {found['within_a_quarter']} "
+        "are within a quarter"
+    )
+    if "ttft_rows" in found:
+        low, high = found["measured_by_printed_ttft_quartiles"]
+        text += f"; TTFT of half of {found['ttft_rows']} was {low:g} to {high:g} times as long"
+    return text
+
+
+def waiting_text(estimate: SpeedEstimate) -> str | None:
+    """A sentence on requests that wait. None where all run at once."""
+    traffic, running = estimate.traffic, int(estimate.batch)
+    if running >= traffic.concurrency:
+        return None
+    wait_s = estimate.expected.queue_s
+    return (
+        f"Of {traffic.concurrency:,} requests {running:,} run at once, the others wait. TTFT includes the wait, "
+        f"{wait_s:,.1f} s on average."
+    )
+
+
 def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
     """Up to which number of requests in flight more of them pay.
 
@@ -76,7 +119,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     work = roofline.work.stages
     yield (
         f"Speed of one replica, {traffic.concurrency} requests in flight of {traffic.input_tokens:,} tokens in and "
-        f"{traffic.output_tokens:,} out ({estimate.batch:.0f} run, the cache holds {estimate.capacity:.0f}):"
+        f"{traffic.output_tokens:,} out ({traffic.arrivals} arrivals, {estimate.batch:.0f} run, the cache holds "
+        f"{estimate.capacity:.0f}):"
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
     read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
@@ -111,8 +155,10 @@ def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
     """Estimates under stable keys. Times are in seconds, rates per second."""
     traffic = estimates[0].traffic
     return {
+        "arrivals": traffic.arrivals,
         "input_tokens": traffic.input_tokens,
         "output_tokens": traffic.output_tokens,
+        "longest_output_tokens": traffic.longest_output_tokens,
         "factors": {name: getattr(EXPECTED, name) for name in _MEANING},
         "by_concurrency": [_estimate(estimate) for estimate in estimates],
     }

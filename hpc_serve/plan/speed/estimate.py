@@ -15,13 +15,12 @@ from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.speed.burst import burst_speed, share_ending_per_step
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import EXPECTED, FITTED, IDEAL, Factors, Roofline, StepTime, link_rate
-from hpc_serve.plan.speed.traffic import Arrivals, Speed, Traffic
+from hpc_serve.plan.speed.traffic import Speed, Traffic
 
 __all__ = [
     "EXPECTED",
     "FITTED",
     "IDEAL",
-    "Arrivals",
     "Factors",
     "Roofline",
     "Speed",

@@ -112,8 +112,8 @@ class StepTime:
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
-    `async_scheduling`: the host works on a step while the device computes the last one. None is vLLM's default
-    (`ASYNC_SINCE`). Raises InvalidRequestError for an accelerator whose FLOP/s or bandwidth no source confirms.
+    With async scheduling the host works on a step while the device computes the last one (`ASYNC_SINCE`).
+    Raises InvalidRequestError for an accelerator whose FLOP/s or bandwidth no source confirms.
     """
 
     def __init__(
@@ -122,8 +122,6 @@ class Roofline:
         accelerator: AcceleratorSpec,
         engine: EngineConfig,
         layout: Layout,
-        *,
-        async_scheduling: bool | None = None,
     ) -> None:
         if not accelerator.dense_flops or not accelerator.bandwidth_bytes_per_s:
             raise InvalidRequestError(
@@ -131,7 +129,7 @@ class Roofline:
             )
         self.model, self.accelerator, self.engine, self.layout = model, accelerator, engine, layout
         default = engine.version >= ASYNC_SINCE["stages" if layout.pipeline_parallel_size > 1 else "one stage"]
-        self.async_scheduling = default if async_scheduling is None else async_scheduling
+        self.async_scheduling = default if engine.async_scheduling is None else engine.async_scheduling
         self.work: ModelWork = model_work(model, accelerator, engine, layout)
         self.bandwidth: float = accelerator.bandwidth_bytes_per_s
         self.link_bytes_per_s = link_rate(accelerator, layout)

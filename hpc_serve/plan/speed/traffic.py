@@ -6,12 +6,12 @@ steady.py and burst.py have a formula each for the two ways in which requests ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.speed.step import StepTime
 
-Arrivals = Literal["steady", "burst"]
 _COUNTS = ("input_tokens", "output_tokens", "concurrency")
 
 

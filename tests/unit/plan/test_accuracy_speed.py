@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.accuracy.speed_accuracy import document
+from benchmarks.accuracy.speed_asked import answers, differing
 from benchmarks.accuracy.speed_cases import Case, load
 from benchmarks.accuracy.speed_cases_later import later_medians, later_table, load_later
 from benchmarks.accuracy.speed_scores import by_source, error, fit, leave_one_out, loss, median_errors, table
+from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.speed.estimate import EXPECTED, Factors
 
 Folds = dict[str, tuple[Factors, list[Case]]]
@@ -45,6 +48,21 @@ def test_what_plan_says_of_its_own_accuracy(folds: Folds) -> None:
     assert statistics.median(errors) <= 25
     tpus = [abs(error(one, factors)) for factors, rows in folds.values() for one in rows if one.id.startswith("tpu")]
     assert max(tpus) <= 25
+
+
+def test_what_plan_says_of_each_kind_of_arrivals_is_what_the_study_finds() -> None:
+    """`python -m benchmarks.accuracy.speed_accuracy` writes the file again."""
+    assert SPEED_ACCURACY.read_text(encoding="utf-8") == document()
+
+
+def test_plan_answers_for_published_runs_and_prints_what_is_scored(cases: list[Case], later: list[Case]) -> None:
+    """Of 254 runs 144 have more requests than the cache holds of full length; 82 have more than it holds of theirs."""
+    found = answers([*cases, *later])
+    assert (len(found), sum(one.estimate is not None for one in found)) == (254, 251)
+    assert differing(found) == []
+    waiting = [one for one in found if one.estimate and not one.held_all]
+    assert len(waiting) >= 80
+    assert statistics.median(abs(one.error) for one in waiting) <= 20
 
 
 def test_what_it_may_say_by_kind(folds: Folds, later: list[Case]) -> None:

@@ -25,7 +25,7 @@ from hpc_serve.plan.choice.planner import NoLayoutError
 from hpc_serve.plan.choice.replicas import compare_sharing, replica_options
 from hpc_serve.plan.report.explain import explain
 
-WORKLOAD = ("max_model_len", "concurrency", "replicas")
+WORKLOAD = ("max_model_len", "concurrency", "replicas", "request_tokens")
 
 
 def spec(name: str, quantization: str | None = None, dtype: str = "auto") -> ModelSpec:
@@ -223,14 +223,37 @@ def test_heads_that_do_not_divide_are_planned_around() -> None:
     [
         ("70b", "h100-80gb", {"nodes": 1, "size": 2}, r"--max-model-len \d+"),
         ("405b", "h100-80gb", {"nodes": 1}, "fp8 weights"),
-        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, "--kv-cache-dtype fp8"),
-        ("70b", "h100-80gb", {"nodes": 1, "concurrency": 15}, r"--concurrency 10 \(requests of that length at once\)"),
         ("70b", "l4", {"nodes": 1}, "--nodes 2 --gpus-per-node 8"),
     ],
 )
 def test_what_would_make_it_fit_does(name: str, gpu: str, options: dict[str, Any], remedy: str) -> None:
     with pytest.raises(NoLayoutError, match=remedy):
         planned(name, gpu, **options)
+
+
+def test_requests_that_the_cache_cannot_hold_wait() -> None:
+    found = planned("70b", nodes=1, concurrency=15)
+    assert layout_of(found) == (8, 1, 1, 8)
+    assert found.reasons[0].startswith(
+        "The cache holds 10 of 15 requests of the longest context: the others wait, as vLLM queues them."
+    )
+    assert "--kv-cache-dtype fp8" in found.suggestions
+    assert "--concurrency 10 (requests of that length at once)" in found.suggestions
+    assert planned("70b", nodes=1, concurrency=10).suggestions == ()
+
+
+def test_requests_of_known_length_take_what_they_need() -> None:
+    """On two GPUs there is no room for one request of the longest context, on four for many short ones."""
+    short = planned("70b", concurrency=100, request_tokens=1280)
+    assert (layout_of(short), short.suggestions) == ((4, 1, 1, 4), ())
+    waiting = planned("8b", "l4", nodes=1, size=1, max_model_len=4096, concurrency=100, request_tokens=1280)
+    assert re.match(r"The cache holds \d+ of 100 requests of 1,280 tokens: the others wait", waiting.reasons[0])
+
+
+def test_a_model_that_holds_no_request_is_refused_however_many_are_asked_for() -> None:
+    with pytest.raises(NoLayoutError, match="with 1 request of 131,072 tokens") as caught:
+        planned("405b", nodes=1, concurrency=50)
+    assert "50" not in str(caught.value).split("It would")[0].replace("TP=8", "")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""How near printed speeds are to published measurements, by the way in which requests arrive and kind of accelerator.
+
+`python -m benchmarks.accuracy.speed_accuracy` writes what `plan` says of itself (plan/catalog/speed_accuracy.json). A
+source that the factors are fitted on counts with the factors fitted on all others.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from benchmarks.accuracy.speed_cases import Case, load
+from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
+from benchmarks.accuracy.speed_scores import error, leave_one_out
+from hpc_serve.plan.catalog import SPEED_ACCURACY
+from hpc_serve.plan.engine import Arrivals
+from hpc_serve.plan.speed.estimate import EXPECTED, Factors
+
+WITHIN_PER_CENT = 25
+LEAST_TTFT_ROWS = 20
+"""Quartiles of fewer rows are not given."""
+
+
+def scored_rows(cases: Sequence[Case], later: Sequence[Case]) -> list[tuple[Case, Factors]]:
+    """All rows of vLLM that are compared, and of other engines those on CPUs, each with the factors it is scored by."""
+    rows = [(one, factors) for factors, fold in leave_one_out(cases).values() for one in fold]
+    rows += [(one, EXPECTED) for one in later if not one.left_out]
+    return [row for row in rows if row[0].engine.startswith(ENGINE) or kind_of(row[0]) == "cpu"]
+
+
+def kind_of(case: Case) -> str:
+    """gpu, tpu or cpu."""
+    assert case.roofline
+    return case.roofline.accelerator.kind
+
+
+def arrivals_of(case: Case) -> str:
+    """steady or burst."""
+    assert case.traffic
+    return case.traffic.arrivals
+
+
+def accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
+    """By arrivals and kind of accelerator: how many rows there are, how many are near, and quartiles of TTFT."""
+    found: dict[str, dict[str, Any]] = {}
+    for arrivals in get_args(Arrivals):
+        for kind in ("gpu", "tpu", "cpu"):
+            there = [row for row in rows if (arrivals_of(row[0]), kind_of(row[0])) == (arrivals, kind)]
+            if there:
+                found.setdefault(arrivals, {})[kind] = _figures(there)
+    return found
+
+
+def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
+    errors = [error(case, factors) for case, factors in rows]
+    figures: dict[str, Any] = {
+        "rows": len(rows),
+        "within_a_quarter": sum(abs(value) <= WITHIN_PER_CENT for value in errors),
+        "median_error_per_cent": round(statistics.median(abs(value) for value in errors), 1),
+    }
+    ratios = [
+        case.measured_ttft_s / case.predict(factors).expected.ttft_s for case, factors in rows if case.measured_ttft_s
+    ]
+    if len(ratios) >= LEAST_TTFT_ROWS:
+        low, _, high = statistics.quantiles(ratios, n=4)
+        figures |= {"ttft_rows": len(ratios), "measured_by_printed_ttft_quartiles": [round(low, 1), round(high, 1)]}
+    return figures
+
+
+def document() -> str:
+    """The text of the file."""
+    about = "How near `plan` is to published measurements; python -m benchmarks.accuracy.speed_accuracy writes it."
+    return json.dumps({"_about": about, **accuracy(scored_rows(load(), load_later()))}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    SPEED_ACCURACY.write_text(document(), encoding="utf-8")
+    print(document())

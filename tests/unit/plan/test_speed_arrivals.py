@@ -1,0 +1,102 @@
+"""Requests in a burst and requests in a steady stream: what is asked, what is printed, and that waiting counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.speed.estimate import Roofline, Traffic, estimate_speed
+
+SMALL = ("--model", "8b", "--gpu", "l4", "--nodes", "1", "-tp", "2", "-pp", "1", "--max-model-len", "8192")
+
+
+@pytest.fixture(scope="module")
+def prepared() -> tuple[Roofline, MemoryEstimate]:
+    model, gpu, engine = model_from_config(resolve("8b").config, name="8b"), accelerator("l4"), EngineConfig()
+    memory = estimate_memory(model, gpu, engine, tensor_parallel_size=2, pipeline_parallel_size=1, max_model_len=8192)
+    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=2)
+    return Roofline(model, gpu, engine, layout), memory
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["plan", *SMALL, *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def performance(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(["plan", *SMALL, *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["performance"]
+    return found
+
+
+def test_both_formulas_are_named_where_their_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    steady, burst = printed(capsys), printed(capsys, "--arrivals", "burst")
+    assert "steady arrivals: so many are always in flight" in steady
+    assert "published measurements of steady arrivals, tokens/s of" in steady
+    assert "in a burst: all arrive at once, answers of one length" in burst
+    assert "published measurements of bursts, tokens/s of" in burst
+    assert "answers of at most 2,000 tokens" in printed(
+        capsys, "--arrivals", "burst", "--longest-output-tokens", "2000"
+    )
+
+
+def test_more_requests_than_the_cache_holds_wait_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
+    text = printed(capsys, *words)
+    assert "The cache holds" in text
+    assert "run at once, the others wait. TTFT includes the wait" in text
+    last = performance(capsys, *words)["by_concurrency"][-1]
+    assert (last["concurrency"], last["running"] < 200) == (1000, True)
+    assert last["expected"]["queue_s"] == pytest.approx((1000 - last["running"]) / last["expected"]["requests_per_s"])
+    assert last["expected"]["ttft_s"] > last["expected"]["queue_s"]
+
+
+def test_a_burst_is_slower_than_a_steady_stream_and_its_first_tokens_come_sooner(
+    prepared: tuple[Roofline, MemoryEstimate],
+) -> None:
+    for concurrency in (1, 16, 64, 1000):
+        traffic = Traffic(input_tokens=500, output_tokens=200, concurrency=concurrency)
+        steady = estimate_speed(prepared[0], traffic, prepared[1])
+        burst = estimate_speed(prepared[0], replace(traffic, arrivals="burst"), prepared[1])
+        assert burst.expected.output_tokens_per_s <= steady.expected.output_tokens_per_s * 1.001
+        assert burst.ideal.output_tokens_per_s >= burst.expected.output_tokens_per_s
+        assert burst.batch == steady.batch
+        if burst.batch < concurrency:
+            assert 0 < burst.expected.queue_s < steady.expected.queue_s
+
+
+def test_causes_of_a_burst_are_shares(prepared: tuple[Roofline, MemoryEstimate]) -> None:
+    traffic = Traffic(input_tokens=500, output_tokens=200, concurrency=1000, arrivals="burst")
+    assert sum(estimate_speed(prepared[0], traffic, prepared[1]).expected.causes.values()) == pytest.approx(1)
+
+
+def test_answers_of_different_length_keep_a_burst_longer(prepared: tuple[Roofline, MemoryEstimate]) -> None:
+    def rate(longest: int | None) -> float:
+        traffic = Traffic(output_tokens=200, concurrency=64, arrivals="burst", longest_output_tokens=longest)
+        return estimate_speed(prepared[0], traffic, prepared[1]).expected.output_tokens_per_s
+
+    assert rate(None) == rate(200) > rate(400) > rate(4000)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--longest-output-tokens", "500"),
+        ("--arrivals", "burst", "--output-tokens", "300", "--longest-output-tokens", "200"),
+        ("--arrivals", "poisson"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...]) -> None:
+    assert run(["plan", *SMALL, *words]) == 2
+
+
+def test_arrivals_are_one_of_two() -> None:
+    with pytest.raises(InvalidRequestError, match="use steady or burst"):
+        Traffic(arrivals="poisson")  # type: ignore[arg-type]
