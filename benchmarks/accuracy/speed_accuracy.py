@@ -23,9 +23,12 @@ LEAST_TTFT_ROWS = 20
 """Quartiles of fewer rows are not given."""
 
 
-def scored_rows(cases: Sequence[Case], later: Sequence[Case]) -> list[tuple[Case, Factors]]:
-    """All rows of vLLM that are compared, and of other engines those on CPUs, each with the factors it is scored by."""
-    rows = [(one, factors) for factors, fold in leave_one_out(cases).values() for one in fold]
+def scored_rows(folds: dict[str, tuple[Factors, list[Case]]], later: Sequence[Case]) -> list[tuple[Case, Factors]]:
+    """All rows of vLLM that are compared, and of other engines those on CPUs, each with the factors it is scored by.
+
+    `folds` are those of speed_scores.leave_one_out.
+    """
+    rows = [(one, factors) for factors, fold in folds.values() for one in fold]
     rows += [(one, EXPECTED) for one in later if not one.left_out]
     return [row for row in rows if row[0].engine.startswith(ENGINE) or kind_of(row[0]) == "cpu"]
 
@@ -69,12 +72,13 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
     return figures
 
 
-def document() -> str:
+def document(rows: Sequence[tuple[Case, Factors]]) -> str:
     """The text of the file."""
     about = "How near `plan` is to published measurements; python -m benchmarks.accuracy.speed_accuracy writes it."
-    return json.dumps({"_about": about, **accuracy(scored_rows(load(), load_later()))}, indent=1) + "\n"
+    return json.dumps({"_about": about, **accuracy(rows)}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    SPEED_ACCURACY.write_text(document(), encoding="utf-8")
-    print(document())
+    text = document(scored_rows(leave_one_out(load()), load_later()))
+    SPEED_ACCURACY.write_text(text, encoding="utf-8")
+    print(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import IDEAL, Factors, Roofline, StepTime
@@ -43,38 +44,44 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
     waiting = requests - first
     ends = 0.0 if longest is None else share_ending_per_step(outputs, longest)
     fill = _fill(roofline, traffic, first, factors)
-    drain = list(_drain(roofline, traffic, first, factors, ends, longest))
-    full = steady_speed(roofline, traffic, batch, factors)
-    turnover_s = waiting / full.requests_per_s
-    total_s = fill.seconds + turnover_s + sum(stretch.seconds for stretch in drain)
+    drain = _drain(roofline, traffic, first, factors, ends)
     time: Counter[str] = Counter()
     for stretch in (fill, *drain):
         for cause, seconds in stretch.step.causes.items():
             time[cause] += stretch.steps * seconds  # type: ignore[assignment]
-    for cause, share in full.causes.items():
-        time[cause] += turnover_s * share  # type: ignore[assignment]
-    # The prompts of the first batch end one step after the other; of the others, one with each request that ends.
-    first_ttft_s = fill.seconds * (fill.steps + 1) / (2 * fill.steps)
-    waiting_queue_s = fill.seconds + turnover_s / 2
-    waiting_ttft_s = waiting_queue_s + full.ttft_s - full.queue_s
+    total_s = fill.seconds + sum(stretch.seconds for stretch in drain)
+    # The prompts of the first batch end one step after the other.
+    ttft_s = fill.seconds * (fill.steps + 1) / (2 * fill.steps)
     served = sum(stretch.steps * stretch.requests for stretch in drain)
-    drain_tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served
-    first_tpot_s = drain_tpot_s + (fill.seconds - first_ttft_s) / max(1, outputs - 1)
+    tpot_s = sum(stretch.seconds * stretch.requests for stretch in drain) / served
+    tpot_s += (fill.seconds - ttft_s) / max(1, outputs - 1)
+    queue_s = 0.0
+    full = steady_speed(roofline, traffic, batch, factors) if waiting or factors is IDEAL else None
+    if full and waiting:
+        # One of them starts with each request that ends.
+        turnover_s = waiting / full.requests_per_s
+        total_s += turnover_s
+        for cause, share in full.causes.items():
+            time[cause] += turnover_s * share  # type: ignore[assignment]
+        wait_s = fill.seconds + turnover_s / 2
+        queue_s = waiting * wait_s / requests
+        ttft_s = (first * ttft_s + waiting * (wait_s + full.ttft_s - full.queue_s)) / requests
+        tpot_s = (first * tpot_s + waiting * full.tpot_s) / requests
     requests_per_s = requests / total_s
-    if factors is IDEAL:
+    if full and factors is IDEAL:
         requests_per_s = max(requests_per_s, full.requests_per_s)
     return Speed(
-        step=full.step,
+        step=roofline.decode(batch, traffic.mean_context, factors),
         causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
-        queue_s=waiting * waiting_queue_s / requests,
-        prefill_s=full.prefill_s,
-        ttft_s=(first * first_ttft_s + waiting * waiting_ttft_s) / requests,
-        tpot_s=(first * first_tpot_s + waiting * full.tpot_s) / requests,
+        queue_s=queue_s,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
         requests_per_s=requests_per_s,
         output_tokens_per_s=requests_per_s * outputs,
     )
 
 
+@lru_cache(maxsize=512)
 def share_ending_per_step(mean: float, longest: float | None) -> float:
     """The share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
 
@@ -99,11 +106,9 @@ def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors) 
     return _Stretch(steps=chunks, requests=first, step=step)
 
 
-def _drain(
-    roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float, longest: float | None
-) -> list[_Stretch]:
+def _drain(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[_Stretch]:
     """The steps that generate the answers of a batch which no request joins. A share of `ends` ends at each step."""
-    context = traffic.mean_context
+    context, longest = traffic.mean_context, traffic.longest_output_tokens
     if not ends:
         step = roofline.decode(first, context, factors)
         return [_Stretch(steps=traffic.output_tokens, requests=first, step=step)]

@@ -48,7 +48,6 @@ def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
         step=roofline.decode(batch, context, factors),
         causes={cause: seconds / sum(time.values()) for cause, seconds in time.items()},
         queue_s=queue_s,
-        prefill_s=prefill_s,
         ttft_s=queue_s + first_s,
         tpot_s=max(decode.total_s, (round_s - prefill_s) / max(1, outputs - 1)),
         requests_per_s=requests_per_s,

@@ -62,7 +62,6 @@ class Speed:
     step: StepTime
     causes: dict[str, float]
     queue_s: float
-    prefill_s: float
     ttft_s: float
     tpot_s: float
     requests_per_s: float
