@@ -161,8 +161,11 @@ def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
     return {variable: mark, "SPT_NOENV": "1"}
 
 
-async def end_marked(mark: str, *, grace_s: float, variable: str = RUN_MARK) -> int:
-    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were."""
+async def end_marked(mark: str, *, grace_s: float, killed_s: float | None = None, variable: str = RUN_MARK) -> int:
+    """End the processes with `mark`: SIGTERM, then SIGKILL after `grace_s` seconds; returns how many there were.
+
+    After SIGKILL their end is waited for as long again, or for `killed_s` seconds.
+    """
     found = set(marked_pids(mark, variable=variable))
     for pid in found:
         _kill(pid, signal.SIGTERM)
@@ -170,7 +173,7 @@ async def end_marked(mark: str, *, grace_s: float, variable: str = RUN_MARK) -> 
     while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
         found |= left
         await asyncio.sleep(0.1)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + (grace_s if killed_s is None else killed_s)
     while (left := set(marked_pids(mark, variable=variable))) and time.monotonic() < deadline:
         for pid in left:
             _kill(pid, signal.SIGKILL)

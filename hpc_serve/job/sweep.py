@@ -27,6 +27,7 @@ from hpc_serve.job.shared_memory import Segment
 _log = logging.getLogger("hpc_serve.job.sweep")  # __name__ is __main__ in the sweep process
 _CHECK_INTERVAL_S = 0.5
 _GRACE_S = 1.0
+_KILLED_S = 10.0  # on a busy node a process may take so long to end after SIGKILL
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -87,7 +88,7 @@ def _clear(path: Path, owner: DirOwner) -> bool:
     """End the processes of a dead launcher and remove what it has left; returns whether all is removed."""
     # Segments that were made after the last check are in no list yet.
     unlisted = shared_memory.mapped_by(marked_pids(owner.run_mark), shared_memory.list_segments())
-    asyncio.run(end_marked(owner.run_mark, grace_s=_GRACE_S))
+    asyncio.run(end_marked(owner.run_mark, grace_s=_GRACE_S, killed_s=_KILLED_S))
     # A process that the kernel holds (a dead filesystem, a driver) may still use the folder.
     if any(marked_pids(owner.run_mark)):
         return False

@@ -23,7 +23,7 @@ def served(app: Any, **config: Any) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=60)
         listener.close()
 
 

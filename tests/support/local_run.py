@@ -83,7 +83,7 @@ class Run:
 
     def stream(self) -> int:
         """How many words came of one stream."""
-        client = hpc_serve.client.connect("8b", home=self.store.home)
+        client = hpc_serve.client.connect("8b", home=self.store.home, wait=60)
         chunks = client.completions.create(model=client.model, prompt="1", stream=True)
         return sum(1 for chunk in chunks if chunk.choices)
 

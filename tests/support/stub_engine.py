@@ -127,6 +127,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
     parser.add_argument("--stub-load-s", type=float, default=0.0, help="seconds of loading, spread over the shards")
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
+    parser.add_argument("--stub-hold-file", help="while this file exists, loading does not get past the first shard")
     parser.add_argument("--stub-fail", metavar="TEXT", help="print TEXT as an error while loading and exit with 1")
     parser.add_argument("--stub-exit-after-s", type=float, help="exit so many seconds after the server is up")
     parser.add_argument("--stub-exit-code", type=int, default=1, help="the exit code of those deaths")
@@ -183,6 +184,8 @@ def load(options: argparse.Namespace) -> None:
             sys.exit(1)
         if done == 1 and options.stub_hang_loading:
             threading.Event().wait()
+        while done == 1 and options.stub_hold_file and os.path.exists(options.stub_hold_file):
+            time.sleep(STEP_S)
         if done < SHARDS:
             time.sleep(options.stub_load_s / SHARDS)
     say("Model loading took 0.0 GiB memory and 0.000000 seconds")

@@ -24,7 +24,7 @@ class RecordingServer(Listener):
     def handle(self, connection: socket.socket) -> None:
         self.connections += 1
         with contextlib.suppress(OSError), contextlib.closing(connection):
-            connection.settimeout(10)
+            connection.settimeout(60)
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_side=True)
             self.received += connection.recv(65536)

@@ -41,16 +41,22 @@ class Scene:
 
     drain: Drain
     store: ServiceStore
+    hang_file: Path  # while it exists no stream goes on
 
     @property
     def record(self):
         (record,) = self.store.read("405b").records
         return record
 
+    async def go_on(self) -> None:
+        """Let the streams go on, once the drain has counted them."""
+        await until(lambda: self.drain.keeper.record.stage.startswith("finishing ") and self.drain._most)
+        self.hang_file.unlink()
+
     def complete(self) -> tuple[int, int]:
         """One streamed completion; returns the status and how many words came."""
         address = self.drain.address
-        connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=20)
+        connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=60)
         connection.connect()
         headers = {"Authorization": f"Bearer {address.identity.api_key}"}
         body = json.dumps({"model": "m", "prompt": "1", "stream": True})
@@ -70,7 +76,7 @@ class Scene:
 
 
 async def until(is_so) -> None:
-    await asyncio.wait_for(asyncio.to_thread(wait_for, is_so, 20), 25)
+    await asyncio.to_thread(wait_for, is_so, 60)
 
 
 async def report_end(scene: Scene) -> None:
@@ -100,29 +106,29 @@ def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> An
             if (found := re.search(r"server on http://\S+:(\d+)", line)) and not port.done():
                 port.set_result(int(found[1]))
 
-        argv = [sys.executable, str(SCRIPT), "serve", "m", "--host", "127.0.0.1", "--port", "0", *flags]
+        hang_file = tmp_path / "hang"
+        hang_file.touch()
+        flags_of_all = ("--host", "127.0.0.1", "--port", "0", "--stub-hang-file", str(hang_file))
+        argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *flags]
         engine = await start_child("engine", argv, environ, on_line)
         try:
             identity = Identity.of(record, store.read_api_key("405b"))
-            address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 20), identity=identity)
+            address = EngineAddress(host="127.0.0.1", port=await asyncio.wait_for(port, 60), identity=identity)
             run_end = RunEnd(kill_wait_s)
             keeper = RecordKeeper(store, record)
-            scene = Scene(
-                Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end), store
-            )
-            return await asyncio.wait_for(test(scene), 40)
+            drain = Drain(engine=engine, address=address, gate_file=gate_file, keeper=keeper, run_end=run_end)
+            return await asyncio.wait_for(test(Scene(drain, store, hang_file)), 120)
         finally:
             await engine.stop(0)
 
     return asyncio.run(run())
 
 
-def stop(drain_s: float = 20.0) -> Outcome:
+def stop(drain_s: float = 60.0) -> Outcome:
     return Outcome(reason="hpc-serve stop", exit_code=0, drain_s=drain_s)
 
 
-STREAM = ("--stub-words", "10", "--stub-word-s", "0.1")
-ENDLESS = ("--stub-words", "1000", "--stub-word-s", "0.1")
+STREAM = ("--stub-words", "10")
 
 
 def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
@@ -132,6 +138,7 @@ def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
         await until(scene.drain.gate_file.exists)
         assert scene.record.state == "draining"
         assert (await asyncio.to_thread(scene.complete))[0] == 503
+        await scene.go_on()
         outcome = await draining
         assert [await stream for stream in streams] == [(200, 10)] * 3
         assert scene.drain.engine.exit_code is None, "it is ended by whoever takes the run down"
@@ -150,9 +157,13 @@ def test_an_idle_engine_is_drained_at_once(tmp_path):
 def test_what_does_not_finish_in_time_is_counted(tmp_path):
     async def test(scene):
         await scene.begin(2)
-        return await scene.drain.run(stop(drain_s=1.0))
+        for drain_s in (1.0, 30.0):  # a busy machine may not ask the engine once within a second
+            outcome = await dataclasses.replace(scene.drain).run(stop(drain_s=drain_s))
+            if "did not say" not in outcome.reason:
+                break
+        return outcome
 
-    outcome = in_scene(tmp_path, test, *ENDLESS)
+    outcome = in_scene(tmp_path, test)
     assert outcome.exit_code == 0
     assert outcome.reason == "hpc-serve stop; of 2 requests under way 2 did not finish in time"
 
@@ -172,7 +183,7 @@ def test_a_drain_ends_at_once_when_that_is_asked_for(tmp_path, how):
             run_end.stop("hpc-serve stop --now")
         return await draining
 
-    outcome = in_scene(tmp_path, test, *ENDLESS)
+    outcome = in_scene(tmp_path, test)
     assert outcome.reason == "hpc-serve stop; of 1 request under way 1 did not finish in time"
 
 
@@ -186,12 +197,14 @@ def test_a_signal_reaches_the_engine_too_which_ends_after_its_requests(tmp_path)
         watching = asyncio.create_task(report_end(scene))
         os.kill(scene.drain.engine.pid, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        outcome = await scene.drain.run(await run_end.wait())
+        draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
+        await scene.go_on()
+        outcome = await draining
         assert [await stream for stream in streams] == [(200, 10)] * 2
         await watching
         return outcome
 
-    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "20")
+    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "60")
     assert outcome.exit_code == 0
     assert outcome.reason == "SIGTERM (cancelled, preempted, or out of time); 2 requests under way finished"
 
@@ -200,7 +213,7 @@ def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
     async def test(scene):
         streams = await scene.begin(2)
         run_end = scene.drain.run_end
-        run_end.stop("hpc-serve stop", drain_s=20)
+        run_end.stop("hpc-serve stop", drain_s=60)
         draining = asyncio.create_task(scene.drain.run(await run_end.wait()))
         await until(lambda: scene.drain.keeper.record.stage == "finishing 2 requests")
         os.kill(scene.drain.engine.pid, signal.SIGKILL)
@@ -209,7 +222,7 @@ def test_an_engine_that_dies_while_it_drains_has_failed(tmp_path):
         await asyncio.gather(*streams, return_exceptions=True)
         return await draining
 
-    outcome = in_scene(tmp_path, test, *ENDLESS)
+    outcome = in_scene(tmp_path, test)
     assert (outcome.failed_part, outcome.exit_code) == ("engine", 137)
     assert outcome.reason == (
         "engine exited with 137, while it drained (hpc-serve stop); of 2 requests under way 2 did not finish in time"
@@ -221,11 +234,14 @@ def test_an_engine_without_figures_finishes_by_itself(tmp_path, monkeypatch):
 
     async def test(scene):
         streams = await scene.begin(1)
-        outcome = await scene.drain.run(stop())
+        draining = asyncio.create_task(scene.drain.run(stop()))
+        await until(lambda: scene.record.state == "draining")
+        scene.hang_file.unlink()
+        outcome = await draining
         assert [await stream for stream in streams] == [(200, 10)]
         return outcome
 
-    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "20")
+    outcome = in_scene(tmp_path, test, *STREAM, "--shutdown-timeout", "60")
     assert outcome.reason == "hpc-serve stop; the engine did not say how many requests were under way"
 
 
@@ -240,6 +256,8 @@ def test_not_known_is_not_idle(tmp_path, monkeypatch):
 
 class TestSignals:
     def test_the_same_signal_again_changes_nothing_and_a_later_one_ends_the_drain(self, monkeypatch):
+        monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 3600)
+
         async def run():
             run_end = RunEnd(kill_wait_s=30)
             run_end.stop_on_signals()
@@ -252,7 +270,7 @@ class TestSignals:
             assert not interrupted.done()
             monkeypatch.setattr(outcome_module, "_SAME_SIGNAL_S", 0)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert await asyncio.wait_for(interrupted, 5) is None
+            assert await asyncio.wait_for(interrupted, 60) is None
             return outcome, run_end.grace_s
 
         outcome, grace_s = asyncio.run(run())
@@ -277,7 +295,7 @@ class TestRequests:
             run_end = RunEnd()
             following = asyncio.create_task(follow_drain_requests(path, run_end))
             await ask(run_end)
-            outcome = await asyncio.wait_for(run_end.wait(), 20)
+            outcome = await asyncio.wait_for(run_end.wait(), 60)
             interrupted = asyncio.create_task(run_end.wait_for_interruption())
             await asyncio.wait({interrupted}, timeout=0.2)
             following.cancel()
@@ -297,7 +315,7 @@ class TestRequests:
             ask_to_drain(path, DrainRequest(by="hpc-serve stop", deadline_s=120))
             await run_end.wait()
             ask_to_drain(path, DrainRequest(by="hpc-serve stop --now", deadline_s=0))
-            await asyncio.wait_for(run_end.wait_for_interruption(), 20)
+            await asyncio.wait_for(run_end.wait_for_interruption(), 60)
 
         outcome, is_interrupted = self.followed(path, ask)
         assert (outcome.reason, is_interrupted) == ("hpc-serve stop", True)
@@ -312,8 +330,10 @@ class TestRequests:
 
     def test_one_that_others_may_have_written_is_not_followed(self, path):
         async def ask(run_end):
-            path.write_text('{"by": "mallory", "deadline_s": 0}')
-            path.chmod(0o666)
+            theirs = path.with_suffix(".theirs")
+            theirs.write_text('{"by": "mallory", "deadline_s": 0}')
+            theirs.chmod(0o666)
+            theirs.rename(path)  # at no moment is it there and nobody else's
             await asyncio.sleep(0.1)
             run_end.stop("nobody")
 

@@ -302,7 +302,7 @@ def starlette_app():
 
 def exchange(port, request, until=None):
     """Send bytes, return all that comes back, or what came up to `until`."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(request)
         received = b""
         while (until is None or until not in received) and (chunk := connection.recv(65536)):
@@ -379,7 +379,7 @@ def test_the_clients_probe_understands_the_gate(key_file, drain_file, record, ht
 
     def probe_with(key):
         identity = Identity(record=record, certificate=None, api_key=key, host=host_id())
-        return probe("127.0.0.1", port, identity).status
+        return probe("127.0.0.1", port, identity, timeout_s=60).status
 
     with served(starlette_app(), http=http) as port:
         assert probe_with(KEY) == "ready"
@@ -421,10 +421,10 @@ def test_requests_under_way_outlive_the_drain(key_file, drain_file):
             return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first ", "more_body": True})
-        await asyncio.to_thread(go_on.wait, 20)
+        await asyncio.to_thread(go_on.wait, 60)
         await send({"type": "http.response.body", "body": b"last"})
 
-    with served(Gate(slow)) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with served(Gate(slow)) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(
             f"GET / HTTP/1.1\r\nHost: e\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
         )

@@ -87,7 +87,7 @@ def engine(server) -> EngineAddress:
 
 
 def test_ready_needs_all_three(server):
-    check_ready(engine(server), "m", completion_timeout_s=5)
+    check_ready(engine(server), "m", completion_timeout_s=60)
     assert [path for path, _ in server.seen] == ["/health", "/v1/models", "/v1/completions"]
     assert [key for _, key in server.seen] == [None, "Bearer k3y", "Bearer k3y"]
 
@@ -103,13 +103,13 @@ def test_ready_needs_all_three(server):
 def test_any_of_them_alone_may_lie(server, path, answer, why):
     server.answers[path] = answer
     with pytest.raises(NotReadyError, match=why):
-        check_ready(engine(server), "m", completion_timeout_s=5)
+        check_ready(engine(server), "m", completion_timeout_s=60)
 
 
 def test_a_model_that_embeds_is_asked_to_embed(server):
     server.answers["/v1/completions"] = (400, {})
     server.answers["/v1/embeddings"] = (200, {})
-    check_ready(engine(server), "m", completion_timeout_s=5)
+    check_ready(engine(server), "m", completion_timeout_s=60)
 
 
 def test_nobody_there_is_not_healthy(server):
@@ -138,7 +138,7 @@ def test_whoever_took_the_port_first_is_sent_no_key(certificate, tmp_path, kind,
         stranger.certificate = certificate.certificate if tls else None
         assert not is_healthy(engine(stranger))
         with pytest.raises(NotReadyError):
-            check_ready(engine(stranger), "m", completion_timeout_s=5)
+            check_ready(engine(stranger), "m", completion_timeout_s=60)
         assert {key for _, key in stranger.seen} <= {None}
         assert {path for path, _ in stranger.seen} <= {"/health"}
 
@@ -151,6 +151,6 @@ def test_an_engine_in_the_clear_is_asked_on_connections_that_it_proved_itself_on
 
     with served(Gate(asgi_server.answering(b'{"data": [{"id": "m"}]}'))) as port:
         identity = Identity(record="1-r0-0.json", certificate=None, api_key="k3y-of-the-service", host=host_id())
-        check_ready(EngineAddress(host="127.0.0.1", port=port, identity=identity), "m", completion_timeout_s=5)
+        check_ready(EngineAddress(host="127.0.0.1", port=port, identity=identity), "m", completion_timeout_s=60)
         other = replace(identity, record="2-r0-0.json")
         assert not is_healthy(EngineAddress(host="127.0.0.1", port=port, identity=other))

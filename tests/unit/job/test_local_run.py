@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,12 +21,18 @@ from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT
 
 WORDS = 10
-STREAM = ("--stub-words", str(WORDS), "--stub-word-s", "0.3")
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = Run(tmp_path, *STREAM)
+def hang_file(tmp_path):
+    """While it exists no stream goes on."""
+    return tmp_path / "hang"
+
+
+@pytest.fixture
+def run(tmp_path, hang_file):
+    flags = ("--stub-words", str(WORDS), "--stub-hang-file", str(hang_file))
+    run = Run(tmp_path, *flags, variables={"HPC_SERVE_CANARY_S": "0"})
     yield run
     run.close()
 
@@ -50,7 +57,8 @@ def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_i
     wait_for(is_ready, 60, what="ready")
     assert run.record is not None
     engine = next(words for words in seen if "--config" in words)
-    assert not [words for words in seen for word in words if str(run.record.port) in word]
+    port = re.compile(rf"(?<![0-9a-f]){run.record.port}(?![0-9a-f])")  # a name by chance may hold its digits
+    assert not [words for words in seen for word in words if port.search(word)]
     port_file = Path(engine[engine.index("--config") + 1])
     assert port_file.read_text() == f"port: {run.record.port}\n"
     assert (port_file.stat().st_mode & 0o777, port_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -88,12 +96,17 @@ def ask(run: Run) -> None:
     [(ctrl_c, "SIG"), (kill, "SIGTERM"), (signal_all, "SIGTERM"), (ask, "a test")],
     ids=["ctrl-c", "kill", "all processes", "request"],
 )
-def test_streams_under_way_finish_and_the_script_ends_well(run, end: Callable[[Run], None], who):
+def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: Callable[[Run], None], who):
     run.wait_for_state("ready")
+    hang_file.touch()
     with ThreadPoolExecutor(3) as pool:
         streams: list[Future[int]] = [pool.submit(run.stream) for _ in range(3)]
-        wait_for(lambda: run.record and _under_way(run) == 3, 20, what="three streams")
-        end(run)
+        try:
+            wait_for(lambda: run.record and _under_way(run) == 3, 60, what="three streams")
+            end(run)
+            wait_for(lambda: run.record and run.record.stage == "finishing 3 requests", 60, what="the drain")
+        finally:
+            hang_file.unlink()
         assert [stream.result(60) for stream in streams] == [WORDS] * 3
     assert run.process.wait(60) == 0, run.log.read_text()
     record = run.wait_for_state("stopped")

@@ -35,7 +35,7 @@ def outcome_of(code: str, *, is_starting: bool):
         run_end = RunEnd()
         parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
         await parts.start("engine", python(code), ENVIRON, order=StopOrder.ENGINE, grace_s=1)
-        outcome = await asyncio.wait_for(run_end.wait(), 20)
+        outcome = await asyncio.wait_for(run_end.wait(), 60)
         await parts.take_down()
         return outcome
 
@@ -99,9 +99,9 @@ def test_a_taken_down_run_leaves_no_process():
             grace_s=1,
             on_line=lambda line: started.set(),
         )
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), 60)
         # While a program replaces another, /proc shows no environment for a moment.
-        await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 20, what="both processes")
+        await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 60, what="both processes")
         await parts.take_down()
 
     asyncio.run(run())

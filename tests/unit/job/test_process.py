@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from hpc_serve.job.process import end_marked, mark_environ, marked_pids, read_bytes, start_child
+from tests.cluster import wait_for
 
 
 def environ(mark: str = "none") -> dict[str, str]:
@@ -41,9 +42,9 @@ def test_the_end_of_a_child_is_seen_though_a_process_that_it_started_keeps_its_p
         started = asyncio.Event()
         code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(1, flush=True); time.sleep(600)"
         child = await start_child("x", python(code), environ(), lambda line: started.set())
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), 60)
         os.kill(child.pid, signal.SIGKILL)
-        exit_code = await asyncio.wait_for(child.wait(), 20)
+        exit_code = await asyncio.wait_for(child.wait(), 60)
         await child.stop(0)
         return exit_code
 
@@ -110,7 +111,7 @@ def test_a_child_that_ignores_sigterm_is_killed():
         ready = asyncio.Event()
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
         child = await start_child("x", python(code), environ(), lambda line: ready.set())
-        await asyncio.wait_for(ready.wait(), 10)
+        await asyncio.wait_for(ready.wait(), 60)
         await child.stop(grace_s=0.1)
         return child.exit_code
 
@@ -124,8 +125,9 @@ def test_a_descendant_that_left_the_session_is_found_and_ended():
     async def run():
         child = await start_child("x", python(code), environ(mark), lambda line: None)
         await child.wait()
-        left = list(marked_pids(mark))
-        return len(left), await end_marked(mark, grace_s=1)
+        # While a program replaces another, /proc shows no environment for a moment.
+        left = await asyncio.to_thread(wait_for, lambda: list(marked_pids(mark)), 60, what="what it has started")
+        return len(left), await end_marked(mark, grace_s=60)
 
     left, ended = asyncio.run(run())
     assert left == ended == 1

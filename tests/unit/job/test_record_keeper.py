@@ -22,7 +22,7 @@ class SlowStore(ServiceStore):
     def write(self, record):
         if self.is_slow and record.state == "starting":
             self.entered.set()
-            self.go_on.wait(5)
+            self.go_on.wait(60)
         return super().write(record)
 
 
@@ -34,10 +34,10 @@ def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
         store.is_slow = True
         keeper.update(stage="compiling")
         renewals = asyncio.create_task(keeper.renew())
-        await asyncio.to_thread(store.entered.wait, 5)
+        await asyncio.to_thread(store.entered.wait, 60)
         threading.Timer(0.05, store.go_on.set).start()
         keeper.update(state="failed", reason="out of memory")
-        store.go_on.wait(5)
+        store.go_on.wait(60)
         renewals.cancel()
 
     asyncio.run(run())
@@ -105,6 +105,6 @@ def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
 
     async def run():
         keeper = RecordKeeper(FullStore(tmp_path), make_record())
-        await asyncio.wait_for(keeper.finish(within_s=0.1), 30)
+        await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
 
     asyncio.run(run())

@@ -147,21 +147,25 @@ def address_of(stubs: StubService) -> EngineAddress:
 
 
 def test_the_load_of_an_engine(stubs):
-    stubs.start("--stub-slots", "1", "--stub-first-s", "60")
+    stubs.start("--stub-slots", "1", "--stub-first-s", "600")
     address = address_of(stubs)
-    load = read_load(address)
+    load = read_load(address, timeout_s=60)
     assert (load.running, load.waiting, load.requests.count) == (0, 0, 0)
     request = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": "1", "max_tokens": 1})
     for _ in range(2):
 
         def canary() -> None:
             with contextlib.suppress(OSError):
-                ask(address, request, timeout_s=60)
+                ask(address, request, timeout_s=600)
 
         threading.Thread(target=canary, daemon=True).start()
-    wait_for(lambda: (load := read_load(address)) and (load.running, load.waiting) == (1, 1), 30, what="two requests")
-    assert read_load(address).requests.count == 0  # the launcher's own are canaries
-    assert read_load(address).requests.under_way == 0
+    wait_for(
+        lambda: (load := read_load(address, timeout_s=60)) and (load.running, load.waiting) == (1, 1),
+        60,
+        what="two requests",
+    )
+    assert read_load(address, timeout_s=60).requests.count == 0  # the launcher's own are canaries
+    assert read_load(address, timeout_s=60).requests.under_way == 0
 
 
 def test_an_engine_that_cannot_be_asked(stubs):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
 import hpc_serve.client
 from hpc_serve.job.restarts import Restart, Restarts
+from hpc_serve.job.shared_memory import list_segments, mapped_by
 from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for
 from tests.support.local_run import Run
@@ -72,21 +72,19 @@ def wait_for_start(run: Run, number: int) -> EndpointRecord:
     return wait_for(look, 60, what=f"start {number} in place")
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("psm_*")}
-
-
-def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(start):
-    left_by_others = segments()
-    run = start("--stub-share-memory")
+def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(start, tmp_path):
+    hold_file = tmp_path / "hold"
+    run = start("--stub-share-memory", "--stub-hold-file", str(hold_file))
     first = wait_for_start(run, 0)
     client = hpc_serve.client.connect("8b", home=run.store.home, wait=60)
     assert client.completions.create(model=client.model, prompt="1").choices[0].text.startswith("stub-")
-    wait_for(lambda: segments() - left_by_others, 20, what="its shared memory")
-    ours = segments() - left_by_others
+    ours = mapped_by(run.engines(), list_segments())
+    assert ours
 
+    hold_file.touch()
     kill_engine(run)
     again = run.wait_for_state("starting")
+    hold_file.unlink()
     assert again.stage.startswith("starting the engine again (1 of 3)")
     assert again.reason == KILLED
     assert again.measured == first.measured
@@ -95,12 +93,12 @@ def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(sta
     assert (second.reason, second.last_log_lines, second.certificate) == (None, (), first.certificate)
     answer = client.completions.create(model=client.model, prompt="1")
     assert answer.choices[0].text.startswith(f"stub-{second.port}")
-    assert not ours & segments()
+    assert not ours & list_segments()
     assert "starting the engine again (1 of 3), 1 s after this end: engine exited with 137" in run.node_log()
 
 
 def test_one_that_hangs_is_ended_and_started_again(start):
-    run = start(variables={"HPC_SERVE_CANARY_S": "1", "HPC_SERVE_HANG_S": "1"})
+    run = start(variables={"HPC_SERVE_CANARY_S": "5", "HPC_SERVE_HANG_S": "1"})
     wait_for_start(run, 0)
     kill_engine(run, signal.SIGSTOP)
     found = run.wait_for_state("unresponsive")
@@ -112,11 +110,12 @@ def test_one_that_hangs_is_ended_and_started_again(start):
 
 
 def test_after_the_last_start_the_run_ends_with_the_last_reason(start):
-    run = start("--stub-exit-after-s", "1", "--stub-exit-code", "9", engine_restarts=1)
+    # The first request shows that it is ready, the second one is the launcher's next question.
+    run = start("--stub-die-at-request", "2", "--stub-exit-code", "9", engine_restarts=1)
     record = run.wait_for_state("failed")
     assert record.reason == "engine exited with 9 (it had been started again once)"
     assert (record.failed_part, record.exit_code, record.engine_restarts) == ("engine", 9, 1)
-    assert run.process.wait(20) == 9
+    assert run.process.wait(60) == 9
     assert not run.engines()
 
 
@@ -135,18 +134,20 @@ def test_a_first_start_that_fails_is_not_repeated(start):
 
 
 @pytest.mark.parametrize("when", ["waiting", "loading"])
-def test_a_run_that_is_stopped_during_a_restart_ends_well(start, when):
-    run = start("--stub-load-s", "2")
+def test_a_run_that_is_stopped_during_a_restart_ends_well(start, tmp_path, when):
+    hold_file = tmp_path / "hold"
+    run = start("--stub-hold-file", str(hold_file))
     wait_for_start(run, 0)
+    hold_file.touch()
     kill_engine(run)
     if when == "loading":
-        wait_for(lambda: run.record and "loading weights" in run.record.stage, 20, what="the next start")
+        wait_for(lambda: run.record and "loading weights" in run.record.stage, 60, what="the next start")
         assert run.record is not None
         assert run.record.stage.startswith("starting the engine again (1 of 3): loading weights")
     else:
         run.wait_for_state("starting")
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(30) == 0, run.log.read_text()
+    assert run.process.wait(60) == 0, run.log.read_text()
     record = run.wait_for_state("stopped")
     assert str(record.reason).startswith("SIGTERM")
     assert not run.engines()

@@ -48,7 +48,7 @@ with private_node_dir(path, DirOwner(run_mark=mark, run_dir=run_dir)):
 
 
 def until(look, what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (seen := look()):
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -86,6 +86,8 @@ class Run:
             os.kill(pid, signal.SIGKILL)
         self.launcher.kill()
         self.launcher.wait()
+        if watcher_too:  # a signal is sent before it has its effect
+            until(lambda: not list(watchers(self.path)), "the watcher's end")
 
     @property
     def left(self) -> list[object]:
@@ -117,7 +119,8 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
         stranger.unlink()
 
 
-def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run):
+def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run, monkeypatch):
+    monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 60.0)
     run.wait_for_notes()
     run.kill(watcher_too=True)
     assert list(marked_pids(run.mark))
@@ -139,6 +142,7 @@ def test_a_watcher_does_not_end_by_the_signals_of_a_step_but_with_its_launcher(r
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(watcher, number)
     run.launcher.communicate("")
+    until(lambda: not list(marked_pids(run.mark)), "Python's own helper of the engine, which ends after it")
     assert not run.left
 
 
@@ -148,6 +152,7 @@ def test_a_folder_of_the_dead_stays_while_the_kernel_holds_a_process_of_theirs(t
     os.close(node_dir.make(path, node_dir.DirOwner(run_mark=mark)))
     monkeypatch.setattr("hpc_serve.job.process._kill", lambda *_: None)
     monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 0.1)
+    monkeypatch.setattr("hpc_serve.job.sweep._KILLED_S", 0.1)
     held = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARK: mark})
     until(lambda: list(marked_pids(mark)), "the process")
     assert remove_abandoned(tmp_path) == []

@@ -52,9 +52,9 @@ def over_a_connection(tmp_path, monkeypatch):
             await server.start(listener)
             worker = asyncio.create_task(run_worker(node))
             try:
-                link = await asyncio.wait_for(links.get(), 20)
-                told = await asyncio.wait_for(scenario(link), 20)
-                code = await asyncio.wait_for(worker, 20)
+                link = await asyncio.wait_for(links.get(), 60)
+                told = await asyncio.wait_for(scenario(link), 60)
+                code = await asyncio.wait_for(worker, 60)
             finally:
                 server.close()
             assert not list(marked_pids(node.run_mark))
