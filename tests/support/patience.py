@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, discovery, exchange, pool, probe, pulse, reading, verified_streams
+from hpc_serve.job import health
 from tests.support.stubs import StubService
 
 PATIENCE_S = 60.0
@@ -31,7 +32,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (verified_streams, "_DEFAULT_CONNECT_S"),
     ):
         monkeypatch.setattr(module, name, PATIENCE_S)
-    for function in (probe.probe, probe.probe_record, probe.probe_records):
+    for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load):
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", PATIENCE_S)
     for name in ("SILENT_S", "QUIET_S"):
         monkeypatch.setattr(pulse, name, math.inf)

@@ -20,8 +20,10 @@ def wheel(tmp_path_factory) -> Path:
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in SOURCES:
         path = CHECKOUT / name
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, source / name)
+        if path.is_dir():  # without what other programs write there meanwhile
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source / name)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*build, str(built), str(source)], check=True)
     return next(built.glob("hpc_serve-*.whl"))

@@ -25,6 +25,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.patience import be_patient
 from tests.support.stubs import StubService, make_record
 
 NO_WEIGHTS = (
@@ -70,6 +71,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
+    be_patient(monkeypatch)
     monkeypatch.setattr(wait, "_RECORDS_S", 0.02)
     monkeypatch.setattr(stop, "_RECORDS_S", 0.02)
     return fake

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.accuracy import DATA
@@ -34,7 +34,7 @@ from hpc_serve.sizes import GIB
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
 H100 = accelerator("h100-80gb")
 MODELS = ("8b", "70b", "405b", "qwen3-235b", "r1", "gemma-3-27b", "gpt-oss-120b", "Qwen/Qwen3-Next-80B-A3B-Instruct")
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @lru_cache
@@ -102,7 +102,7 @@ def test_the_cache_never_exceeds_what_is_left(name: str, tp: int, pp: int, lengt
     assert parts + found.kv_cache_bytes == found.requested_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     models,
     st.sampled_from(["h100-80gb", "a100-80gb", "mi300x", "l40s", "b200"]),

@@ -10,6 +10,12 @@ import pytest
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop as stopping
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.patience import be_patient
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture

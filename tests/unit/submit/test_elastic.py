@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
@@ -251,7 +251,7 @@ LEVELS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 300)), min_size=1
 SLOTS, START_S = st.integers(1, 16), st.floats(0, 900)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     levels=LEVELS, slots=st.integers(1, 16), start_s=st.floats(0, 900), least=st.integers(1, 3), more=st.integers(0, 4)
 )
@@ -270,7 +270,7 @@ def test_whatever_the_load_the_bounds_hold(levels, slots, start_s, least, more):
             assert 1 in service.ready
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=st.integers(0, 60), slots=SLOTS, start_s=START_S)
 def test_under_a_steady_load_the_number_settles(requests, slots, start_s):
     """Once up and, where the first guess was too many, down; then it stays."""

@@ -25,7 +25,7 @@ from hpc_serve.submit.executor import (
 from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.slurm import GONE, UNKNOWN
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def command(folder: Path, name: str, text: str) -> None:

@@ -137,7 +137,7 @@ class TestWait:
             if len(seen) == 1:
                 live.start(job_id="7_2", model="meta-llama/Llama-3.1-8B-Instruct")
 
-        assert waiting.wait(store, "8b", replicas=3, on_change=go_on, timeout_s=30).state == "ready"
+        assert waiting.wait(store, "8b", replicas=3, on_change=go_on, timeout_s=60).state == "ready"
         assert seen[0] == ("7_2", "starting")
 
 

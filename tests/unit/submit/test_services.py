@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -528,8 +529,10 @@ class TestSlurmBesideARecordThatIsNotRenewed:
         assert status.state == "unknown"
         assert status.reason.startswith("its record has not been renewed for 60 minutes; it was loading weights, and ")
 
-    def test_a_record_that_is_a_little_late_says_so(self, store, slurm):
-        record(store, updated_at=time.time() - 200)
+    def test_a_record_that_is_a_little_late_says_so(self, store, slurm, monkeypatch):
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now)
+        record(store, updated_at=now - 200)
         slurm.queue(("7", "RUNNING", "None"))
         status = the_one(store)
         assert (status.state, status.stage) == ("starting", "loading weights")
@@ -553,7 +556,7 @@ class TestWait:
                 record(store, state="failed", failed_part="engine", reason="engine exited with 1", last_log_lines=words)
 
         with pytest.raises(ServiceFailedError) as caught:
-            wait.wait(store, "8b", timeout_s=20, on_change=go_on)
+            wait.wait(store, "8b", timeout_s=60, on_change=go_on)
         assert told[:3] == [("pending", ""), ("starting", "its script has begun"), ("starting", "loading weights")]
         assert "8b (job 7) failed: engine exited with 1" in str(caught.value)
         assert "ValueError: no memory" in str(caught.value)
@@ -574,11 +577,11 @@ class TestWait:
             told.append(status.state)
             store.write(dataclasses.replace(hung, state="ready", reason=None))
 
-        assert wait.wait(store, "8b", timeout_s=20, on_change=answer).state == "ready"
+        assert wait.wait(store, "8b", timeout_s=60, on_change=answer).state == "ready"
         assert told == ["unresponsive", "ready"]
 
     def test_the_record_of_an_end_is_waited_for_when_slurm_is_quicker(self, store, slurm, monkeypatch):
-        monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 20.0)
+        monkeypatch.setattr(wait, "_RECORD_MAY_FOLLOW_S", 60.0)
         submitted_job(store)
         slurm.job("7", "FAILED", exit_code="3:0")
 
@@ -594,10 +597,12 @@ class TestWait:
         with pytest.raises(WaitTimeoutError, match="its job goes on: pending: waiting behind"):
             wait.wait(store, "8b", timeout_s=0)
 
-    def test_a_silent_controller_is_waited_out(self, store, slurm):
+    def test_a_silent_controller_is_waited_out(self, store, slurm, monkeypatch):
         submitted_job(store)
         slurm.be_silent()
         seen = []
+        clock = types.SimpleNamespace(monotonic=lambda: 1.0 * ("pending" in seen), sleep=time.sleep)
+        monkeypatch.setattr(wait, "time", clock)
 
         def answer(status: ReplicaStatus) -> None:
             seen.append(status.state)
@@ -678,7 +683,7 @@ class Replica:
         """Have `answer` called once it is asked."""
 
         def watch() -> None:
-            answer(wait_for(lambda: read_drain_request(self.path), 20))
+            answer(wait_for(lambda: read_drain_request(self.path), 60))
 
         watching = threading.Thread(target=watch)
         watching.start()

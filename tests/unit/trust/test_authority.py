@@ -218,7 +218,7 @@ def ask_by_boringssl(authority: str, port: int, name: str) -> str:
     options = (("grpc.ssl_target_name_override", name),)
     at = f"127.0.0.1:{port}"
     with grpc.secure_channel(at, credentials, options=options) as channel, pytest.raises(grpc.RpcError) as refused:
-        channel.unary_unary("/a/b")(b"", timeout=10)
+        channel.unary_unary("/a/b")(b"", timeout=60)
     return str(refused.value.details())
 
 

@@ -51,7 +51,7 @@ def plain(key: str = KEY, record: str = RECORD) -> Identity:
 
 
 def ask(port: int, identity: Identity, *, host: str = "127.0.0.1", requests: int = 1) -> bytes:
-    with closing(VerifiedConnection(host, port, identity, timeout_s=10)) as connection:
+    with closing(VerifiedConnection(host, port, identity, timeout_s=60)) as connection:
         for _ in range(requests):
             connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {identity.api_key}"})
             answer = connection.getresponse().read()
@@ -75,10 +75,9 @@ def test_our_engine_is_asked_on_the_connection_that_it_proved_itself_on(gate: No
 
 
 def test_a_listener_for_both_families_names_the_same_ends(gate: None) -> None:
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as free:
-        port = free.getsockname()[1]
     uvicorn = pytest.importorskip("uvicorn")
-    listener = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    port = listener.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(Gate(_engine), log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -87,7 +86,7 @@ def test_a_listener_for_both_families_names_the_same_ends(gate: None) -> None:
         assert ask(port, plain(), host="::1") == b"answer"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         listener.close()
 
 
@@ -330,7 +329,7 @@ def test_with_tls_an_answer_in_the_clear_is_refused(ours: RunCertificate) -> Non
 def test_a_connection_that_was_lost_is_verified_anew(ours: RunCertificate, tmp_path: Path) -> None:
     """http.client connects again by itself when the server has closed the connection."""
     server = RecordingServer(server_context(ours.certificate_file, ours.key_file))
-    connection = VerifiedConnection("127.0.0.1", server.port, pinned(ours), timeout_s=10)
+    connection = VerifiedConnection("127.0.0.1", server.port, pinned(ours), timeout_s=60)
     connection.request("GET", "/")
     assert connection.getresponse().read() == b"ok"
     connection.close()

@@ -37,7 +37,7 @@ def ask(server: PeerFiles, *shown: bytes | None) -> str:
     running.start()
     try:
         with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(*shown)) as channel:
-            return channel.unary_unary("/any/Call")(b"", timeout=20).decode()
+            return channel.unary_unary("/any/Call")(b"", timeout=60).decode()
     except grpc.RpcError as error:
         return str(error.code())
     finally:

@@ -38,7 +38,7 @@ def serving(shown: RunCertificate | None) -> Iterator[RecordingServer]:
 
 
 def ask(server: RecordingServer, pinned: str) -> int:
-    connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=10, context=pinned_context(pinned))
+    connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=pinned_context(pinned))
     try:
         connection.request("GET", "/", headers={"Authorization": f"Bearer {SECRET}"})
         return connection.getresponse().status
