@@ -142,6 +142,11 @@ _JOB_OPTIONS = (
         help="Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
     ),
     click.option(
+        "--tools",
+        is_flag=True,
+        help="Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows.",
+    ),
+    click.option(
         "--backend",
         type=click.Choice(get_args(Backend)),
         default="auto",
@@ -291,6 +296,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         tls=options["tls"],
         engine_restarts=options["engine_restarts"],
         keep_up=options["keep_up"],
+        tools=options["tools"],
         engine_args=click.get_current_context().meta.get("engine_args", ()),
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),

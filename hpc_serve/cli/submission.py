@@ -71,6 +71,8 @@ def submission_text(
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
         f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
     ]
+    if tools := _tools_note(job.model, job.engine_args):
+        lines.append(f"  tools   {tools}")
     if submission.weights_note:
         lines.append(f"  note    {submission.weights_note}")
     if gpu_note and job.cluster == "slurm":
@@ -84,3 +86,16 @@ def submission_text(
     for job_id, words in differing.items():
         lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
     return "\n".join(lines)
+
+
+def _tools_note(model: str, engine_args: Sequence[str]) -> str:
+    """Which parsers the engine has for calls of tools and reasoning, or how to have them; "" where none is known."""
+    from hpc_serve.plan.catalog.parsers import parsers_of
+    from hpc_serve.vllm.arguments import read_arguments, value_of
+
+    given = read_arguments(engine_args)
+    names = ("--tool-call-parser", "--reasoning-parser")
+    if has := [f"{name} {value}" for name in names if (value := value_of(given, name))]:
+        return " ".join(has)
+    known = parsers_of(model).vllm_args
+    return f"not set up; --tools adds {' '.join(known)}" if known else ""

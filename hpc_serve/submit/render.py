@@ -19,11 +19,12 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
+from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
-from hpc_serve.vllm.arguments import names_in, read_arguments, without
+from hpc_serve.vllm.arguments import read_arguments
 
 if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
@@ -122,11 +123,6 @@ def _replicas(per_job: int) -> dict[str, Any]:
         "of_replica": _Checked(" of replica $replica" if several else ""),
         "run_log": _Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
     }
-
-
-def engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """The options after the model: the plan's, but for those that the request gives again, then the request's."""
-    return (*without(plan.vllm_args, names_in(request.engine_args)), *request.engine_args)
 
 
 def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
@@ -252,14 +248,14 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     for option, value in named.items():
         if value is not None:
             words += [option, str(value)]
-    if not request.tls:
-        words.append("--no-tls")
-    if request.keep_up:
-        words.append("--keep-up")
-    if request.allow_unknown_vllm_options:
-        words.append(OVERRULE)
-    if request.allow_unknown_config_keys:
-        words.append(ALLOW_UNKNOWN_KEYS)
+    flags = {
+        "--no-tls": not request.tls,
+        "--keep-up": request.keep_up,
+        "--tools": request.tools,
+        OVERRULE: request.allow_unknown_vllm_options,
+        ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
+    }
+    words += [option for option, is_set in flags.items() if is_set]
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
 
 

@@ -92,6 +92,7 @@ class ServeRequest:
     there are, up to `max_replicas`; after `idle_stop_s` without a request all end. Without `tls` the endpoint
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
+    With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
     With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get them there.
     """
 
@@ -119,6 +120,7 @@ class ServeRequest:
     tls: bool = True
     engine_restarts: int | None = None
     keep_up: bool = False
+    tools: bool = False
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
     allow_unknown_config_keys: bool = False

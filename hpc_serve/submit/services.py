@@ -25,10 +25,11 @@ from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.elastic import windows_of
+from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_before_plan, check_weights
-from hpc_serve.submit.render import devices_per_node, engine_words, jobs_of, render_script
+from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.service_bounds import note_submission

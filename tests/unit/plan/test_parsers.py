@@ -1,0 +1,95 @@
+"""Which of vLLM's parsers a model takes, against the names that the installed vLLM registers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog.parsers import Parsers, families, parsers_of
+from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.render import render_script
+from hpc_serve.submit.request import ServeRequest
+
+
+@pytest.mark.parametrize(
+    ("model", "tools", "reasoning"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3_json", None),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3_json", None),
+        ("meta-llama/Meta-Llama-3.1-405B-Instruct", "llama3_json", None),
+        ("/scratch/me/Llama-3.3-70B-Instruct/", "llama3_json", None),
+        ("meta-llama/Llama-3.1-8B", None, None),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", None, None),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4_pythonic", None),
+        ("Qwen/Qwen2.5-72B-Instruct", "hermes", None),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", None, None),
+        ("Qwen/Qwen3-8B", "hermes", "qwen3"),
+        ("Qwen/Qwen3-8B-Base", None, None),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "hermes", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "hermes", "qwen3"),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3_coder", None),
+        ("Qwen/Qwen3.5-27B", "qwen3_coder", "qwen3"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None, "deepseek_r1"),
+        ("deepseek-ai/DeepSeek-V3", None, None),
+        ("openai/gpt-oss-120b", "openai", "openai_gptoss"),
+        ("zai-org/GLM-4.5", "glm45", "glm45"),
+        ("zai-org/GLM-4.5V", None, None),
+        ("moonshotai/Kimi-K2-Base", None, None),
+        ("swiss-ai/Apertus-70B-Instruct-2509", "apertus", None),
+        ("acme/rocket-7b", None, None),
+    ],
+)
+def test_a_model_is_known_by_its_name(model, tools, reasoning):
+    assert parsers_of(model) == Parsers(tools=tools, reasoning=reasoning)
+
+
+def _registered(module: str, table: str) -> set[str]:
+    """The keys of vLLM's table of parsers; its source is read, since an import takes long."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        pytest.skip("vLLM is not installed here")
+    source = Path(vllm.submodule_search_locations[0], module, "__init__.py").read_text(encoding="utf-8")
+    assigned = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    (value,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == table]
+    assert isinstance(value, ast.Dict)
+    return {ast.literal_eval(key) for key in value.keys if key is not None}
+
+
+def test_vllm_registers_every_name():
+    tools = _registered("tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
+    reasoning = _registered("reasoning", "_REASONING_PARSERS_TO_REGISTER")
+    assert {one.tools for _, one in families() if one.tools} <= tools
+    assert {one.reasoning for _, one in families() if one.reasoning} <= reasoning
+
+
+def _script(model: str, *words: str, tools: bool = True) -> str:
+    request = ServeRequest(model=model, service="x", tools=tools, engine_args=words)
+    return render_script(request, plan_service(request))
+
+
+def test_the_engine_has_them_where_tools_are_asked_for():
+    script = _script("qwen3-8b")
+    assert "\n            --enable-auto-tool-choice " in script
+    assert "\n            --tool-call-parser hermes " in script
+    assert "\n            --reasoning-parser qwen3" in script
+    assert "--tools" in script.splitlines()[2]
+    assert "parser" not in _script("qwen3-8b", tools=False)
+
+
+def test_those_that_are_given_win():
+    script = _script("qwen3-8b", "--tool-call-parser", "qwen3_xml", "--no-enable-auto-tool-choice")
+    engine = script[script.index("vllm serve Qwen") :]
+    assert "--tool-call-parser qwen3_xml" in engine
+    assert "hermes" not in engine
+    assert " --enable-auto-tool-choice" not in engine
+    assert "--reasoning-parser qwen3" in engine
+
+
+def test_tools_of_a_model_that_has_none_known_are_refused():
+    with pytest.raises(InvalidRequestError, match="no parser is known for deepseek-ai/DeepSeek-V3"):
+        _script("v3")
+    assert "--tool-call-parser deepseek_v3" in _script("v3", "--tool-call-parser", "deepseek_v3")
