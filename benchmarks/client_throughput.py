@@ -100,12 +100,14 @@ def compare(what: str, turns: Mapping[str, Callable[[], int]], rounds: int) -> N
     ratio = statistics.median(mine.rate / base.rate for mine, base in zip(seen[OURS], seen[PLAIN], strict=True))
     over_ms = statistics.median(mine.cpu_ms - base.cpu_ms for mine, base in zip(seen[OURS], seen[PLAIN], strict=True))
     plain, ours = (statistics.median(turn.rate for turn in seen[name]) for name in (PLAIN, OURS))
-    print(f"{what:44} {plain:6.0f} {ours:6.0f} requests/s  {ratio:5.2f}  {over_ms:+6.2f} ms CPU a request", flush=True)
+    plain_ms = statistics.median(turn.cpu_ms for turn in seen[PLAIN])
+    cost = f"CPU a request {plain_ms:5.2f} {over_ms:+5.2f} ms"
+    print(f"{what:38} {plain:6.0f} {ours:6.0f} requests/s, ratio {ratio:4.2f}; {cost}", flush=True)
 
 
 def measure(service: StubService, *, in_flight: list[int], kinds: list[str], rounds: int, seconds: float) -> None:
     clients = {PLAIN: plain_client(service), OURS: connect("405b")}
-    print(f"{'':44} {'plain':>6} {'ours':>6}              ratio")
+    print(f"{'':38} {'plain':>6} {'ours':>6}")
     for kind in kinds:
         for count in in_flight:
             turns = {

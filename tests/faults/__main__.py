@@ -1,7 +1,8 @@
-"""The fault suite: python -m tests.faults [--short] [--only NAME ...] [--json FILE]
+"""The fault suite: python -m tests.faults [--short | --front NAME ...] [--only NAME ...] [--json FILE]
 
 The long form needs root, for the test cluster; --short needs neither. Prints a table, and below it what was lost and
-why. The exit code is 1 if more is lost than is known of today's product (tests/faults/expected.py).
+why. The exit code is 1 if more is lost than is known of today's product (tests/faults/expected.py). With --front the
+load goes through another program to local replicas, a table for each: it compares, and expects nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 
 from tests.faults.catalogue import FAULTS, MISSING
 from tests.faults.expected import surpasses
+from tests.faults.fronts import FRONTS, run_front
 from tests.faults.long import run_long
 from tests.faults.outcomes import Outcome
 from tests.faults.short import run_short
-from tests.faults.table import HEAD, line, remarks, table
+from tests.faults.table import HEAD, comparison, line, remarks, table
 
 
 def main(words: list[str]) -> int:
@@ -29,9 +31,12 @@ def main(words: list[str]) -> int:
     if unknown:
         print(f"no fault {unknown[0]!r}; there are: {', '.join(FAULTS)}", file=sys.stderr)
         return 2
-    if options.short and (unfit := [name for name in options.only if FAULTS[name].needs_slurm]):
-        print(f"{unfit[0]} needs Slurm: leave out --short", file=sys.stderr)
+    is_local = options.short or options.front
+    if is_local and (unfit := [name for name in options.only if FAULTS[name].needs_slurm]):
+        print(f"{unfit[0]} needs Slurm: leave out --short and --front", file=sys.stderr)
         return 2
+    if options.front:
+        return _compare(options)
     if options.short:
         with tempfile.TemporaryDirectory(prefix="hpc-serve-faults-") as folder:
             outcomes = run_short(Path(folder), only=options.only)
@@ -46,6 +51,17 @@ def main(words: list[str]) -> int:
     return 1 if any(map(surpasses, outcomes)) else 0
 
 
+def _compare(options: argparse.Namespace) -> int:
+    """A table for each front. The exit code is 1 if one could not be measured."""
+    broken = False
+    for front in options.front:
+        with tempfile.TemporaryDirectory(prefix="hpc-serve-faults-") as folder:
+            outcomes = run_front(Path(folder), front, router=options.router, only=options.only)
+        print(f"\nthrough {front}:\n{comparison(outcomes)}", flush=True)
+        broken = broken or any(outcome.broken for outcome in outcomes)
+    return int(broken)
+
+
 def _print(outcome: Outcome) -> None:
     print(line(outcome), outcome.broken, flush=True)
 
@@ -54,6 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument(
         "--short", action="store_true", help="the faults that need no Slurm, all at once on this machine"
+    )
+    parser.add_argument(
+        "--front",
+        action="append",
+        choices=FRONTS,
+        default=[],
+        help="the load goes through this program to replicas on this machine; may be repeated",
+    )
+    parser.add_argument(
+        "--router", default="vllm-router", metavar="PROGRAM", help="vllm-router's program [%(default)s]"
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this fault; may be repeated")
     parser.add_argument(

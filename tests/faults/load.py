@@ -266,7 +266,10 @@ class Load:
             asked["max_tokens"] = request.most
         if request.is_stream and request.has_usage:
             asked["stream_options"] = {"include_usage": True}
-        return asked | VARIANTS.get(request.variant, {})
+        asked |= VARIANTS.get(request.variant, {})
+        if request.is_chat and "logprobs" in asked:
+            asked["logprobs"] = True  # a number in completions, not in chats
+        return asked
 
     def _ask_in_thread(self, place: int, shared: tuple[Any, str] | None) -> None:
         for turn in itertools.count():

@@ -64,15 +64,14 @@ class Service:
 
     def run(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a user's command to its end."""
-        environ = {**os.environ, **self.environ, **(env or {})}
+        environ = {**self.whole_environ, **(env or {})}
         return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         """Start a user's program."""
-        environ = {**os.environ, **self.environ}
         return subprocess.Popen(
             argv,
-            env=environ,
+            env=self.whole_environ,
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -115,6 +114,11 @@ class Service:
             "HPC_SERVE_CANARY_S": "5",  # as on accelerators
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         }
+
+    @property
+    def whole_environ(self) -> dict[str, str]:
+        """The environment of a user's program."""
+        return {**os.environ, **self.environ}
 
     def make_environment(self, name: str, activate: str = "") -> Path:
         """A Python environment for jobs whose `vllm` is the stub; `activate` are further lines of its script."""

@@ -21,6 +21,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([HEAD, *map(line, outcomes)])
 
 
+def comparison(outcomes: Sequence[Outcome]) -> str:
+    """The same of another program, of which nothing is expected; below each line, why requests were not answered."""
+    lines = [HEAD]
+    for outcome in outcomes:
+        lines.append(_aligned(*_row(outcome)[:-1], "NOT MEASURED" if outcome.broken else ""))
+        lines += [f"    {number} x {reason}" for reason, number in outcome.reasons.items()]
+        lines += outcome.broken.splitlines()
+    return "\n".join(lines)
+
+
 def line(outcome: Outcome) -> str:
     """The line of one fault, below HEAD."""
     return _aligned(*_row(outcome))
