@@ -89,7 +89,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
     if KEEP:
         return
     try:
-        wait_for(lambda: not cluster.processes(), 60, what="the users' processes to end by themselves")
+        wait_for(lambda: not cluster.processes(), 180, what="the users' processes to end by themselves")
     finally:
         cluster.down()
     assert not cluster.config.state.exists()

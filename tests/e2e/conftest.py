@@ -16,7 +16,7 @@ def alice(cluster, alice_env):
     user = User(cluster, alice_env)
     yield user
     user.run("scancel", "--user", "alice")
-    wait_for(lambda: not user.processes(), 60, what="the end of what a failed test left")
+    wait_for(lambda: not user.processes(), 180, what="the end of what a failed test left")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
-ENDS_WITHIN_S = 45.0  # KillWait is 30 s; measured: 3 to 8 s on an idle machine
+ENDS_WITHIN_S = 180.0  # KillWait is 30 s; measured: 3 to 8 s on an idle machine
 
 Record = dict[str, Any]
 
@@ -41,7 +41,7 @@ class User:
         return self.cluster.home(self.name)
 
     def run(
-        self, *argv: str, env: Mapping[str, str] | None = None, node: str | None = None, timeout: float = 120, **options
+        self, *argv: str, env: Mapping[str, str] | None = None, node: str | None = None, timeout: float = 300, **options
     ):
         """Run a command as this user; raises nothing for an exit code."""
         environ = {**self.environ, **(env or {})}
@@ -50,7 +50,7 @@ class User:
     def hpc_serve(self, *words: str, **options):
         return self.run("hpc-serve", *words, **options)
 
-    def hpc_serve_said(self, *words: str, timeout: float = 180.0) -> str:
+    def hpc_serve_said(self, *words: str, timeout: float = 300.0) -> str:
         """What a command of ours says; it must end well."""
         done = self.hpc_serve(*words, timeout=timeout)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -80,6 +80,7 @@ class User:
         """The record once `is_it`; a job that fails on the way ends the wait at once, with its log."""
 
         def look() -> Record | None:
+            is_queued = self.is_queued(job_id)  # before its record: it may write one and end between two looks
             record = self.record(service, job_id)
             if record and is_it(record):
                 return record
@@ -87,7 +88,7 @@ class User:
                 raise AssertionError(
                     f"{record['failed_part']}: {record['reason']}\n" + "\n".join(record["last_log_lines"])
                 )
-            if not record and not self.is_queued(job_id):
+            if not record and not is_queued:
                 raise AssertionError(f"job {job_id} ended without a record: {self.log(service, job_id)}")
             return None
 
@@ -98,8 +99,15 @@ class User:
 
     def is_queued(self, job_id: str) -> bool:
         """Whether Slurm still holds the job: pending, running or completing."""
-        seen = self.run("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format=%T").stdout.strip()
-        return seen in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+        argv = ("squeue", "--noheader", "--jobs", job_id, "--states", "all", "--format=%T")
+
+        def answer() -> Any:
+            done = self.run(*argv)
+            is_forgotten = "Invalid job id" in done.stderr
+            return done if done.returncode == 0 or is_forgotten else None
+
+        seen = wait_for(answer, 180, what="an answer of squeue").stdout.split()
+        return bool(set(seen) & {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
 
     def wait_until_gone(self, job_id: str, timeout_s: float = ENDS_WITHIN_S) -> None:
         """Until Slurm has ended the job and no process of the user is left on any node."""

@@ -13,7 +13,7 @@ from hpc_serve.client import connect
 service, count = sys.argv[1], int(sys.argv[2])
 is_over = threading.Event()
 signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
-client = connect(service, wait=120, wake=True, max_retries=0)
+client = connect(service, wait=300, wake=True, max_retries=0)
 print("connected", flush=True)
 answered: list[str] = []
 errors: list[str] = []

@@ -18,7 +18,7 @@ from tests.e2e.jobs import STUB, Record, User, stub_script
 
 pytestmark = [pytest.mark.slurm]
 
-READY_S = 120
+READY_S = 300
 
 
 def serve(alice: User, service: str, *stub_args: str, env=None, **layout) -> str:
@@ -53,7 +53,7 @@ def status_of(alice: User, service: str):
 def test_a_frozen_engine_is_unresponsive_until_it_goes_on(alice):
     job_id = serve(alice, "frozen")
     signal_engine(alice, signal.SIGSTOP)
-    record = alice.wait_for_record("frozen", job_id, lambda record: record["state"] == "unresponsive", 60)
+    record = alice.wait_for_record("frozen", job_id, lambda record: record["state"] == "unresponsive", 180)
     assert re.fullmatch(r"its engine has left /health unanswered for \d+ s", record["reason"])
     assert (status_of(alice, "frozen")["state"], status_of(alice, "frozen")["reason"]) == (
         "unresponsive",
@@ -62,7 +62,7 @@ def test_a_frozen_engine_is_unresponsive_until_it_goes_on(alice):
     signal_engine(alice, signal.SIGCONT)
     assert wait_for_start(alice, "frozen", job_id, 0)["reason"] is None
     signal_engine(alice, signal.SIGSTOP)
-    alice.wait_for_record("frozen", job_id, lambda record: record["state"] == "unresponsive", 60)
+    alice.wait_for_record("frozen", job_id, lambda record: record["state"] == "unresponsive", 180)
     stopped = alice.hpc_serve("stop", "frozen")
     assert stopped.returncode == 0, stopped.stderr
     alice.wait_until_gone(job_id)
@@ -70,17 +70,18 @@ def test_a_frozen_engine_is_unresponsive_until_it_goes_on(alice):
 
 def test_an_engine_that_hangs_is_ended_and_started_again_while_others_wait_for_it(alice):
     hang = alice.home / "hang"
-    job_id = serve(alice, "hangs", "--stub-hang-file", str(hang), env={"HPC_SERVE_HANG_S": "3"})
+    job_id = serve(alice, "hangs", "--stub-hang-file", str(hang), env={"HPC_SERVE_HANG_S": "10"})
     alice.write("hang", "")
-    alice.wait_for_record("hangs", job_id, lambda record: record["state"] == "unresponsive", 60)
-    assert "left a request of one token unanswered" in status_of(alice, "hangs")["reason"]
+    record = alice.wait_for_record("hangs", job_id, lambda record: record["state"] == "unresponsive", 180)
+    assert "left a request of one token unanswered" in record["reason"]
     waiting = alice.cluster.popen(["hpc-serve", "wait", "hangs"], user=alice.name, env=alice.environ)
-    again = alice.wait_for_record("hangs", job_id, lambda record: record["state"] == "starting", 60)
+    again = alice.wait_for_record("hangs", job_id, lambda record: record["state"] == "starting", 180)
     assert again["stage"].startswith("starting the engine again (1 of 3)")
-    assert "engine was unresponsive for 3 s: its engine has made no token for" in again["reason"]
+    found = re.search(r"engine was unresponsive for (\d+) s: its engine has made no token for", again["reason"])
+    assert int(found[1]) >= 10
     hang.unlink()
     wait_for_start(alice, "hangs", job_id, 1)
-    said = waiting.communicate(timeout=60)[0]
+    said = waiting.communicate(timeout=300)[0]
     assert waiting.returncode == 0, said
     alice.cancel(job_id)
     alice.wait_until_gone(job_id)
@@ -99,7 +100,7 @@ def test_an_engine_that_is_killed_again_and_again_is_started_three_times_over_th
     assert len(ports) == 4
     signal_engine(alice, signal.SIGKILL)
     record = wait_for(
-        lambda: (found := alice.record("mortal", job_id)) and found["state"] == "failed" and found, 60, what="its end"
+        lambda: (found := alice.record("mortal", job_id)) and found["state"] == "failed" and found, 180, what="its end"
     )
     assert record["failed_part"] == "engine"
     assert record["reason"] == "engine exited with 137 (it had been started again 3 times)"
@@ -114,7 +115,7 @@ def test_an_engine_that_spans_nodes_without_ray_ends_its_run_and_with_requeue_sl
     job_id = serve(alice, "spans", **layout)
     signal_engine(alice, signal.SIGKILL)
     record = wait_for(
-        lambda: (found := alice.record("spans", job_id)) and found["state"] == "failed" and found, 60, what="its end"
+        lambda: (found := alice.record("spans", job_id)) and found["state"] == "failed" and found, 180, what="its end"
     )
     assert (record["failed_part"], record["reason"], record["engine_restarts"]) == (
         "engine",

@@ -27,8 +27,8 @@ from tests.support.stub_engine import WORKER
 STUB = CHECKOUT / "tests" / "support" / "stub_engine.py"
 TOKENS = 40
 IN_FLIGHT = 16
-START_S = 180.0
-READY_AGAIN_S = 30.0
+START_S = 400.0
+READY_AGAIN_S = 180.0
 
 
 def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step_s: float = 0.2) -> None:
@@ -65,7 +65,7 @@ class Service:
     def run(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a user's command to its end."""
         environ = {**self.whole_environ, **(env or {})}
-        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         """Start a user's program."""
@@ -183,7 +183,7 @@ class Service:
         self.signal(self.gateways(), signal.SIGKILL)
         for job in self.jobs:
             self.signal(self.processes_of(job), signal.SIGCONT)
-        self.run(["hpc-serve", "stop", self.name, "--timeout", "20"])
+        self.run(["hpc-serve", "stop", self.name, "--timeout", "60"])
         for job in self.jobs:
             self.signal(self.processes_of(job), signal.SIGKILL)
 
@@ -267,7 +267,7 @@ class Service:
         """End the load in order: every request gets its outcome."""
         assert self._load is not None
         self._load.terminate()
-        self._load.wait(timeout=self.bound_s + 30)
+        self._load.wait(timeout=self.bound_s + 300)
 
     def lines(self) -> list[dict[str, Any]]:
         return read_lines(self.out)

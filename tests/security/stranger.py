@@ -102,7 +102,7 @@ def take_ports_seen_in_command_lines(enough: str) -> dict[str, bool]:
 
 
 def reach(host: str, port: str, scheme: str) -> socket.socket:
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     if scheme == "http":
         return connection
     context = ssl.create_default_context()
@@ -111,7 +111,7 @@ def reach(host: str, port: str, scheme: str) -> socket.socket:
 
 
 def leave_open(host: str, port: str, scheme: str, said: str, count: str) -> dict[str, int]:
-    """Open connections, say that much on each, and no more; how many the other end closed within 40 s.
+    """Open connections, say that much on each, and no more; how many the other end closed within two minutes.
 
     With the scheme `tcp`, no TLS handshake is begun either.
     """
@@ -120,7 +120,7 @@ def leave_open(host: str, port: str, scheme: str, said: str, count: str) -> dict
         connection = reach(host, port, "http" if scheme == "tcp" else scheme)
         connection.sendall(said.encode())
         connections.append(connection)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     closed: set[int] = set()
     while len(closed) < len(connections) and time.monotonic() < deadline:
         for number, connection in enumerate(connections):

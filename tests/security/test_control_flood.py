@@ -39,7 +39,7 @@ from hpc_serve.job.control import connect
 async def main():
     at = ("127.0.0.1", int(sys.argv[1]))
     link = await connect(
-        at, {TOKEN!r}, rank=int(sys.argv[2]), name="n2", own_address=lambda: "127.0.0.1", deadline_s=60
+        at, {TOKEN!r}, rank=int(sys.argv[2]), name="n2", own_address=lambda: "127.0.0.1", deadline_s=300
     )
     print(link.name)
 
@@ -74,7 +74,7 @@ def test_nodes_join_while_strangers_connect_without_pause(said, held):
             assert json.loads(stranger.stdout.readline())["opened"] == 1_000
         for rank in range(JOINS):
             node = subprocess.run(
-                [sys.executable, "-c", NODE, str(port), str(rank)], capture_output=True, text=True, timeout=120
+                [sys.executable, "-c", NODE, str(port), str(rank)], capture_output=True, text=True, timeout=400
             )
             assert node.stdout == "n1\n", node.stderr
             assert head.stdout.readline() == f"{rank}\n"

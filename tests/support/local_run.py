@@ -72,14 +72,14 @@ class Run:
             assert has_them or self.process.poll() is None, (self.states, self.log.read_text(), self.node_log())
             return found if has_them else None
 
-        return wait_for(look, 60, what=", ".join(states))
+        return wait_for(look, 180, what=", ".join(states))
 
     def wait_for_state(self, state: str) -> EndpointRecord:
         def look() -> EndpointRecord | None:
             assert (self.record and self.record.state == state) or self.process.poll() is None, self.log.read_text()
             return self.record if self.record is not None and self.record.state == state else None
 
-        return wait_for(look, 60, what=state)
+        return wait_for(look, 180, what=state)
 
     def stream(self) -> int:
         """How many words came of one stream."""

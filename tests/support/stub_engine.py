@@ -154,6 +154,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--stub-worker", action="store_true", help="have a worker process, and end as vLLM when it ends"
     )
+    parser.add_argument("--stub-dying-s", type=float, default=1.0, help="seconds from its worker's end to its own")
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
     if options.port is None and not options.headless:
@@ -328,7 +329,7 @@ class Engine(ThreadingHTTPServer):
         worker = subprocess.Popen([WORKER], executable=shutil.which("cat"), stdin=subprocess.PIPE)
         worker.wait()
         self.is_dead = True
-        time.sleep(1.0)
+        time.sleep(self.options.stub_dying_s)
         os._exit(self.options.stub_exit_code)
 
     def finish(self) -> None:
