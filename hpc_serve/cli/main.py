@@ -33,6 +33,7 @@ COMMANDS = {
     "status": ("hpc_serve.cli.watch", "status_command", "Show services: where they are, or why not."),
     "wait": ("hpc_serve.cli.watch", "wait_command", "Wait until a service is ready."),
     "logs": ("hpc_serve.cli.watch", "logs_command", "Show what a service's job has written."),
+    "doctor": ("hpc_serve.cli.doctor", "doctor_command", "Say why a service failed, and what to do about it."),
     "scale": ("hpc_serve.cli.watch", "scale_command", "Change the number of a service's replicas."),
     "wake": ("hpc_serve.cli.watch", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.watch", "stop_command", "End a service, or one job of it."),

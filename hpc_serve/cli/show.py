@@ -180,9 +180,11 @@ def print_table(statuses: Sequence[ReplicaStatus]) -> None:
 
 def print_details(status: ReplicaStatus) -> None:
     """All there is to say about one replica."""
+    from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.log_files import files_of, places_of
 
     console = PlainConsole(soft_wrap=True)
+    cause = diagnose_replica(status).cause if status.state == "failed" else None
     layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
     nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
     has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
@@ -190,6 +192,8 @@ def print_details(status: ReplicaStatus) -> None:
         "model": status.model,
         "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
         "state": status.sentence,
+        "cause": f"{cause.cause} ({cause.lines[0].place})" if cause and cause.is_known else "",
+        "to do": cause.cure if cause and cause.is_known else "",
         "since": _when(status.state_since) if status.state == "unresponsive" else "",
         "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
         "address": status.address,

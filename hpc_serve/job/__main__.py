@@ -43,6 +43,7 @@ def main() -> int:
     set_up_logging(sys.stdout)  # where the engine's lines go, so that all stay in their order
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     allocation = None
+    _log.info("launcher of %s begins", arguments.service)
     try:
         share = Share.from_text(arguments.replica)
         allocation = read_allocation(os.environ, share)

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.vllm.log import is_consequence, is_server_up, read_error
+from hpc_serve.diagnose.causes import first_cause
+from hpc_serve.diagnose.evidence import LogEvidence
 
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
@@ -29,10 +30,9 @@ ENGINE_MARK = "HPC_SERVE_ENGINE_MARK"
 
 
 class Child:
-    """A running child. `last_log_lines` are its latest lines of output, `first_error` the error it reported first.
+    """A running child. `last_log_lines` are its latest lines of output.
 
-    Lines for which `is_noise` is true are dropped. Errors that an engine logged before its server was up did not end
-    it, and are forgotten.
+    Lines for which `is_noise` is true are dropped.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class Child:
     ) -> None:
         self.name = name
         self.last_log_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
-        self.first_error: str | None = None
-        self._consequence: str | None = None
+        self._evidence = LogEvidence(name)
         self._process = process
         self._on_line, self._is_noise = on_line, is_noise
         self._reading = asyncio.create_task(self._read_lines())
@@ -62,10 +61,10 @@ class Child:
 
     @property
     def failure_reason(self) -> str:
-        """How the child ended, and the error that it reported, if any."""
+        """How the child ended, and the cause that its lines tell, if any."""
         ending = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
-        error = self.first_error or self._consequence
-        return f"{self.name} {ending}" + (f": {error}" if error else "")
+        cause = first_cause([self._evidence])
+        return f"{self.name} {ending}" + (f": {cause.sentence}" if cause else "")
 
     async def wait(self) -> int:
         """Wait for the child's end, then up to 2 s for its last lines; returns the exit code.
@@ -122,9 +121,7 @@ class Child:
         line = raw.decode(errors="replace").rstrip()
         if line and not self._is_noise(line):
             self.last_log_lines.append(line[:_MAX_LINE_LENGTH])
-            self.first_error = None if is_server_up(line) else self.first_error or read_error(line)
-            if self._consequence is None and is_consequence(line):
-                self._consequence = line.rpartition("] ")[2].strip()
+            self._evidence.note(line)
             self._on_line(line)
 
 

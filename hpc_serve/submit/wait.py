@@ -19,8 +19,8 @@ from hpc_serve.errors import (
 )
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
+from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.elastic_sentence import asleep_sentence
-from hpc_serve.submit.log_files import places_of
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, Partition
 from hpc_serve.submit.slurm_messages import pending_cure
@@ -81,11 +81,12 @@ def wait(
 
 
 def failure_report(status: ReplicaStatus) -> str:
-    """How a replica ended, with the last lines of its logs and where the logs are."""
+    """How a replica ended, why, what to do about it, and where the logs are; the last lines where no cause is known."""
+    diagnosis = diagnose_replica(status)
+    is_known = diagnosis.cause is not None and diagnosis.cause.is_known
     lines = "".join(f"\n    {line}" for line in status.last_log_lines[-10:])
-    last = f"\nLast log lines:{lines}" if lines else ""
-    logs = ", ".join(places_of(status))
-    return f"{status.service} (job {status.name}) {status.sentence}{last}\nLogs: {logs}"
+    last = f"\nLast log lines:{lines}" if lines and not is_known else ""
+    return f"{status.service} (job {status.name}) {status.sentence}{last}\n{diagnosis.report}"
 
 
 def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:

@@ -1,7 +1,7 @@
-"""What a line of an engine's log says: the stage of the start, the figures that vLLM prints, the error that ended it.
+"""What a line of an engine's log says: the stage of the start, and the figures that vLLM prints.
 
 One line at a time. The words are vLLM's (0.6 to 0.32 use them); a line that is not known says nothing. Whether a start
-still makes progress is decided in `start_progress`.
+still makes progress is decided in `start_progress`, why one failed in `diagnose`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,7 @@ _REPORT = re.compile(
     r"Running: 0 reqs, Waiting: 0 reqs"
 )
 _IDLE_TOKENS_PER_S = 1.0
-_ERROR = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]+\.)*[A-Za-z_]*(?:Error|Exception|Exit|Interrupt)): (.+)")
-# Before an error's name: the level of a line that only warns, as vLLM, Ray and Python's logging write it.
-_NO_ERROR_LEVEL = re.compile(r"(?:^|[\s)\]])(?:DEBUG|INFO|WARNING|WARN)(?=[\s:])")
-# How `ray start --block` names the one of its processes that ended.
 _HEALTH_ANSWER = re.compile(r'"(GET|HEAD) /health HTTP/[\d.]+" 200\b')
-_RAY_PART = re.compile(r"\b(\w+) \[exit code=(-?\d+)\]")
-# Ray's C++ side logs what it retries or merely notes in the same words.
-_RAY_LOG = re.compile(r"\b\w+\.cc:\d+")
-# vLLM's front end ends with these whatever the cause was.
-_CONSEQUENCES = (
-    "Engine core initialization failed",
-    "EngineCore encountered",
-    "EngineDeadError",
-    "WorkerProc initialization failed",
-)
 
 _NUMBER = r"(-?[\d.,]+)"
 
@@ -152,26 +138,6 @@ def read_figures(line: str) -> dict[str, float]:
             for (name, convert), text in zip(fields, match.groups()):
                 found[name] = convert(text)
     return found
-
-
-def read_error(line: str) -> str | None:
-    """The error that `line` reports ("ValueError: …"); None for a warning, or for the consequence of another error."""
-    if part := _RAY_PART.search(line):
-        return f"{part[1]} ended with {part[2]}"
-    match = _ERROR.search(line)
-    if match is None or _NO_ERROR_LEVEL.search(line[: match.start(1)]) or _RAY_LOG.search(line) or is_consequence(line):
-        return None
-    return f"{match[1]}: {match[2]}".strip()
-
-
-def is_consequence(line: str) -> bool:
-    """Whether `line` only reports that something else went wrong: better than nothing, if that is all there is."""
-    return any(words in line for words in _CONSEQUENCES)
-
-
-def is_server_up(line: str) -> bool:
-    """Whether `line` says that the start is complete: no error that was logged before it ended the engine."""
-    return "Application startup complete" in line
 
 
 def is_idle_report(line: str) -> bool:

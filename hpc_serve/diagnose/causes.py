@@ -1,0 +1,218 @@
+"""Which of all that the logs of a job hold is the first cause: the root, not what followed from it.
+
+What a rule knows as a cause comes first; then an exception that ended a process; then symptoms, which another part may
+have brought about (a timeout of those who waited for a rank that died); last what only reports that something went
+wrong. Among equals the first in time counts, on whichever node. Which lines a rule knows is data in `rules`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_serve.diagnose.evidence import LogEvidence, Match
+from hpc_serve.diagnose.tracebacks import Raised
+
+_RANKS = {"cause": 0, "error": 1, "symptom": 2, "consequence": 4}
+_EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 2, 3, 4
+# vLLM, Ray and torch end with these whatever the cause was.
+_CONSEQUENCES = re.compile(
+    r"Engine core initialization failed|EngineCore (?:encountered|failed)|EngineDeadError|"
+    r"WorkerProc initialization failed|"
+    r"Ray workers have not started successfully|Worker \d+ failed to initialize|Executor failed|"
+    r"validation errors? for \w+$|"
+    r"^(?:[\w.]*\.)?(?:CancelledError|SystemExit|KeyboardInterrupt|ChildFailedError|ProcessExitedException)\b"
+)
+_SYMPTOMS = re.compile(
+    r"^(?:[\w.]*\.)?(?:TimeoutError|ZMQError|RayTaskError|RaySystemError|DistBackendError|GetTimeoutError)\b"
+)
+# Exceptions of one process that follow each other so closely belong to one end of it.
+_CLOSE_LINES, _CLOSE_S = 150, 30.0
+_MOST_LINES_SHOWN = 4
+_MOST_FINDINGS = 6
+_LONGEST_QUOTE = 300
+_LONGEST_IN_SENTENCE = 220
+UNKNOWN = "unknown"
+UNKNOWN_CURE = (
+    "This is no cause that is known here: the lines around it say more. `hpc-serve doctor JOB --bundle FILE.tar.gz` "
+    "collects what "
+    "a bug report needs."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenLine:
+    """A line of a log; `source` is the log's name."""
+
+    source: str
+    number: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.source}:{self.number}" if self.number else self.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A cause: a sentence without its full stop, what to do about it, and the lines it was read from.
+
+    `name` is that of the rule, or "unknown". `sentence` quotes the line as well.
+    """
+
+    name: str
+    cause: str
+    cure: str
+    lines: tuple[SeenLine, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a rule knows it."""
+        return self.name != UNKNOWN
+
+    @property
+    def sentence(self) -> str:
+        """The cause with the words of the log that tell it."""
+        if not self.is_known:
+            return self.cause
+        quote = self.lines[0].text
+        parts = quote.split(": ")
+        if any(": ".join(parts[start:]) in self.cause for start in range(len(parts))):
+            return self.cause
+        return f"{self.cause} ({_shortened(quote, _LONGEST_IN_SENTENCE)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    rank: int
+    at: float
+    key: str
+    finding: Finding
+
+
+def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
+    """What may have ended the job, the first cause first. Lines that say the same are one finding."""
+    candidates = sorted(
+        (one for log in logs for one in _candidates(log)), key=lambda candidate: (candidate.rank, candidate.at)
+    )
+    found: dict[str, Finding] = {}
+    ranks: dict[str, int] = {}
+    for candidate in candidates:
+        ranks.setdefault(candidate.key, candidate.rank)
+        first = found.setdefault(candidate.key, candidate.finding)
+        if first is not candidate.finding and len(first.lines) < _MOST_LINES_SHOWN:
+            found[candidate.key] = replace(first, lines=(*first.lines, *candidate.finding.lines[:1]))
+    most_telling = candidates[0].rank if candidates else _CONSEQUENCE
+    told = (finding for key, finding in found.items() if ranks[key] < _LAUNCHER or ranks[key] == most_telling)
+    return tuple(told)[:_MOST_FINDINGS]
+
+
+def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:
+    """The first cause; None if the logs tell of none."""
+    return next(iter(find_causes(logs)), None)
+
+
+def cause_in(text: str, *, source: str = "") -> Finding | None:
+    """The known cause that a sentence tells of, as a record or Slurm says how a job ended."""
+    log = LogEvidence(source)
+    for line in text.splitlines():
+        log.note(line, 0)
+    known = (finding for finding in find_causes([log]) if finding.is_known)
+    return next(known, None)
+
+
+def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
+    known_lines = {match.line for match in log.matches}
+    for match in log.matches:
+        if match.rule.kind != "error":
+            yield _of_match(log, match)
+    is_root = {id(one.root) for one in log.raised}
+    ends = [one for one in log.raised if not one.is_survived and id(one) not in is_root]
+    unknown = [one for one in ends if _is_own(one, known_lines)]
+    errors: list[Match | Raised] = [
+        *(match for match in log.matches if match.rule.kind == "error"),
+        *(one for one in unknown if _rank(one.first) == _EXCEPTION),
+    ]
+    for one in _first_of_the_end(errors):
+        yield _of_match(log, one) if isinstance(one, Match) else _of_exception(log, one, _EXCEPTION)
+    for end in unknown:
+        if (rank := _rank(end.first)) != _EXCEPTION:
+            yield _of_exception(log, end, rank)
+    for number, reason in log.launcher_failures:
+        if number not in known_lines:
+            yield _of_launcher(log, number, reason)
+
+
+def _is_own(raised: Raised, known_lines: set[int]) -> bool:
+    """Whether no rule knows the exception, nor one that it follows from."""
+    chain = raised
+    while chain.line not in known_lines:
+        if chain.root is None:
+            return True
+        chain = chain.root
+    return False
+
+
+def _rank(raised: Raised) -> int:
+    if _CONSEQUENCES.search(raised.words):
+        return _CONSEQUENCE
+    return _SYMPTOM if _SYMPTOMS.search(raised.words) else _EXCEPTION
+
+
+def _first_of_the_end(errors: Sequence[Match | Raised]) -> Iterator[Match | Raised]:
+    """Of each process, the first of the errors that stand close together at its end."""
+    by_process: dict[str, list[Match | Raised]] = {}
+    for one in sorted(errors, key=lambda error: error.line):
+        by_process.setdefault(one.process, []).append(one)
+    for group in by_process.values():
+        first = group[-1]
+        for one in reversed(group[:-1]):
+            if first.line - one.line > _CLOSE_LINES or (first.at or 0) - (one.at or 0) > _CLOSE_S:
+                break
+            first = one
+        yield first
+
+
+def _of_match(log: LogEvidence, match: Match) -> _Candidate:
+    line = SeenLine(source=log.source, number=match.line, text=_quote(match.text))
+    finding = Finding(name=match.rule.name, cause=match.cause, cure=match.cure, lines=(line,))
+    return _Candidate(rank=_RANKS[match.rule.kind], at=_time(match.at), key=match.rule.name, finding=finding)
+
+
+def _of_exception(log: LogEvidence, raised: Raised, rank: int) -> _Candidate:
+    first = raised.first
+    lines = [SeenLine(source=log.source, number=first.line, text=_quote(first.words))]
+    if first.frame:
+        lines.append(SeenLine(source=log.source, number=first.frame_line, text=f"in {first.frame}"))
+    where = f", in {first.frame}" if first.frame else ""
+    finding = Finding(name=UNKNOWN, cause=f"{_quote(first.words)}{where}", cure=UNKNOWN_CURE, lines=tuple(lines))
+    return _Candidate(rank=rank, at=_time(first.at), key=re.sub(r"0x\w+|\d+", "#", first.words), finding=finding)
+
+
+def _of_launcher(log: LogEvidence, number: int, reason: str) -> _Candidate:
+    """A part that ended without a word that is known: what it said last."""
+    last = [line for line in log.before_failure if line[0] < number][-_MOST_LINES_SHOWN:]
+    lines = (SeenLine(source=log.source, number=at, text=_quote(text)) for at, text in [(number, reason), *last])
+    finding = Finding(name=UNKNOWN, cause=_quote(reason), cure=UNKNOWN_CURE, lines=tuple(lines))
+    return _Candidate(rank=_LAUNCHER, at=math.inf, key=reason, finding=finding)
+
+
+def _time(at: float | None) -> float:
+    return math.inf if at is None else at
+
+
+def _quote(text: str) -> str:
+    return _shortened(text.strip(), _LONGEST_QUOTE)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]} …"
+
+
+def note_lines(log: LogEvidence, lines: Iterable[str]) -> LogEvidence:
+    """The same log with those lines noted."""
+    for line in lines:
+        log.note(line)
+    return log

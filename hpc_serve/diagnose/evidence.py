@@ -1,0 +1,123 @@
+"""What one log holds that may explain a failure, collected line by line: matches of rules, exceptions, last lines.
+
+A log is read while it is written, so only a bounded number is kept of each. What a run said before its engine was
+ready, or before it began anew, did not end it and is forgotten. Which of it is the cause is decided in `causes`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from hpc_serve.diagnose.lines import LineHead, read_head
+from hpc_serve.diagnose.rules import RULES, Rule
+from hpc_serve.diagnose.tracebacks import Raised, TracebackReader, begins_traceback
+
+_MOST_LINES = 300
+_MOST_OF_A_RULE = 20
+_MOST_PROCESSES = 2_000
+_NUM_LAST_LINES = 12
+_LONGEST = 4_000
+# The engine is ready; a launcher, an engine or an attempt begins.
+_BEGINS_ANEW = re.compile(
+    r"Application startup complete|hpc-serve: (?:launcher of |engine command: )|logs of this run are "
+)
+_LAUNCHER_FAILED = re.compile(r"(?P<part>.+?) failed \(exit code \d+\): (?P<reason>.+)")
+_NOTES = tuple(rule for rule in RULES if rule.in_notes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A line that a rule knows."""
+
+    rule: Rule
+    cause: str
+    cure: str
+    text: str
+    line: int
+    at: float | None
+    process: str
+
+
+class LogEvidence:
+    """What the log `source` holds. `note` takes its lines in order."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.last_lines: deque[tuple[int, str]] = deque(maxlen=_NUM_LAST_LINES)
+        self._number = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.matches: list[Match] = []
+        self.raised: list[Raised] = []
+        self.launcher_failures: list[tuple[int, str]] = []
+        """What the launcher said of the end of a part: the line, and its reason."""
+        self.before_failure: tuple[tuple[int, str], ...] = ()
+        """The last lines before the first of them."""
+        self._counts: Counter[str] = Counter()
+        self._readers: dict[str, TracebackReader] = {}
+        self._last_note: tuple[str, int] | None = None
+        self._at: float | None = None
+
+    def note(self, line: str, number: int | None = None) -> None:
+        """Take the next line; `number` is its own, where lines before it were left out."""
+        self._number = self._number + 1 if number is None else number
+        line = line[:_LONGEST].rstrip()
+        if not line:
+            return
+        if _BEGINS_ANEW.search(line):
+            self._forget()
+        head = read_head(line)
+        self._at = head.at if head.at is not None else self._at
+        raised = self._note_traceback(head)
+        if not self._is_traceback_body(head, raised):
+            self._note_rules(head, raised)
+        if head.is_error and (failed := _LAUNCHER_FAILED.fullmatch(head.text)) and " hpc-serve: " in line:
+            self.before_failure = self.before_failure or tuple(self.last_lines)
+            _keep(self.launcher_failures, (self._number, failed["reason"]))
+        self.last_lines.append((self._number, line))
+
+    def _note_traceback(self, head: LineHead) -> Raised | None:
+        if len(self._readers) > _MOST_PROCESSES:
+            self._readers.clear()
+        reader = self._readers.setdefault(head.process, TracebackReader(head.process))
+        # Python's logging writes the traceback of a warning below it, on lines without a level.
+        follows_note = self._last_note == (head.process, self._number - 1)
+        is_survived = head.is_error is False or (head.is_error is None and follows_note and begins_traceback(head.text))
+        raised = reader.note(head.text, self._number, at=self._at, is_survived=is_survived)
+        if head.is_error is False and head.may_go_on:
+            self._last_note = (head.process, self._number)
+        if raised is not None:
+            _keep(self.raised, raised)
+        return raised
+
+    def _is_traceback_body(self, head: LineHead, raised: Raised | None) -> bool:
+        return raised is None and self._readers[head.process].is_in_traceback
+
+    def _note_rules(self, head: LineHead, raised: Raised | None) -> None:
+        is_note = head.is_error is False or (raised is not None and raised.is_survived)
+        text = raised.words if raised is not None else head.text
+        for rule in _NOTES if is_note else RULES:
+            if found := rule.pattern.search(text):
+                self._counts[rule.name] += 1
+                if self._counts[rule.name] <= _MOST_OF_A_RULE:
+                    match = Match(
+                        rule=rule,
+                        cause=rule.cause_of(found),
+                        cure=rule.cure_of(found),
+                        text=text.strip(),
+                        line=self._number,
+                        at=self._at,
+                        process=head.process,
+                    )
+                    self.matches.append(match)
+                return
+
+
+def _keep(kept: list, value: object) -> None:  # type: ignore[type-arg]
+    """Add a value. Of too many, the middle is left out: a cause stands at the beginning, or at the end."""
+    if len(kept) >= _MOST_LINES:
+        del kept[_MOST_LINES // 2]
+    kept.append(value)

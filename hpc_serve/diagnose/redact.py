@@ -1,0 +1,68 @@
+"""Takes secrets out of text that leaves the cluster in a bug report: keys, tokens, certificates, passwords.
+
+Values that are known are taken out wherever they stand; others by their form, or by the name before them. Too much is
+better than too little. What goes into a report at all is decided by who writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+HIDDEN = "<redacted>"
+_LEAST_LENGTH = 6
+_SECRET_NAME = (
+    r"(?:api_?-?key|access_?-?key|secret|token(?!iz|s\b|_?ids?\b|s?_per)|passw(?:or)?d|credential|authorization|cookie|"
+    r"private_?-?key)"
+)
+_NAMED = re.compile(
+    rf"(?P<name>[\w.-]*{_SECRET_NAME}[\w.-]*)(?P<between>[\"']?\s*(?:=|:|\s)\s*[\"']?)(?:(?:Bearer|Basic)\s+)?"
+    rf"(?P<value>[^\s\"',;)}}\]]{{{_LEAST_LENGTH},}})",
+    re.IGNORECASE,
+)
+_NO_SECRET = re.compile(r"(?:true|false|none|null|auto|[\d.,]+|\$\{?\w+\}?)", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z]+[.,]?")
+_NAME_OF_PATH = re.compile(r"(?:path|file|dir|folder)$", re.IGNORECASE)
+_SHAPES = (
+    re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL),
+    re.compile(r"\b(?:Bearer|Basic)\s+[\w.~+/=-]{8,}"),
+    re.compile(r"\b(?:hf_|api_org_|sk-|nvapi-|glpat-|github_pat_|gh[pousr]_|xox[abprs]-)[\w-]{10,}"),
+    re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"),
+    re.compile(r"\b[0-9a-f]{64}\b"),
+    # As the keys that hpc-serve makes: 40 or more characters, with small and capital letters and digits.
+    re.compile(r"(?<![\w/-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{40,}(?![\w/-])"),
+)
+_IN_URL = re.compile(r"(?P<scheme>\w+://)[^\s/@:]+:[^\s/@]+@")
+
+
+def redact(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` without `secrets`, and without whatever looks like one.
+
+    >>> redact("HF_TOKEN=hf_abcdefghijklmnop max_num_batched_tokens=8192 tokenizer='/models/8b'")
+    "HF_TOKEN=<redacted> max_num_batched_tokens=8192 tokenizer='/models/8b'"
+    """
+    for secret in sorted({one.strip() for one in secrets}, key=len, reverse=True):
+        if len(secret) >= _LEAST_LENGTH:
+            for form in {secret, json.dumps(secret)[1:-1]}:
+                text = text.replace(form, HIDDEN)
+    for shape in _SHAPES:
+        text = shape.sub(HIDDEN, text)
+    text = _IN_URL.sub(rf"\g<scheme>{HIDDEN}@", text)
+    return _NAMED.sub(_without_value, text)
+
+
+def secrets_of(environ: Mapping[str, str]) -> list[str]:
+    """The values of an environment whose names say that they are secret."""
+    name = re.compile(rf"{_SECRET_NAME}|pass$|_key$", re.IGNORECASE)
+    return [value for key, value in environ.items() if name.search(key) and not _NO_SECRET.fullmatch(value)]
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    is_prose = not found["between"].strip("\"' \t") and not name.startswith("-") and _WORD.fullmatch(value)
+    is_path = _NAME_OF_PATH.search(name) and value.startswith("/")
+    if HIDDEN in value or is_prose or is_path or _NO_SECRET.fullmatch(value):
+        return found[0]
+    return f"{name}{found['between']}{HIDDEN}"

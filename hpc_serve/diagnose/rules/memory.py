@@ -1,0 +1,106 @@
+"""Memory and space: of GPUs, of nodes, of /dev/shm, of disks."""
+
+from __future__ import annotations
+
+from hpc_serve.diagnose.rules.rule import Rule, rule
+
+_SMALLER = (
+    "`hpc-serve plan` with the same options says what fits: a shorter --max-model-len, a smaller --max-num-seqs, "
+    "or more GPUs."
+)
+
+RULES: tuple[Rule, ...] = (
+    rule(
+        "gpu-memory-taken",
+        r"Free memory on device \S* ?\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than desired",
+        "only {free} of {total} GiB of a GPU were free when the engine started",
+        "Another program holds the GPU's memory: `nvidia-smi` on the node shows it. Ask Slurm for whole GPUs, or lower "
+        "--gpu-memory-utilization (after --).",
+        pains=(23,),
+    ),
+    rule(
+        "kv-cache-too-small",
+        r"max seq len \((?P<length>\d+)\).*larger than the (?:available KV cache memory \((?P<room>[\d.]+ GiB)\)"
+        r"|maximum number of tokens that can be stored in KV cache \((?P<tokens>\d+)\))"
+        r"(?:.*estimated maximum model length is (?P<fits>\d+))?",
+        "the KV cache has no room for one request of {length} tokens",
+        "Set a shorter --max-model-len[[ (vLLM estimates that {fits} fits)]], or use more GPUs: `hpc-serve plan` says "
+        "how "
+        "many.",
+        pains=(23,),
+    ),
+    rule(
+        "no-kv-cache",
+        r"No available memory for the cache blocks",
+        "the weights leave no memory for a KV cache on a GPU",
+        f"{_SMALLER} A higher --gpu-memory-utilization (after --) helps where the GPU is the job's alone.",
+        pains=(23,),
+    ),
+    rule(
+        "gpu-out-of-memory",
+        r"(?:CUDA|HIP) out of memory|OutOfMemoryError: (?!Task was)|Cuda failure.*'?out of memory"
+        r"|(?:CUDA|HIP) error: out of memory|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+        "a GPU ran out of memory",
+        f"{_SMALLER} If the plan says that it fits, look for another program on the GPU, or lower "
+        "--gpu-memory-utilization (after --).",
+        pains=(23,),
+    ),
+    rule(
+        "node-memory-limit",
+        r"[Dd]etected \d+ oom[-_]kill event|task [\d,-]+: Out Of Memory|\(OUT_OF_MEMORY\)|OOM Killed"
+        r"|Exceeded job memory limit|exceeded memory limit",
+        "the job used more memory of a node than it had asked Slurm for, and processes of it were killed",
+        'Ask for more memory, or all of it: `mem: "0"` in the site file, #SBATCH --mem=0 in a script. /dev/shm '
+        "and pinned buffers count.",
+        pains=(18,),
+    ),
+    rule(
+        "ray-memory-monitor",
+        r"killed due to the node running low on memory|[Mm]emory on the node .* was .* which exceeds the memory usage "
+        r"threshold|[Ww]orkers? .*killed .*\(OOM\)|ray\.exceptions\.OutOfMemoryError",
+        "Ray killed a worker because the node ran low on memory",
+        'Ask Slurm for more memory of each node (`mem: "0"` for all of it), or use more nodes.',
+        pains=(18,),
+    ),
+    rule(
+        "shared-memory-full",
+        r"Bus error|SIGBUS|Error while creating shared memory segment|No space left on device.*/dev/shm"
+        r"|/dev/shm.*No space left on device|insufficient shared memory|unable to allocate shared memory",
+        "a node's /dev/shm is full or too small",
+        "`df -h /dev/shm` on the node shows it, `ls -l /dev/shm` whose files fill it. In a container, give it the "
+        "host's "
+        "/dev/shm; NCCL_SHM_DISABLE=1 does without it, slower.",
+        pains=(18,),
+    ),
+    rule(
+        "disk-full",
+        r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]",
+        "a disk is full, or a quota is used up",
+        "`df -h` and `quota -s` show which. Caches go where HPC_SERVE_CACHE_DIR, HF_HOME and TMPDIR point.",
+    ),
+    rule(
+        "locked-memory",
+        r"ibv_(?:reg_mr|create_cq|create_qp|alloc_pd)\S* failed.*(?:Cannot allocate memory|error 12)"
+        r"|(?:Call to )?ibv_\w+ failed with error Cannot allocate memory|max locked memory",
+        "InfiniBand could not lock memory",
+        "The limit of locked memory is too low inside the job: `srun bash -c 'ulimit -l'` must say unlimited. Ask your "
+        "site's administrators (PropagateResourceLimitsExcept=MEMLOCK).",
+        pains=(9,),
+    ),
+    rule(
+        "too-many-threads",
+        r"can't start new thread|pthread_create failed|blas_thread_init.*Resource temporarily unavailable"
+        r"|fork: (?:retry: )?Resource temporarily unavailable|BlockingIOError: \[Errno 11\]",
+        "the node lets this user start no more processes or threads",
+        "`ulimit -u` and the job's pids limit bound them. Set OMP_NUM_THREADS=1, ask for more CPUs, or do not share "
+        "the "
+        "node (--exclusive).",
+        pains=(5,),
+    ),
+    rule(
+        "too-many-files",
+        r"Too many open files|\[Errno 24\]",
+        "a process had too many files open",
+        "Raise the limit before the launcher starts: `ulimit -n 65536` in the script.",
+    ),
+)

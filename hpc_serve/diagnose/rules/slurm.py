@@ -1,0 +1,89 @@
+"""What Slurm did to the job, in its own words in the logs and in those of `hpc-serve status`."""
+
+from __future__ import annotations
+
+from hpc_serve.diagnose.rules.rule import Rule, rule
+
+RULES: tuple[Rule, ...] = (
+    rule(
+        "time-limit",
+        r"DUE TO TIME LIMIT|\(TIMEOUT\)",
+        "the job reached its time limit",
+        "Ask for more time (--time), or have the service go on in a new job: `hpc-serve submit --keep-up`.",
+        pains=(25,),
+    ),
+    rule(
+        "preempted",
+        r"DUE TO PREEMPTION|\(PREEMPTED\)",
+        "a job of higher priority took the nodes",
+        "Use a partition or QOS that is not preempted, or --keep-up, or --requeue where the site allows it.",
+        pains=(25,),
+    ),
+    rule(
+        "node-failed",
+        r"DUE TO NODE FAILURE|[Nn]ode failure on|\(NODE_FAIL\)|NODE FAIL",
+        "a node of the job failed",
+        "Submit again, without that node if Slurm still offers it (#SBATCH --exclude=NODE).",
+        pains=(11,),
+    ),
+    rule(
+        "unkillable",
+        r"DUE TO JOB NOT ENDING WITH SIGNALS|STEP NOT ENDING WITH SIGNALS",
+        "processes of the job did not end at Slurm's signals",
+        "They hang in the kernel, in a filesystem or a driver. Tell your site's administrators the node's name.",
+        pains=(20,),
+    ),
+    rule(
+        "step-not-created",
+        r"Unable to create step for job \d+: (?P<why>.+)|Unable to confirm allocation",
+        "srun could not start the launchers: [[{why}]]",
+        "The job's options and srun's must agree (nodes, tasks, GPUs, memory). `hpc-serve render` writes both, with "
+        "one task a node.",
+        pains=(19,),
+    ),
+    rule(
+        "step-waits",
+        r"step creation (?:still|temporarily) disabled, retrying",
+        "srun waits: other steps of the job hold the resources that it asks for",
+        "Add --overlap to srun's options, or end the other step.",
+        kind="symptom",
+        in_notes=True,
+        pains=(19,),
+    ),
+    rule(
+        "nodes-left-out",
+        r"can't run \d+ processes on \d+ nodes, setting nnodes to \d+",
+        "srun started launchers on fewer nodes than the job has",
+        "One task a node: --ntasks-per-node=1 and --nodes of srun as the script has them.",
+        kind="symptom",
+        in_notes=True,
+        pains=(15,),
+    ),
+    rule(
+        "gres-refused",
+        r"[Ii]nvalid generic resource|Invalid gres",
+        "Slurm does not know GPUs by the name that the job gives them",
+        "gpu_directive and gres_type in the site file say how this site names them; `sinfo -o %G` lists the names.",
+    ),
+    rule(
+        "clocks-differ",
+        r"[Cc]redential expired|Munge decode failed: (?:Expired|Rewound) credential",
+        "the clocks of two nodes differ too much for Slurm",
+        "Leave the node out (#SBATCH --exclude=NODE) and tell your site's administrators.",
+    ),
+    rule(
+        "crashed",
+        r"task [\d,-]+: (?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)"
+        r"|Fatal Python error: |SIGSEGV|Segmentation fault",
+        "a process crashed in compiled code",
+        "The lines above the crash name the library. `Illegal instruction` means a build for another CPU.",
+        kind="symptom",
+    ),
+    rule(
+        "cancelled",
+        r"(?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ \*\*\*|\(CANCELLED\)",
+        "the job or its step was cancelled",
+        "scancel, `hpc-serve stop`, or the end of another part of the job did it.",
+        kind="consequence",
+    ),
+)

@@ -1,0 +1,207 @@
+"""Out of many lines of many nodes, the first cause: the root of what followed, the first in time, said once."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.diagnose.causes import cause_in, find_causes, first_cause
+from tests.unit.diagnose.cases_of_logs import read_cases
+from tests.unit.diagnose.test_rules import evidence
+
+DEAD = "(APIServer pid=1) ERROR 11-20 10:00:09 [async_llm.py:700] EngineDeadError: EngineCore encountered an issue."
+OOM = (
+    "(Worker_TP3 pid=9) ERROR 11-20 {time} [multiproc_executor.py:953] torch.OutOfMemoryError: CUDA out of memory. "
+    "Tried to allocate 2 GiB"
+)
+TIMEOUT = (
+    "[rank0]:[E1120 {time}.123456789 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600059 milliseconds "
+    "before "
+    "timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (
+            "(EngineCore pid=1) ERROR 11-20 [core.py:9] ValueError: No available memory for the cache blocks.",
+            "the weights leave no memory for a KV cache on a GPU "
+            "(ValueError: No available memory for the cache blocks.)",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+            "a GPU ran out of memory (torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB)",
+        ),
+        ("2026-11-21 02:36:08,7\tERR scripts.py:1300 -- raylet [exit code=-9]", "Ray's raylet ended with -9"),
+        ("TypeError: WARNING is no level", "TypeError: WARNING is no level"),
+        (
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+        ),
+        ("INFO errors: none", None),
+        (
+            "WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm, using another kernel",
+            None,
+        ),
+        ("(Worker pid=9) WARNING 11-21 22:40:11 [x.py:9] RuntimeError: the cache could not be read", None),
+        ("2026-11-21 02:30:20,123\tWARNING utils.py:12 -- ConnectionError: will retry", None),
+        ("WARNING:root:ValueError: ignored", None),
+        (
+            "[2026-11-21 02:30:20,1 E 9 9] core_worker_process.cc:841: RpcError: Running out of retries. rpc_code: 14",
+            None,
+        ),
+    ],
+)
+def test_what_one_line_tells(line, sentence):
+    found = first_cause([evidence([line])])
+    assert (found and found.sentence.partition(" (raylet")[0]) == sentence
+
+
+def test_a_warnings_exception_is_not_the_cause_and_an_error_70_lines_later_is():
+    lines = [
+        "(Worker pid=9) WARNING 11-21 22:40:11 [import_utils.py:9] Exception: no module named deep_gemm",
+        *[f"(Worker pid=9) INFO 11-21 22:40:12 [x.py:9] step {step}" for step in range(70)],
+        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9] Traceback (most recent call last):",
+        '(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9]   File "/e/site-packages/m/llama.py", line 7, in load',
+        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9]     weights[name]",
+        "(Worker pid=9) ERROR 11-21 22:41:30 [x.py:9] TypeError: unhashable type: 'list'",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    (found,) = find_causes([evidence(lines)])
+    assert found.cause == "TypeError: unhashable type: 'list', in load, m/llama.py:7"
+    assert [line.place for line in found.lines] == ["n1.log:75", "n1.log:73"]
+    assert not found.is_known
+
+
+def test_the_memory_of_one_rank_is_the_cause_and_not_the_timeout_of_those_that_waited_for_it():
+    first = evidence([TIMEOUT.format(time="10:10:05"), DEAD], "node0.log")
+    other = evidence([OOM.format(time="10:00:03")], "node1.log")
+    found, *others = find_causes([first, other])
+    assert (found.name, found.lines[0].place) == ("gpu-out-of-memory", "node1.log:1")
+    assert [one.name for one in others] == ["nccl-timeout"]
+
+
+def test_the_first_in_time_counts_on_whichever_node():
+    late = evidence(["ERROR 11-20 10:05:00 [a.py:1] OSError: [Errno 28] No space left on device"], "node0.log")
+    early = evidence([OOM.format(time="10:04:59")], "node1.log")
+    assert [one.name for one in find_causes([late, early])] == ["gpu-out-of-memory", "disk-full"]
+
+
+def test_ranks_that_say_the_same_are_one_finding_with_a_line_of_each():
+    logs = [evidence([OOM.format(time=f"10:00:0{node}")] * 8, f"node{node}.log") for node in range(3)]
+    (found,) = find_causes(logs)
+    assert found.lines[0].source == "node0.log"
+    assert len(found.lines) == 4
+    lines = [
+        f"(Worker_TP{rank} pid={rank}) ERROR 11-20 10:00:00 [a.py:1] ValueError: shard {rank} of 8" for rank in range(8)
+    ]
+    (found,) = find_causes([evidence(lines)])
+    assert found.cause == "ValueError: shard 0 of 8"
+
+
+@pytest.mark.parametrize(
+    ("link", "cause"),
+    [
+        ("The above exception was the direct cause of the following exception:", "ValueError: the root"),
+        ("During handling of the above exception, another exception occurred:", "ValueError: the root"),
+    ],
+)
+def test_the_root_of_a_chain_is_the_cause(link, cause):
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
+        "    g()",
+        "ValueError: the root",
+        "",
+        link,
+        "",
+        "Traceback (most recent call last):",
+        '  File "/e/lib/python3.11/site-packages/vllm/b.py", line 2, in h',
+        "    f()",
+        "RuntimeError: what followed",
+    ]
+    found = first_cause([evidence(lines)])
+    assert found is not None
+    assert found.cause == f"{cause}, in f, vllm/a.py:1"
+
+
+def test_what_code_catches_as_a_rule_is_not_the_root():
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
+        "    cache[name]",
+        "KeyError: 'x'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "/e/lib/python3.11/site-packages/vllm/b.py", line 2, in h',
+        "    raise",
+        "ValueError: no such kernel: x",
+    ]
+    found = first_cause([evidence(lines)])
+    assert found is not None
+    assert found.cause == "ValueError: no such kernel: x, in h, vllm/b.py:2"
+
+
+def test_a_line_of_source_in_a_traceback_is_no_message():
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/e/lib/python3.11/site-packages/vllm/a.py", line 1, in f',
+        '    raise RuntimeError("Every node should have a unique IP address") if nodes else error',
+        "OverflowError: too many",
+    ]
+    assert [one.name for one in find_causes([evidence(lines)])] == ["unknown"]
+
+
+def test_what_an_earlier_run_or_a_start_that_succeeded_said_is_forgotten():
+    oom = OOM.format(time="09:00:00")
+    for anew in (
+        "INFO:     Application startup complete.",
+        "2026-11-20 10:00:00 n1 INFO hpc-serve: launcher of 8b begins",
+        "2026-11-20 10:00:00 n1 INFO hpc-serve: engine command: vllm serve x",
+    ):
+        assert find_causes([evidence([oom, anew, "all is well"])]) == ()
+        found = first_cause([evidence([oom, anew, "ValueError: later"])])
+        assert found is not None
+        assert found.cause == "ValueError: later"
+
+
+def test_a_consequence_alone_is_better_than_nothing():
+    found = first_cause([evidence([DEAD])])
+    assert found is not None
+    assert found.cause == "EngineDeadError: EngineCore encountered an issue."
+
+
+def test_a_part_that_ended_without_a_word_shows_what_was_printed_last():
+    lines = [
+        "no such library",
+        "2026-11-20 10:00:00 n2 ERROR hpc-serve: ray worker failed (exit code 9): ray worker exited with 9",
+        "2026-11-20 10:00:00 n2 INFO hpc-serve: stopping",
+    ]
+    found = first_cause([evidence(lines, "node1.log")])
+    assert found is not None
+    assert found.cause == "ray worker exited with 9"
+    assert [(line.place, line.text) for line in found.lines] == [
+        ("node1.log:2", "ray worker exited with 9"),
+        ("node1.log:1", "no such library"),
+    ]
+
+
+def test_a_sentence_of_a_record_tells_the_same_cause_again():
+    for case in read_cases():
+        found = first_cause([evidence(case.lines)])
+        assert found is not None
+        again = cause_in(f"engine exited with 1: {found.sentence}")
+        assert again is not None, found.sentence
+        assert again.name == found.name, found.sentence
+    assert cause_in("engine exited with 1: TypeError: x") is None
+
+
+def test_a_log_without_end_is_read_in_bounded_memory():
+    log = evidence(
+        f"(Worker pid={number}) ERROR 11-20 10:00:00 [a.py:1] ValueError: number {number}" for number in range(5_000)
+    )
+    assert len(log.raised) <= 300
+    assert (log.raised[0].message, log.raised[-1].message) == ("number 0", "number 4999")

@@ -1,0 +1,62 @@
+"""Every rule names the cause of what was seen in the field, and of nothing that healthy engines print."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hpc_serve.diagnose.causes import find_causes, first_cause, note_lines
+from hpc_serve.diagnose.evidence import LogEvidence
+from hpc_serve.diagnose.rules import RULES
+from tests.unit.diagnose.cases_of_logs import FOLDER, read_cases
+
+CASES = read_cases()
+PAINS = range(1, 26)
+
+
+def evidence(lines, source="n1.log"):
+    return note_lines(LogEvidence(source), lines)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cause_of_a_case_is_named_first(case):
+    found = first_cause([evidence(case.lines)])
+    assert found is not None
+    assert found.name == case.rule, found.sentence
+    assert "{" not in found.cause.replace(found.lines[0].text, "")
+    assert not found.cause.endswith(".")
+    assert found.cure.endswith((".", ")"))
+    assert found.lines[0].text[:14] in case.lines[found.lines[0].number - 1]
+
+
+def test_every_rule_has_a_case_and_every_case_a_rule():
+    assert {case.rule for case in CASES} == {rule.name for rule in RULES}
+    assert not [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1]
+
+
+@pytest.mark.parametrize("pain", PAINS)
+def test_every_pain_has_a_rule(pain):
+    assert [rule.name for rule in RULES if pain in rule.pains]
+
+
+def test_every_case_says_where_it_was_seen():
+    assert all(case.source and case.lines for case in CASES)
+
+
+# What vLLM, Ray, torch and NCCL print where nothing is wrong, and what goes wrong without an effect.
+HEALTHY = (FOLDER / "harmless.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", [None, *HEALTHY])
+def test_nothing_is_wrong_with_what_healthy_engines_print(line):
+    lines = HEALTHY if line is None else [line]
+    if line is not None and line.startswith(("PermissionError", "AttributeError")):
+        pytest.skip("an exception without what stands above it")
+    assert find_causes([evidence(lines)]) == ()
+
+
+def test_nothing_is_wrong_with_the_log_of_a_real_engine():
+    """vLLM 0.32 on CPU, started for this. What it said before it was up would be forgotten otherwise."""
+    lines = (FOLDER / "healthy.txt").read_text().splitlines()
+    assert find_causes([evidence(line for line in lines if "startup complete" not in line)]) == ()
