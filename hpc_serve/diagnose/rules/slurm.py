@@ -35,8 +35,8 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "step-not-created",
-        r"Unable to create step for job \d+: (?P<why>.+)|Unable to confirm allocation",
-        "srun could not start the launchers: [[{why}]]",
+        r"Unable to create step for job|Unable to confirm allocation",
+        "srun could not start the launchers",
         "The job's options and srun's must agree (nodes, tasks, GPUs, memory). `hpc-serve render` writes both, with "
         "one task a node.",
         pains=(19,),

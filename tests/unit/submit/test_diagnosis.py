@@ -1,0 +1,155 @@
+"""The logs of a replica are read for what is wrong with it, long ones too, and a report holds no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tarfile
+
+import pytest
+
+from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.errors import StoreError
+from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import diagnosis
+from hpc_serve.submit.bug_report import write_bundle
+from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica, read_log
+from hpc_serve.submit.wait import failure_report
+
+OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+DEAD = "ERROR 11-20 10:00:09 [b.py:7] EngineDeadError: EngineCore encountered an issue."
+
+
+def failed(log_dir, **values) -> ReplicaStatus:
+    known = {"service": "8b", "job_id": "7", "state": "failed", "reason": "engine exited with 1"}
+    return ReplicaStatus(**{**known, "log_dir": str(log_dir), **values})
+
+
+@pytest.fixture
+def logs(tmp_path):
+    (tmp_path / "7.log").write_text("srun: error: n1: task 0: Exited with exit code 1\n")
+    (tmp_path / "7-node0.log").write_text(f"begin\n{DEAD}\n")
+    (tmp_path / "7-node1.log").write_text(f"begin\nstep\r{OOM}\n")
+    return tmp_path
+
+
+def test_the_cause_is_found_on_whichever_node(logs):
+    found = diagnose_replica(failed(logs))
+    assert found.cause is not None
+    assert (found.cause.name, found.cause.lines[0].place) == ("gpu-out-of-memory", "7-node1.log:2")
+    lines = found.report.splitlines()
+    assert lines[0] == "Cause: a GPU ran out of memory."
+    assert lines[1].startswith("To do: `hpc-serve plan`")
+    assert lines[2:4] == [
+        "Read from:",
+        "    7-node1.log:2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+    ]
+    assert lines[-1] == f"Logs: {logs}/7.log, {logs}/7-node0.log, {logs}/7-node1.log"
+
+
+def test_slurm_s_words_are_a_cause_where_the_logs_tell_none(tmp_path):
+    status = failed(tmp_path, reason="it used more memory than it had asked Slurm for (OUT_OF_MEMORY)")
+    (tmp_path / "7-node0.log").write_text("all is well\n")
+    found = diagnose_replica(status)
+    assert found.cause is not None
+    assert found.cause.name == "node-memory-limit"
+
+
+@pytest.mark.parametrize("state", ["ready", "draining", "stopped", "pending"])
+def test_nothing_is_wrong_with_a_replica_that_serves_waits_or_was_stopped(logs, state):
+    assert diagnose_replica(failed(logs, state=state, reason="")).findings == ()
+
+
+def test_a_start_is_wrong_only_for_a_known_cause(logs):
+    assert diagnose_replica(failed(logs, state="starting", reason="")).cause is not None
+    (logs / "7-node1.log").write_text("ERROR 11-20 10:00:03 [a.py:1] ValueError: tried again\n")
+    assert diagnose_replica(failed(logs, state="starting", reason="")).findings == ()
+
+
+def test_a_job_that_waits_for_ever_says_so(tmp_path):
+    reason = "it asks for more nodes than its partition allows; it will not start by itself (PartitionNodeLimit)"
+    found = diagnose_replica(failed(tmp_path, state="pending", reason=reason))
+    assert found.cause is not None
+    assert found.cause.cause == reason
+
+
+def test_a_failure_without_a_word_says_what_the_record_says(tmp_path):
+    found = diagnose_replica(failed(tmp_path, last_log_lines=("a", "b")))
+    assert found.cause is not None
+    assert (found.cause.cause, [line.text for line in found.cause.lines]) == ("engine exited with 1", ["a", "b"])
+    assert "Last log lines:\n    a\n    b\nCause: engine exited with 1." in failure_report(
+        failed(tmp_path, last_log_lines=("a", "b"))
+    )
+
+
+def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, "_HEAD_BYTES", 2_000)
+    monkeypatch.setattr(diagnosis, "_TAIL_BYTES", 3_000)
+    monkeypatch.setattr(diagnosis, "_CHUNK_BYTES", 700)
+    path = tmp_path / "log"
+    lines = [f"line {number}" for number in range(1, 20_001)]
+    lines[2], lines[9_999], lines[19_989] = OOM, OOM.replace("CUDA", "HIP"), DEAD
+    path.write_text("\n".join(lines) + "\n")
+    log = read_log(path)
+    assert [match.line for match in log.matches] == [3]
+    assert [one.line for one in log.raised] == [3, 19_990]
+    assert log.last_lines[-1] == (20_000, "line 20000")
+    assert read_log(tmp_path / "none").last_lines == read_log(tmp_path / "none").last_lines
+
+
+def test_of_several_replicas_the_one_in_trouble_is_meant(tmp_path):
+    ready, hung, old = (failed(tmp_path, job_id=job_id, state=state) for job_id, state in zip("123", _STATES))
+    assert choose_replica([old, hung, ready]) is hung
+    assert choose_replica([ready, old]) is old
+    assert choose_replica([old, ready]) is ready
+
+
+_STATES = ("ready", "unresponsive", "failed")
+
+
+def test_a_bundle_holds_the_logs_and_no_secret(logs):
+    store = ServiceStore(logs / "home")
+    store.ensure_api_key("8b")
+    key = store.read_api_key("8b")
+    planted = {"HF_TOKEN": "planted-in-the-environment", "HOME": str(logs)}
+    script = logs / "script.sh"
+    script.write_text("export HF_TOKEN=planted-in-the-script\nexport MODEL=8b\n")
+    store.write_submitted(
+        SubmittedJob(service="8b", model="8b", cluster="slurm", job_id="7", submitted_at=1.0, script=str(script))
+    )
+    (logs / "7-node0.log").write_text(
+        f"key {key}\n{planted['HF_TOKEN']}\n-----BEGIN CERTIFICATE-----\nplanted\n-----END CERTIFICATE-----\n{OOM}\n"
+    )
+    found = diagnose_replica(failed(logs, last_log_lines=(f"Bearer {key}",)))
+    path = logs / "report.tar.gz"
+    status = {"last_log_lines": [f"Bearer {key}"], "reason": "engine exited with 1"}
+    names = write_bundle(path, found, status, store, planted)
+    assert names == [
+        *("diagnosis.txt", "status.json", "versions.txt", "logs/7.log", "logs/7-node0.log", "logs/7-node1.log"),
+        "script.sh",
+    ]
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with tarfile.open(path) as tar:
+        texts = {member.name: tar.extractfile(member).read().decode() for member in tar.getmembers()}
+    assert set(texts) == {f"hpc-serve-report/{name}" for name in names}
+    whole = "\n".join(texts.values())
+    assert key not in whole
+    assert "planted" not in whole
+    assert "CUDA out of memory" in texts["hpc-serve-report/logs/7-node0.log"]
+    assert "export MODEL=8b" in texts["hpc-serve-report/script.sh"]
+    assert json.loads(texts["hpc-serve-report/status.json"])["reason"] == "engine exited with 1"
+    with pytest.raises(StoreError, match="is there already"):
+        write_bundle(path, found, status, store, planted)
+
+
+def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_serve.submit.bug_report._HEAD_BYTES", 50)
+    monkeypatch.setattr("hpc_serve.submit.bug_report._TAIL_BYTES", 50)
+    (tmp_path / "7.log").write_text("".join(f"HF_TOKEN=planted-{number:04}\n" for number in range(100)))
+    write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
+    with tarfile.open(tmp_path / "x.tar.gz") as tar:
+        text = tar.extractfile("hpc-serve-report/logs/7.log").read().decode()
+    assert "planted" not in text
+    assert "a part of this log was left out" in text
