@@ -22,6 +22,7 @@ _CONSEQUENCES = re.compile(
     r"Engine core initialization failed|EngineCore (?:encountered|failed)|EngineDeadError|"
     r"WorkerProc initialization failed|"
     r"Ray workers have not started successfully|Worker \d+ failed to initialize|Executor failed|"
+    r"Engine process failed to start|Engine loop has died|AsyncEngineDeadError|failed to be inspected|"
     r"validation errors? for \w+$|"
     r"^(?:[\w.]*\.)?(?:CancelledError|SystemExit|KeyboardInterrupt|ChildFailedError|ProcessExitedException)\b"
 )

@@ -23,7 +23,8 @@ _LONGEST = 4_000
 _BEGINS_ANEW = re.compile(
     r"Application startup complete|hpc-serve: (?:launcher of |engine command: )|logs of this run are "
 )
-_LAUNCHER_FAILED = re.compile(r"(?P<part>.+?) failed \(exit code \d+\): (?P<reason>.+)")
+_LAUNCHER_FAILED = re.compile(r"(?:.+? failed \(exit code \d+\): )?(?P<reason>.+)")
+_SCRIPT_FAILED = re.compile(r"hpc-serve: (?!attempt )(?P<reason>.+)")
 _NOTES = tuple(rule for rule in RULES if rule.in_notes)
 
 
@@ -53,7 +54,7 @@ class LogEvidence:
         self.matches: list[Match] = []
         self.raised: list[Raised] = []
         self.launcher_failures: list[tuple[int, str]] = []
-        """What the launcher said of the end of a part: the line, and its reason."""
+        """What the script or the launcher said of its own end or of a part's: the line, and the reason."""
         self.before_failure: tuple[tuple[int, str], ...] = ()
         """The last lines before the first of them."""
         self._counts: Counter[str] = Counter()
@@ -74,7 +75,8 @@ class LogEvidence:
         raised = self._note_traceback(head)
         if not self._is_traceback_body(head, raised):
             self._note_rules(head, raised)
-        if head.is_error and (failed := _LAUNCHER_FAILED.fullmatch(head.text)) and " hpc-serve: " in line:
+        is_of_launcher = head.is_error is True and " ERROR hpc-serve: " in line
+        if failed := _LAUNCHER_FAILED.fullmatch(head.text) if is_of_launcher else _SCRIPT_FAILED.match(line):
             self.before_failure = self.before_failure or tuple(self.last_lines)
             _keep(self.launcher_failures, (self._number, failed["reason"]))
         self.last_lines.append((self._number, line))

@@ -7,12 +7,19 @@ from hpc_serve.diagnose.rules.rule import Rule, rule
 RULES: tuple[Rule, ...] = (
     rule(
         "no-environment",
-        r"no Python environment in (?P<folder>[^;]+)",
-        "there is no Python environment in {folder}",
+        r"no Python environment in (?P<folder>[^;]+)|Not a conda environment: (?P<conda>\S+)|Run 'conda init' before",
+        "there is no Python environment[[ in {folder}]][[ in {conda}]]",
         "Set HPC_SERVE_ENV (or venv, conda or apptainer in the site file) to one that has hpc-serve and vLLM, on a "
         "filesystem that "
         "the "
         "nodes see.",
+    ),
+    rule(
+        "module-not-loaded",
+        r"Lmod has detected the following error|Unable to locate a modulefile for|module: command not found|"
+        r"The following module\(s\) are unknown",
+        "a module of the site file could not be loaded",
+        "`module avail` on a node lists the names; `modules` in the site file holds those that are loaded.",
     ),
     rule(
         "compile-cache",
@@ -67,7 +74,8 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "command-missing",
-        r"(?P<command>[\w./-]+): command not found|no command (?P<name>\S+) in this environment|"
+        r"(?P<command>[\w./-]+): command not found|(?:no|there is no) command (?P<name>\S+) (?:in this environment|"
+        r"on a node)|"
         r"execve\(\): (?P<path>\S+): No such file",
         "there is no command [[{command}]][[{name}]][[{path}]] on a node",
         "Install it in the job's environment, set HPC_SERVE_ENV, or load its module (modules in the site file).",

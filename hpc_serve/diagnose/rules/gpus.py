@@ -39,12 +39,21 @@ RULES: tuple[Rule, ...] = (
     rule(
         "too-few-gpus",
         r"invalid device ordinal|World size \(\d+\) is larger than the number of available GPUs|"
-        r"exceeds the total number of available \w+ in the placement group|"
+        r"exceeds the total number of available \w+ in the (?:placement group|cluster)|"
         r"(?:has|have) (?P<given>\d+) GPUs (?:of this job|"
         r"for each of the \d+ replicas of this job), the launcher was told",
         "the engine was told to use more GPUs than the job has on a node",
         "Make --gpus-per-node in the #SBATCH lines, the launcher's, and the tensor parallel size agree; `hpc-serve "
         "render` writes all of them.",
+        pains=(17,),
+    ),
+    rule(
+        "gpu-used-twice",
+        r"Duplicate GPU detected|ncclInvalidUsage",
+        "several ranks were put on one GPU",
+        "Leave CUDA_VISIBLE_DEVICES to Slurm and the launcher: unset it in your environment and in the script. Tensor "
+        "times "
+        "pipeline parallel size must be the job's number of GPUs.",
         pains=(17,),
     ),
     rule(

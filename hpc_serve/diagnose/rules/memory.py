@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "gpu-out-of-memory",
         r"(?:CUDA|HIP) out of memory|OutOfMemoryError: (?!Task was)|Cuda failure.*'?out of memory"
-        r"|(?:CUDA|HIP) error: out of memory|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY",
+        r"|(?:CUDA|HIP) error: out of memory|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED",
         "a GPU ran out of memory",
         f"{_SMALLER} If the plan says that it fits, look for another program on the GPU, or lower "
         "--gpu-memory-utilization (after --).",
@@ -64,7 +64,8 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "shared-memory-full",
-        r"Bus error|SIGBUS|Error while creating shared memory segment|No space left on device.*/dev/shm"
+        r"Bus error|SIGBUS|exited with 135\b|Error while creating shared memory segment|"
+        r"No space left on device.*/dev/shm"
         r"|/dev/shm.*No space left on device|insufficient shared memory|unable to allocate shared memory",
         "a node's /dev/shm is full or too small",
         "`df -h /dev/shm` on the node shows it, `ls -l /dev/shm` whose files fill it. In a container, give it the "
@@ -86,6 +87,13 @@ RULES: tuple[Rule, ...] = (
         "The limit of locked memory is too low inside the job: `srun bash -c 'ulimit -l'` must say unlimited. Ask your "
         "site's administrators (PropagateResourceLimitsExcept=MEMLOCK).",
         pains=(9,),
+    ),
+    rule(
+        "node-memory",
+        r"MemoryError\b|\[Errno 12\]|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc",
+        "a node has no more memory for the job",
+        'Ask for more, or all of it: `mem: "0"` in the site file, #SBATCH --mem=0 in a script.',
+        pains=(18,),
     ),
     rule(
         "too-many-threads",

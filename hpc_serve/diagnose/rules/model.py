@@ -73,13 +73,17 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "file-missing",
-        r"does not appear to have (?:a )?files? named (?P<file>[^\s'\"]+)|No (?:config|tokenizer)\S* found in",
-        "a file of the model is missing[[: {file}]]",
+        r"does not appear to have (?:a )?files? named (?P<file>[^\s'\"]+)|Can't load (?:the )?(?:tokenizer|"
+        r"\w*config\w*) (?:for|of)|"
+        r"No such file or directory: '?(?P<path>\S+\.(?:safetensors|json|model|bin|jinja))|No (?:config|"
+        r"tokenizer)\S* found in",
+        "a file of the model is missing[[: {file}]][[: {path}]]",
         "Download the whole model (`hf download MODEL`); an interrupted download leaves files out.",
     ),
     rule(
         "checkpoint-differs",
         r"weights were not initialized from checkpoint|There is no module or parameter named|size mismatch for|"
+        r"KeyError: '(?:model\.)?layers\.\d|"
         r"Attempted to load weight .* into parameter",
         "the weights are not those of the model that config.json describes",
         "Files of two models or of two versions lie in one folder, or this vLLM reads the model differently: download "
@@ -89,9 +93,10 @@ RULES: tuple[Rule, ...] = (
     rule(
         "bad-json",
         r"It looks like the config file at '(?P<file>[^']+)' is not a valid JSON|"
-        r"(?P<path>\S+\.json)'? is not a valid JSON file",
+        r"(?P<path>\S+\.json)'? is not a valid JSON file|JSONDecodeError",
         "a JSON file of the model is damaged[[: {file}]][[: {path}]]",
         "Download it again.",
+        kind="error",
     ),
     rule(
         "unknown-architecture",

@@ -76,6 +76,15 @@ RULES: tuple[Rule, ...] = (
         pains=(8, 16),
     ),
     rule(
+        "network-unreachable",
+        r"\[Errno (?:101|110|113)\]|No route to host|Network is unreachable|Connection timed out|"
+        r"Name or service not known",
+        "a node could not reach another machine",
+        f"{_INTERFACE} A node without a way to the internet needs its files on the cluster.",
+        kind="symptom",
+        pains=(8,),
+    ),
+    rule(
         "port-in-use",
         r"[Aa]ddress already in use|EADDRINUSE|port \S+ is already (?:in use|used)",
         "a port was taken by another program",

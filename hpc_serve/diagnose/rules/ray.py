@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "no-placement",
         r"Cannot provide a placement group|No available node types can fulfill resource request|"
+        r"Ray does not allocate any GPUs on the driver node|[Pp]lacement group .*timed out|"
         r"You don't have enough GPUs available in a current node",
         "Ray has fewer GPUs than the engine asks for, or on other nodes than it asks for",
         "Tensor times pipeline parallel size must be the job's number of GPUs, and each node must have joined: "
@@ -79,6 +80,14 @@ RULES: tuple[Rule, ...] = (
         "head that ended first, looks like this.",
         kind="symptom",
         pains=(4,),
+    ),
+    rule(
+        "ray-node-dead",
+        r"has been marked dead because|NodeDiedError|missed too many heartbeats",
+        "Ray lost a node",
+        "The node is frozen, overloaded, or cut off from the network: look at its log and at `sinfo -R`.",
+        kind="symptom",
+        pains=(10, 11),
     ),
     rule(
         "ray-part-ended",

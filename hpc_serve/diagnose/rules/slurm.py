@@ -21,7 +21,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "node-failed",
-        r"DUE TO NODE FAILURE|[Nn]ode failure on|\(NODE_FAIL\)|NODE FAIL",
+        r"DUE TO NODE FAILURE|[Nn]ode failure on|\(NODE_FAIL\)|NODE FAIL|\(BOOT_FAIL\)",
         "a node of the job failed",
         "Submit again, without that node if Slurm still offers it (#SBATCH --exclude=NODE).",
         pains=(11,),
@@ -74,10 +74,21 @@ RULES: tuple[Rule, ...] = (
     rule(
         "crashed",
         r"task [\d,-]+: (?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)"
-        r"|Fatal Python error: |SIGSEGV|Segmentation fault",
+        r"|Fatal Python error: |SIGSEGV|Segmentation fault|Illegal instruction|\(core dumped\)|exited with (?:132|"
+        r"139)\b",
         "a process crashed in compiled code",
         "The lines above the crash name the library. `Illegal instruction` means a build for another CPU.",
         kind="symptom",
+    ),
+    rule(
+        "killed",
+        r"task [\d,-]+: Killed|line \d+: +\d+ Killed|exited with 137\b",
+        "a process was killed (SIGKILL)",
+        "Mostly the kernel does so for memory: compare `sacct -j JOB -o State,MaxRSS` with what was asked for, and ask "
+        "for "
+        'more (`mem: "0"` in the site file).',
+        kind="consequence",
+        pains=(18,),
     ),
     rule(
         "cancelled",
