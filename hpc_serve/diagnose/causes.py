@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hpc_serve.diagnose.evidence import LogEvidence, Match
 from hpc_serve.diagnose.tracebacks import Raised
 
-_RANKS = {"cause": 0, "error": 1, "symptom": 2, "consequence": 4}
+_RANKS = {"cause": 0, "symptom": 2, "consequence": 4}
 _EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 2, 3, 4
 # vLLM, Ray and torch end with these whatever the cause was.
 _CONSEQUENCES = re.compile(
@@ -31,6 +31,9 @@ _SYMPTOMS = re.compile(
 )
 # Exceptions of one process that follow each other so closely belong to one end of it.
 _CLOSE_LINES, _CLOSE_S = 150, 30.0
+# An exception that the log goes on after for so long was survived. A note that so much follows is over.
+_SURVIVED_LINES, _SURVIVED_S = 200, 300.0
+_LAST_NOTE_LINES = 50
 _MOST_LINES_SHOWN = 4
 _MOST_FINDINGS = 6
 _LONGEST_QUOTE = 300
@@ -91,6 +94,7 @@ class _Candidate:
     at: float
     key: str
     finding: Finding
+    repeats: bool = False
 
 
 def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
@@ -98,16 +102,20 @@ def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
     candidates = sorted(
         (one for log in logs for one in _candidates(log)), key=lambda candidate: (candidate.rank, candidate.at)
     )
-    found: dict[str, Finding] = {}
-    ranks: dict[str, int] = {}
+    groups: dict[str, list[_Candidate]] = {}
     for candidate in candidates:
-        ranks.setdefault(candidate.key, candidate.rank)
-        first = found.setdefault(candidate.key, candidate.finding)
-        if first is not candidate.finding and len(first.lines) < _MOST_LINES_SHOWN:
-            found[candidate.key] = replace(first, lines=(*first.lines, *candidate.finding.lines[:1]))
+        groups.setdefault(candidate.key, []).append(candidate)
     most_telling = candidates[0].rank if candidates else _CONSEQUENCE
-    told = (finding for key, finding in found.items() if ranks[key] < _LAUNCHER or ranks[key] == most_telling)
-    return tuple(told)[:_MOST_FINDINGS]
+    told = [group for group in groups.values() if group[0].rank < _LAUNCHER or group[0].rank == most_telling]
+    return tuple(_one_finding(group) for group in told[:_MOST_FINDINGS])
+
+
+def _one_finding(group: Sequence[_Candidate]) -> Finding:
+    """The first of a group, with lines of the others; what hpc-serve itself said of it only if nobody else did."""
+    first, *others = [one for one in group if not one.repeats] or group[:1]
+    further = [line for other in others for line in other.finding.lines[:1]]
+    lines = (*first.finding.lines, *further[: max(0, _MOST_LINES_SHOWN - len(first.finding.lines))])
+    return replace(first.finding, lines=lines)
 
 
 def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:
@@ -127,8 +135,9 @@ def cause_in(text: str, *, source: str = "") -> Finding | None:
 def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
     known_lines = {match.line for match in log.matches}
     for match in log.matches:
-        if match.rule.kind != "error":
-            yield _of_match(log, match)
+        is_over = match.rule.in_notes and log.num_lines - match.line > _LAST_NOTE_LINES
+        if match.rule.kind != "error" and not is_over:
+            yield _of_match(log, match, _RANKS[match.rule.kind])
     is_root = {id(one.root) for one in log.raised}
     ends = [one for one in log.raised if not one.is_survived and id(one) not in is_root]
     unknown = [one for one in ends if _is_own(one, known_lines)]
@@ -137,7 +146,8 @@ def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
         *(one for one in unknown if _rank(one.first) == _EXCEPTION),
     ]
     for one in _first_of_the_end(errors):
-        yield _of_match(log, one) if isinstance(one, Match) else _of_exception(log, one, _EXCEPTION)
+        rank = _LAUNCHER if _is_survived(log, one) else _EXCEPTION
+        yield _of_match(log, one, rank) if isinstance(one, Match) else _of_exception(log, one, rank)
     for end in unknown:
         if (rank := _rank(end.first)) != _EXCEPTION:
             yield _of_exception(log, end, rank)
@@ -176,10 +186,17 @@ def _first_of_the_end(errors: Sequence[Match | Raised]) -> Iterator[Match | Rais
         yield first
 
 
-def _of_match(log: LogEvidence, match: Match) -> _Candidate:
+def _is_survived(log: LogEvidence, error: Match | Raised) -> bool:
+    """Whether the log goes on for long after an error, as after one of a single request."""
+    if error.at is None or log.last_at is None or log.last_at - error.at < _SURVIVED_S:
+        return False
+    return log.num_lines - error.line > _SURVIVED_LINES
+
+
+def _of_match(log: LogEvidence, match: Match, rank: int) -> _Candidate:
     line = SeenLine(source=log.source, number=match.line, text=_quote(match.text))
     finding = Finding(name=match.rule.name, cause=match.cause, cure=match.cure, lines=(line,))
-    return _Candidate(rank=_RANKS[match.rule.kind], at=_time(match.at), key=match.rule.name, finding=finding)
+    return _Candidate(rank=rank, at=_time(match.at), key=match.rule.name, finding=finding, repeats=match.repeats)
 
 
 def _of_exception(log: LogEvidence, raised: Raised, rank: int) -> _Candidate:

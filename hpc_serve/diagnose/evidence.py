@@ -21,16 +21,17 @@ _NUM_LAST_LINES = 12
 _LONGEST = 4_000
 # The engine is ready; a launcher, an engine or an attempt begins.
 _BEGINS_ANEW = re.compile(
-    r"Application startup complete|hpc-serve: (?:launcher of |engine command: )|logs of this run are "
+    r"Application startup complete|"
+    r"hpc-serve: (?:launcher of |engine command: )|logs of this run are |srun: Step created"
 )
 _LAUNCHER_FAILED = re.compile(r"(?:.+? failed \(exit code \d+\): )?(?P<reason>.+)")
-_SCRIPT_FAILED = re.compile(r"hpc-serve: (?!attempt )(?P<reason>.+)")
+_SCRIPT_FAILED = re.compile(r"hpc-serve: (?!attempt |logs of )(?P<reason>.+)")
 _NOTES = tuple(rule for rule in RULES if rule.in_notes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A line that a rule knows."""
+    """A line that a rule knows. `repeats`: hpc-serve wrote it, about what it had read itself."""
 
     rule: Rule
     cause: str
@@ -39,15 +40,20 @@ class Match:
     line: int
     at: float | None
     process: str
+    repeats: bool = False
 
 
 class LogEvidence:
-    """What the log `source` holds. `note` takes its lines in order."""
+    """What the log `source` holds. `note` takes its lines in order.
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    `is_record`: it is no log, but what hpc-serve or Slurm says of the job.
+    """
+
+    def __init__(self, source: str, *, is_record: bool = False) -> None:
+        self.source, self.is_record = source, is_record
         self.last_lines: deque[tuple[int, str]] = deque(maxlen=_NUM_LAST_LINES)
-        self._number = 0
+        self.num_lines = 0
+        """The number of the last line."""
         self._forget()
 
     def _forget(self) -> None:
@@ -60,37 +66,38 @@ class LogEvidence:
         self._counts: Counter[str] = Counter()
         self._readers: dict[str, TracebackReader] = {}
         self._last_note: tuple[str, int] | None = None
-        self._at: float | None = None
+        self.last_at: float | None = None
+        """The last time that a line names."""
 
     def note(self, line: str, number: int | None = None) -> None:
         """Take the next line; `number` is its own, where lines before it were left out."""
-        self._number = self._number + 1 if number is None else number
+        self.num_lines = self.num_lines + 1 if number is None else number
         line = line[:_LONGEST].rstrip()
         if not line:
             return
         if _BEGINS_ANEW.search(line):
             self._forget()
         head = read_head(line)
-        self._at = head.at if head.at is not None else self._at
+        self.last_at = head.at if head.at is not None else self.last_at
+        is_of_launcher = head.is_error is True and " ERROR hpc-serve: " in line
         raised = self._note_traceback(head)
         if not self._is_traceback_body(head, raised):
-            self._note_rules(head, raised)
-        is_of_launcher = head.is_error is True and " ERROR hpc-serve: " in line
+            self._note_rules(head, raised, repeats=self.is_record or is_of_launcher)
         if failed := _LAUNCHER_FAILED.fullmatch(head.text) if is_of_launcher else _SCRIPT_FAILED.match(line):
             self.before_failure = self.before_failure or tuple(self.last_lines)
-            _keep(self.launcher_failures, (self._number, failed["reason"]))
-        self.last_lines.append((self._number, line))
+            _keep(self.launcher_failures, (self.num_lines, failed["reason"]))
+        self.last_lines.append((self.num_lines, line))
 
     def _note_traceback(self, head: LineHead) -> Raised | None:
         if len(self._readers) > _MOST_PROCESSES:
             self._readers.clear()
         reader = self._readers.setdefault(head.process, TracebackReader(head.process))
         # Python's logging writes the traceback of a warning below it, on lines without a level.
-        follows_note = self._last_note == (head.process, self._number - 1)
+        follows_note = self._last_note == (head.process, self.num_lines - 1)
         is_survived = head.is_error is False or (head.is_error is None and follows_note and begins_traceback(head.text))
-        raised = reader.note(head.text, self._number, at=self._at, is_survived=is_survived)
+        raised = reader.note(head.text, self.num_lines, at=self.last_at, is_survived=is_survived)
         if head.is_error is False and head.may_go_on:
-            self._last_note = (head.process, self._number)
+            self._last_note = (head.process, self.num_lines)
         if raised is not None:
             _keep(self.raised, raised)
         return raised
@@ -98,7 +105,7 @@ class LogEvidence:
     def _is_traceback_body(self, head: LineHead, raised: Raised | None) -> bool:
         return raised is None and self._readers[head.process].is_in_traceback
 
-    def _note_rules(self, head: LineHead, raised: Raised | None) -> None:
+    def _note_rules(self, head: LineHead, raised: Raised | None, *, repeats: bool) -> None:
         is_note = head.is_error is False or (raised is not None and raised.is_survived)
         text = raised.words if raised is not None else head.text
         for rule in _NOTES if is_note else RULES:
@@ -110,9 +117,10 @@ class LogEvidence:
                         cause=rule.cause_of(found),
                         cure=rule.cure_of(found),
                         text=text.strip(),
-                        line=self._number,
-                        at=self._at,
+                        line=self.num_lines,
+                        at=self.last_at,
                         process=head.process,
+                        repeats=repeats,
                     )
                     self.matches.append(match)
                 return

@@ -55,7 +55,7 @@ def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
     if not _may_be_wrong(status):
         return Diagnosis(status=status, logs=tuple(files_of(status)))
     logs = tuple(files_of(status))
-    told = note_lines(LogEvidence(_RECORD), status.reason.splitlines())
+    told = note_lines(LogEvidence(_RECORD, is_record=True), status.reason.splitlines())
     told.raised.clear()  # it repeats the logs
     evidence = [read_log(path) for path in logs] or [note_lines(LogEvidence(_RECORD), status.last_log_lines)]
     findings = find_causes([*evidence, told])

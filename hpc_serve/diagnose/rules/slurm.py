@@ -87,7 +87,7 @@ RULES: tuple[Rule, ...] = (
         "Mostly the kernel does so for memory: compare `sacct -j JOB -o State,MaxRSS` with what was asked for, and ask "
         "for "
         'more (`mem: "0"` in the site file).',
-        kind="consequence",
+        kind="symptom",
         pains=(18,),
     ),
     rule(

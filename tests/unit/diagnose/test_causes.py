@@ -205,3 +205,31 @@ def test_a_log_without_end_is_read_in_bounded_memory():
     )
     assert len(log.raised) <= 300
     assert (log.raised[0].message, log.raised[-1].message) == ("number 0", "number 4999")
+
+
+def test_an_error_of_a_request_long_before_the_end_is_not_the_cause_of_it():
+    lines = [
+        "(APIServer pid=1) ERROR 11-20 10:00:00 [serving.py:1] ValueError: this request is too long",
+        *[f"(APIServer pid=1) INFO 11-20 1{1 + number // 60}:{number % 60:02}:00 [x.py:1] ok" for number in range(300)],
+        "2026-11-20 16:00:00 n1 ERROR hpc-serve: engine failed (exit code 137): engine exited with 137",
+    ]
+    found = first_cause([evidence(lines)])
+    assert found is not None
+    assert found.name == "killed"
+
+
+def test_a_wait_that_is_over_is_no_symptom():
+    wait = "INFO 11-20 10:00:40 [ray_utils.py:233] Waiting for creating a placement group of specs for 10 seconds."
+    assert [one.name for one in find_causes([evidence([wait])])] == ["waits-for-placement"]
+    later = [f"INFO 11-20 10:01:00 [x.py:1] loading {number}" for number in range(60)]
+    assert find_causes([evidence([wait, *later])]) == ()
+
+
+def test_an_error_of_the_script_or_of_the_launcher_itself_is_a_cause():
+    for line in (
+        "hpc-serve: /home/u/.venv belongs to another user, so nothing in it is run; set HPC_SERVE_ENV to use it",
+        "2026-11-20 16:00:00 n1 ERROR hpc-serve: HPC_SERVE_STALL_S=x: it must be a number of seconds.",
+    ):
+        found = first_cause([evidence(["hpc-serve: logs of this run are /l/7-node*.log", line])])
+        assert found is not None
+        assert found.cause == line.partition("hpc-serve: ")[2]
