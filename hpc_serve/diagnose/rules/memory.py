@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "shared-memory-full",
-        r"Bus error|SIGBUS|exited with 135\b|Error while creating shared memory segment|"
+        r"Bus error|SIGBUS|exited with (?:code )?135\b|Error while creating shared memory segment|"
         r"No space left on device.*/dev/shm"
         r"|/dev/shm.*No space left on device|insufficient shared memory|unable to allocate shared memory",
         "a node's /dev/shm is full or too small",

@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "killed",
-        r"task [\d,-]+: Killed|line \d+: +\d+ Killed|exited with 137\b",
+        r"task [\d,-]+: Killed|line \d+: +\d+ Killed|exited with (?:code )?137\b",
         "a process was killed (SIGKILL)",
         "Mostly the kernel does so for memory: compare `sacct -j JOB -o State,MaxRSS` with what was asked for, and ask "
         "for "
