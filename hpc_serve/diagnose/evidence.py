@@ -19,9 +19,9 @@ _MOST_OF_A_RULE = 20
 _MOST_PROCESSES = 2_000
 _NUM_LAST_LINES = 12
 _LONGEST = 4_000
-# The engine is ready; a launcher, an engine or an attempt begins.
+# The engine is ready, or Ray; a launcher, an engine or an attempt begins.
 _BEGINS_ANEW = re.compile(
-    r"Application startup complete|"
+    r"Application startup complete|Ray runtime started|"
     r"hpc-serve: (?:launcher of |engine command: )|logs of this run are |srun: Step created"
 )
 _LAUNCHER_FAILED = re.compile(r"(?:.+? failed \(exit code \d+\): )?(?P<reason>.+)")

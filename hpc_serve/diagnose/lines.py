@@ -26,7 +26,7 @@ _FORMS = (
     _VLLM,
     re.compile(rf"(?P<level>{_LEVELS}) (?:\d\d-\d\d )?\[[\w./<>-]+:\d+\] ?"),
     # [2026-11-21 02:30:20,123 E 9 9] (raylet) core_worker.cc:841: …
-    re.compile(rf"\[{_DAY} {_TIME}[,.]\d+ (?P<level>[DIWEFC]) \d+ \d+\](?: \(\w+\))? (?P<cpp>\w+\.cc):\d+: ?"),
+    re.compile(rf"\[{_DAY} {_TIME}[,.]\d+ (?P<level>[DIWEFC]) \d+ \d+\](?: \(\w+\))? (?P<cpp>\w+\.(?:cc|h)):\d+: ?"),
     _LOGGING,
     # [E1121 02:36:08.123456789 ProcessGroupNCCL.cpp:632], without a time in older versions
     re.compile(rf"\[(?P<level>[IWEF])(?P<date>\d{{3,4}}) {_TIME}\S* \S+:\d+\] ?"),

@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
         "The nodes must reach each other on the network that HPC_SERVE_INTERFACE names; a firewall between nodes, or a "
         "head that ended first, looks like this.",
         kind="symptom",
+        in_notes=True,
         pains=(4,),
     ),
     rule(
