@@ -47,7 +47,7 @@ class Diagnosis:
             rows += ["Read from:", *(f"    {line.place}: {line.text}" for line in cause.lines)] if cause.lines else []
         others = [f"    {one.cause} ({one.lines[0].place})" for one in self.findings[1:] if one.lines]
         rows += ["Also seen, mostly as a consequence:", *others] if others else []
-        return "\n".join([*rows, f"Logs: {', '.join(map(str, self.logs)) or ', '.join(places_of(self.status))}"])
+        return "\n".join([*rows, f"Logs: {', '.join(places_of(self.status))}"])
 
 
 def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
