@@ -54,6 +54,10 @@ def test_an_engine_that_dies_while_loading(alice):
     assert record["failed_part"] == "engine"
     assert "torch.OutOfMemoryError: CUDA out of memory." in record["reason"]
     assert record["last_log_lines"][-1] == "torch.OutOfMemoryError: CUDA out of memory."
+    told = alice.hpc_serve("doctor", job_id)
+    assert told.returncode == 6, told.stderr
+    assert "\nCause: a GPU ran out of memory.\nTo do: " in told.stdout
+    assert f"    {job_id}-node0.log:" in told.stdout
     assert "FAILED" in alice.run("scontrol", "show", "job", job_id).stdout
 
 
