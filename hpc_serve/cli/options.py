@@ -5,27 +5,23 @@ What is not said is taken from the site file, and after it from the planner's or
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 from hpc_serve.cli.values import Duration, Replicas, Size
-from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.submit.request import Backend, Cluster, ServeRequest
+from hpc_serve.submit.request import Backend, Cluster
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
-    from hpc_serve.submit.site import SiteProfile
+    pass
 
 _EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
 
@@ -114,7 +110,7 @@ def _slurm_option(option: Field[Any]) -> Callable[[Function], Function]:
 
 
 _SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
-_SLURM = tuple(option.name for option in _SLURM_FIELDS)
+SLURM_OPTIONS = tuple(option.name for option in _SLURM_FIELDS)
 _JOB_OPTIONS = (
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option(
@@ -205,7 +201,7 @@ class CommandWithVllmOptions(click.Command):
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Slurm options": []}
         for parameter in self.get_params(ctx):
             if (line := parameter.get_help_record(ctx)) is not None:
-                sections["Slurm options" if parameter.name in (*_SLURM, "extra") else "Options"].append(line)
+                sections["Slurm options" if parameter.name in (*SLURM_OPTIONS, "extra") else "Options"].append(line)
         for heading, lines in sections.items():
             if not lines:
                 continue
@@ -236,88 +232,3 @@ def _with_options(function: Function, options: Sequence[Callable[[Function], Fun
     for option in reversed(options):
         function = option(function)
     return function
-
-
-def model_of(options: Mapping[str, Any]) -> str:
-    """The model named, as MODEL or with --model. Raises UsageError where there is none, or there are two."""
-    named = [name for name in (options["model_argument"], options["model"]) if name is not None]
-    if len(named) == 1 and named[0].strip():
-        return str(named[0])
-    given = f"Two models are named, {named[0]} and {named[1]}" if len(named) == 2 else "No model is named"
-    context = click.get_current_context()
-    raise click.UsageError(f"{given}: write {context.command_path} MODEL, or --model MODEL.", context)
-
-
-def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
-    """The machines asked for, by PlanRequest's names. With --gpu, nothing that the site file says of its own GPUs."""
-    own = options["gpu"] is None
-    if own and site.gpu is None:
-        click.get_current_context().meta["gpu_is_assumed"] = True
-    return {
-        "gpu": options["gpu"] or site.gpu or DEFAULT_GPU,
-        "gpu_memory_bytes": options["gpu_memory_bytes"] or (site.gpu_memory_bytes if own else None),
-        "num_nodes": options["num_nodes"],
-        "gpus_per_node": options["gpus_per_node"] or (site.gpus_per_node if own else None),
-    }
-
-
-def assumed_gpu_note() -> str | None:
-    """What to say where nobody named the GPU of the nodes that the running command plans for."""
-    if "gpu_is_assumed" not in click.get_current_context().meta:
-        return None
-    return (
-        f"no GPU is named, so {DEFAULT_GPU} is assumed: write --gpu NAME, or `gpu: NAME` in the site file; "
-        "`hpc-serve gpus` lists them"
-    )
-
-
-def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
-    """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
-    from hpc_serve.submit.site import find_site_file, load_site
-
-    site = load_site(find_site_file(environ, options["site"]))
-    log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
-    model = model_of(options)
-    replicas, max_replicas = options["replicas"] or (None, None)
-    as_they_are = (
-        *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
-        *("idle_stop_s", "replicas_per_job", "allow_unknown_config_keys"),
-    )
-    return ServeRequest(
-        model=model,
-        service=options["service"] if options["service"] is not None else default_service(model),
-        **machines_of(options, site),
-        **{name: options[name] for name in as_they_are},
-        replicas=replicas,
-        max_replicas=max_replicas,
-        backend=options["backend"],
-        cluster=options["cluster"],
-        tls=options["tls"],
-        engine_restarts=options["engine_restarts"],
-        keep_up=options["keep_up"],
-        tools=options["tools"],
-        engine_args=click.get_current_context().meta.get("engine_args", ()),
-        allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
-        slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in _SLURM}),
-        environment=site.environment(environ),
-        settings=site.job_settings(environ),
-        log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
-        templates_dir=site.templates_dir,
-        offline_nodes=bool(site.offline_nodes),
-        weights_help=site.weights_help,
-    )
-
-
-def default_service(model: str) -> str:
-    """A service's name from its model's: the last part of a repository or folder.
-
-    >>> default_service("meta-llama/Llama-3.1-8B-Instruct")
-    'Llama-3.1-8B-Instruct'
-    """
-    path = Path(model)
-    last = path.parent.absolute().name if path.name == "config.json" else path.absolute().name
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", last).lstrip("._-")[:63]
-    if not name:
-        raise InvalidRequestError(f"No service can be named after {model!r}: give it a --name.")
-    return name

@@ -12,12 +12,10 @@ import click
 
 from hpc_serve.cli.options import (
     CommandWithVllmOptions,
-    assumed_gpu_note,
-    machines_of,
-    model_of,
     not_empty,
     plan_options,
 )
+from hpc_serve.cli.request import assumed_gpu_note, machines_of, model_of, site_model
 from hpc_serve.cli.values import Size
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
@@ -102,16 +100,17 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     from hpc_serve.plan.choice.vllm_flags import read_fields
     from hpc_serve.plan.engine import EngineConfig, Workload
     from hpc_serve.plan.make import PlanRequest
-    from hpc_serve.submit.site import SiteProfile, find_site_file, load_site
+    from hpc_serve.submit.site import find_site_file, load_site
     from hpc_serve.vllm.allowed import check_arguments
 
-    site = load_site(find_site_file(os.environ)) if options["gpu"] is None else SiteProfile()
-    words = click.get_current_context().meta.get("engine_args", ())
+    site, named = load_site(find_site_file(os.environ)), model_of(options)
+    own, words = site_model(named, site), click.get_current_context().meta.get("engine_args", ())
+    words = own.engine_args(words) if own else words
     check_arguments(words, allow_unknown=False)
     asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
     engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
     return PlanRequest(
-        model=model_of(options),
+        model=own.model if own else named,
         **machines_of(options, site),
         engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
         workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),

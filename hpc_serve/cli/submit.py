@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.options import CommandWithVllmOptions, assumed_gpu_note, make_request, request_options
+from hpc_serve.cli.options import CommandWithVllmOptions, request_options
+from hpc_serve.cli.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
 
 _VLLM_OPTIONS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"

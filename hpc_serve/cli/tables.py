@@ -14,12 +14,13 @@ from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.catalog import CatalogModel
+    from hpc_serve.submit.site_models import SiteModel
 
 _WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 
 
-def print_models(entries: Sequence[CatalogModel]) -> None:
-    """The catalogue: short name, repository, size; those with a short name first."""
+def print_models(own: Sequence[SiteModel], entries: Sequence[CatalogModel]) -> None:
+    """The site's own models, then the catalogue: short name, repository, size; those with a short name first."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("NAME", no_wrap=True)
     table.add_column("MODEL", overflow="fold")
@@ -27,6 +28,9 @@ def print_models(entries: Sequence[CatalogModel]) -> None:
     shows_size = console.width >= _WIDE_ENOUGH
     if shows_size:
         table.add_column("PARAMETERS", justify="right", no_wrap=True)
+    for model in own:
+        note = f"{model.model} ({model.note})" if model.note else model.model
+        table.add_row(Text(f"{model.name} (site)"), Text(note), *([Text("")] if shows_size else []))
     short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
     for entry in sorted(entries, key=lambda entry: not short[entry.name]):
         size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""

@@ -82,8 +82,10 @@ class SbatchOptions:
             "Slurm may run the job again, also after an engine that fails for good [default: as the site has it].",
         ),
     )
-    gpu_directive: GpuDirective = "gpus-per-node"
-    gres_type: str | None = None
+    gpu_directive: GpuDirective = field(
+        default="gpus-per-node", metadata={"site_help": "How Slurm is asked for GPUs here: `gpus-per-node` or `gres`."}
+    )
+    gres_type: str | None = field(default=None, metadata={"site_help": "The site's own name of the GPU, as `h100`."})
 
 
 @dataclass(frozen=True, kw_only=True)

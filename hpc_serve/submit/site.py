@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -21,38 +21,39 @@ from hpc_serve.sizes import parse_size
 from hpc_serve.submit.request import Environment, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
 
-_PATHS = ("venv", "apptainer", "log_dir", "templates_dir")
+_PATHS = ("venv", "apptainer", "log_dir", "templates_dir", "models")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def _setting(help: str, default: Any = None) -> Any:
+    """A setting, with what README says of it."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteProfile(SbatchOptions):
     """The settings of a site file, all optional: sbatch's options (SbatchOptions), and those below.
 
-    `sbatch_extra` holds further `--name=value` words for sbatch. `gpu` is the accelerator of the nodes as `hpc-serve
-    plan --gpu` names it, `gpu_memory` the memory of one (256GiB; CPU sockets have none of their own), `gpus_per_node`
-    how many a node has. At most one of `venv` (a folder), `conda` (an environment) and `apptainer` (an image, with
-    `binds`) says where Python is; `modules` are loaded first. `interface` is the network interface between nodes.
-    `tmpdir` and `cache_dir` are node-local folders, `log_dir` is where logs go, `templates_dir` holds the site's own
-    script templates. `offline_nodes` says that jobs cannot reach the hub, `weights_help` how people get weights there.
+    At most one of `venv`, `conda` and `apptainer` is set.
     """
 
-    sbatch_extra: tuple[str, ...] = ()
-    gpu: str | None = None
-    gpu_memory: str | None = None
-    gpus_per_node: int | None = None
-    venv: str | None = None
-    conda: str | None = None
-    apptainer: str | None = None
-    binds: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    interface: str | None = None
-    tmpdir: str | None = None
-    cache_dir: str | None = None
-    log_dir: str | None = None
-    templates_dir: str | None = None
-    offline_nodes: bool | None = None
-    weights_help: str | None = None
+    sbatch_extra: tuple[str, ...] = _setting("Further options of sbatch, as `--name=value` words.", ())
+    gpu: str | None = _setting("What the nodes have, as `hpc-serve gpus` lists it.")
+    gpu_memory: str | None = _setting("Memory of one (`256GiB`), where the driver shows another; CPU sockets need it.")
+    gpus_per_node: int | None = _setting("How many a node has.")
+    venv: str | None = _setting("The virtual environment that scripts activate, a folder.")
+    conda: str | None = _setting("The conda environment in its place, a name or a folder.")
+    apptainer: str | None = _setting("The image in its place, a file or a URI.")
+    binds: tuple[str, ...] = _setting("Folders that the image sees.", ())
+    modules: tuple[str, ...] = _setting("Modules that are loaded first.", ())
+    interface: str | None = _setting("Network interface between nodes, if the host names resolve to another.")
+    tmpdir: str | None = _setting("Node-local folder for private folders of jobs (`/tmp`).")
+    cache_dir: str | None = _setting("Node-local folder for compile caches that outlive a job.")
+    log_dir: str | None = _setting("Where logs go, if not into the service's folder.")
+    templates_dir: str | None = _setting("Folder of the site's own script templates.")
+    offline_nodes: bool | None = _setting("Jobs cannot reach the hub: weights must be there before `submit`.")
+    weights_help: str | None = _setting("How people get weights here; `submit` says it where they are missing.")
+    models: str | None = _setting("File of the site's own models (below).")
 
     @property
     def gpu_memory_bytes(self) -> int | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.site_table import site_table
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("CONTRIBUTING.md", "SECURITY.md", "ARCHITECTURE.md", "README.md", "envs/README.md")
 FILE = re.compile(r"`((?:hpc_serve|tests|templates|envs|benchmarks|sbatch|\.ci)/[\w./*-]*)`")
@@ -34,3 +36,7 @@ def test_every_target_is_explained() -> None:
     declared = set(re.findall(r"^\.PHONY: ([a-z-]+)$", makefile, re.MULTILINE)) - {"packages"}
     explained = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
     assert declared == explained
+
+
+def test_every_setting_of_a_site_file_stands_in_the_readme() -> None:
+    assert site_table() in (CHECKOUT / "README.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ import pytest
 
 from hpc_serve.cli import main as cli_main
 from hpc_serve.cli.main import COMMANDS, run
-from hpc_serve.cli.options import default_service
+from hpc_serve.cli.request import default_service
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.exit_codes import exit_code_words

@@ -197,3 +197,83 @@ def test_a_replica_whose_engine_is_otherwise_says_so(capsys):
     assert run(["submit", "8b", "--json", "--", "--max_num_seqs=4", "--max-num-batched-tokens", "2048"]) == 0
     others = json.loads(capsys.readouterr().out)["other_jobs"]
     assert [(one["job_id"], bool(one["differs"])) for one in others] == [("101", True), ("102", False)]
+
+
+# The site's own models
+
+
+@pytest.fixture
+def site_models(site, tmp_path):
+    """Writes the file of the site's own models, and names it in the site file."""
+
+    def write(text: str) -> None:
+        (tmp_path / "models.yaml").write_text(text)
+        site(f"gpu: h100\nmodels: {tmp_path}/models.yaml\n")
+
+    return write
+
+
+OURS = """
+- name: Group-8b
+  model: 8b
+  vllm_args: [--max-num-seqs, 64, --enable-prefix-caching]
+  note: ours
+- {name: 70b, model: Qwen/Qwen3-8B}
+"""
+
+
+def test_a_site_s_model_has_its_name_and_its_options(site_models, capsys):
+    site_models(OURS)
+    assert run(["render", "group-8b", "--", "--max-num-seqs", "4"]) == 0
+    script = capsys.readouterr().out
+    assert '# Serves meta-llama/Llama-3.1-8B-Instruct as "Group-8b"' in script
+    engine = script[script.index("vllm serve meta-llama") :]
+    assert "--max-num-seqs 4" in engine
+    assert "--max-num-seqs 64" not in engine
+    assert "--enable-prefix-caching" in engine
+    assert run(["plan", "group-8b", "--json"]) == 0
+    args = json.loads(capsys.readouterr().out)["vllm_args"]
+    assert args[args.index("--max-num-seqs") + 1] == "64"
+
+
+def test_it_wins_over_one_of_the_catalogue(site_models, capsys):
+    site_models(OURS)
+    assert run(["render", "70b", "--gpu", "h100"]) == 0
+    assert 'Serves Qwen/Qwen3-8B as "70b"' in capsys.readouterr().out
+
+
+def test_it_is_listed_first(site_models, capsys):
+    site_models(OURS)
+    assert run(["models", "8b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split()[:4] == ["Group-8b", "(site)", "8b", "(ours)"]
+    assert run(["models", "group", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["aliases"], found["note"]) == ("8b", ["Group-8b"], "ours")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- {name: a, modle: b}", "entry 1: unknown key 'modle'. Did you mean model?"),
+        ("- {name: a}", "entry 1: model must be a text"),
+        ("- {name: 8, model: b}", "entry 1: name must be a text"),
+        ("- {name: a, model: b, vllm_args: --x}", "vllm_args must be a list"),
+        ("- a", "must have a name"),
+        ("a: b", "must be a list of entries"),
+        ("- {name: a, model: b}\n- {name: A, model: c}", "A is there twice"),
+        ("[", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_in_the_file_is_refused_with_its_place(text, words, site_models, capsys):
+    site_models(text)
+    assert run(["plan", "8b"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "models.yaml" in said
+
+
+def test_a_file_of_models_that_is_not_there_is_an_error(site, capsys):
+    site("models: /nonexistent/models.yaml\n")
+    assert run(["models"]) == 2
+    assert "/nonexistent/models.yaml cannot be read" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""The site's own models: names for folders and repositories, with the options that they want, beside the catalogue.
+
+They are a list in a YAML file that the site file names (`models`). What a model is made of is read from its folder or
+from the hub, as for every other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_serve.errors import SiteFileError
+from hpc_serve.vllm.arguments import names_in, without
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteModel:
+    """One of them: `model` is a folder, a repository or a name of the catalogue, `vllm_args` are for `vllm serve`."""
+
+    name: str
+    model: str
+    vllm_args: tuple[str, ...] = ()
+    note: str = ""
+
+    def engine_args(self, given: tuple[str, ...]) -> tuple[str, ...]:
+        """Its options, but for those that a person gives again, then what was given."""
+        return (*without(self.vllm_args, names_in(given)), *given)
+
+
+def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
+    """The models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
+    if path is None:
+        return {}
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise SiteFileError(f"models file {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(document, list):
+        raise SiteFileError(f"models file {path} must be a list of entries, each with a name and a model.")
+    found: dict[str, SiteModel] = {}
+    for number, entry in enumerate(document, 1):
+        model = _model(entry, f"models file {path}, entry {number}")
+        if model.name.lower() in found:
+            raise SiteFileError(f"models file {path}: {model.name} is there twice; keep one of the two.")
+        found[model.name.lower()] = model
+    return found
+
+
+def _model(entry: Any, where: str) -> SiteModel:
+    if not isinstance(entry, dict):
+        raise SiteFileError(f"{where}: it must have a name and a model.")
+    known = [field.name for field in fields(SiteModel)]
+    for key in entry:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            guess = f" Did you mean {close[0]}?" if close else ""
+            raise SiteFileError(f"{where}: unknown key {key!r}.{guess} The keys are: {', '.join(known)}.")
+    texts = {key: entry[key] for key in ("name", "model", "note") if entry.get(key) is not None}
+    for key in ("name", "model"):
+        if not isinstance(texts.get(key), str) or not texts[key].strip():
+            raise SiteFileError(f"{where}: {key} must be a text.")
+    words = entry.get("vllm_args") or []
+    if not isinstance(words, list) or any(isinstance(word, (dict, list)) for word in words):
+        raise SiteFileError(f"{where}: vllm_args must be a list of words, as [--max-num-seqs, 64].")
+    return SiteModel(**texts | {"note": str(texts.get("note", ""))}, vllm_args=tuple(map(str, words)))
