@@ -248,7 +248,8 @@ def _first_words(status: ReplicaStatus) -> str:
     detail = " ".join(status.detail.split())
     if len(detail) <= _DETAIL_LENGTH:
         return detail
-    return f"{detail[:_DETAIL_LENGTH].rsplit(' ', 1)[0]} … (hpc-serve status {status.name})"
+    command = "doctor" if status.state == "failed" else "status"
+    return f"{detail[:_DETAIL_LENGTH].rsplit(' ', 1)[0]} … (hpc-serve {command} {status.name})"
 
 
 def _exit_code(code: int) -> str:

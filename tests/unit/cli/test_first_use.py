@@ -176,7 +176,7 @@ def test_a_long_reason_is_cut_in_the_table_and_whole_in_the_details(store, capsy
     table = " ".join(capsys.readouterr().out.split())
     assert "word1 " in table
     assert "word99" not in table
-    assert "(hpc-serve status 7)" in table
+    assert "(hpc-serve doctor 7)" in table
     assert run(["status", "7"]) == 0
     assert "word99" in capsys.readouterr().out
 
