@@ -7,9 +7,10 @@ Earlier versions are known as far as published measurements need them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
@@ -25,6 +26,8 @@ _POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",
+    "max_loras",
+    "max_lora_rank",
 )
 
 
@@ -49,6 +52,18 @@ class EngineConfig:
     enforce_eager: bool = False
     enable_expert_parallel: bool = False
     async_scheduling: bool | None = None
+    enable_lora: bool = False
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    fully_sharded_loras: bool = False
+    lora_target_modules: tuple[str, ...] | None = None
+    cpu_offload_gb: float | None = None
+    enable_prefix_caching: bool | None = None
+    language_model_only: bool = False
+    limit_mm_per_prompt: Mapping[str, Any] | None = field(default=None, hash=False)
+    speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    kv_transfer_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    kv_offloading_size: float | None = None
     vllm_version: str = PINNED_VERSION
     use_v1: bool | None = None
 
@@ -91,7 +106,38 @@ class EngineConfig:
     @property
     def caches_state_prefixes(self) -> bool:
         """Whether hybrids hold a second state per request for prefix caching: mamba_cache_mode "align"."""
-        return self.version >= (0, 20)
+        return self.version >= (0, 20) and self.enable_prefix_caching is not False
+
+    @property
+    def lora_slots(self) -> int:
+        """How many adapters a step may use. The default is vLLM's (config/lora.py)."""
+        return self.max_loras or 1
+
+    @property
+    def lora_rank(self) -> int:
+        """The largest rank of an adapter. The default is vLLM's (config/lora.py)."""
+        return self.max_lora_rank or 16
+
+    @property
+    def speculative_method(self) -> str | None:
+        """How tokens are drafted, in the words of --speculative-config. None: not at all."""
+        asked = self.speculative_config
+        if not asked:
+            return None
+        default = "ngram" if asked.get("prompt_lookup_max") and not asked.get("model") else "draft_model"
+        return str(asked.get("method") or default)
+
+    @property
+    def speculates_with_own_layers(self) -> bool:
+        """Whether the model's own layers for multi-token prediction draft: method mtp, or an older name of it."""
+        method = self.speculative_method or ""
+        return method == "mtp" or method.endswith("_mtp")
+
+    @property
+    def speculative_tokens(self) -> int:
+        """Tokens that are drafted for each step, which hybrids keep further states for. 0 without speculation."""
+        asked = self.speculative_config
+        return int(asked.get("num_speculative_tokens") or 1) if asked else 0
 
     @property
     def subtracts_cuda_graphs(self) -> bool:

@@ -15,6 +15,7 @@ from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
+from hpc_serve.plan.memory.loaded import loaded_model, option_notes
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.speed import estimates_by_concurrency
 from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic
@@ -114,6 +115,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
     other or the model.
     """
+    found = replace(found, model=loaded_model(found.model, asked.engine))
     inputs = PlanInputs(
         model=found.model,
         cluster=found.cluster,
@@ -135,7 +137,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
-    warnings = [warning for warning in (found.warning, _left_out(found.model)) if warning]
+    notes = option_notes(found.model, asked.engine)
+    warnings = [warning for warning in (found.warning, _left_out(found.model), *notes) if warning]
     return PlanResult(
         inputs=inputs,
         plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),

@@ -5,7 +5,9 @@ The names of quantisation methods that people write and those that the pinned vL
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -29,8 +31,17 @@ _FIELDS = (
     "enforce_eager",
     "enable_expert_parallel",
     "async_scheduling",
+    *("enable_lora", "max_loras", "max_lora_rank", "fully_sharded_loras", "lora_target_modules"),
+    *("cpu_offload_gb", "enable_prefix_caching", "language_model_only", "limit_mm_per_prompt"),
+    *("speculative_config", "kv_transfer_config", "kv_offloading_size"),
 )
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
+_SWITCHES = (
+    *("enforce_eager", "enable_expert_parallel", "async_scheduling", "enable_lora", "fully_sharded_loras"),
+    *("enable_prefix_caching", "language_model_only"),
+)
+_DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
+_JSON = ("limit_mm_per_prompt", "speculative_config", "kv_transfer_config")
 _ONLINE = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
@@ -55,6 +66,10 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
         "max_num_seqs",
         "max_num_batched_tokens",
         "block_size",
+        "max_loras",
+        "max_lora_rank",
+        "cpu_offload_gb",
+        "kv_offloading_size",
     ):
         value = getattr(engine, name)
         if value is not None:
@@ -65,7 +80,14 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
     method = _quantization_flag(engine, model)
     if method:
         args += [_flag("quantization"), method]
-    args += [_flag(name) for name in ("enforce_eager", "enable_expert_parallel") if getattr(engine, name)]
+    for name in _SWITCHES:
+        if getattr(engine, name) is not None and getattr(engine, name) != _DEFAULTS[name]:
+            args.append(_flag(name) if getattr(engine, name) else _flag(f"no_{name}"))
+    for name in _JSON:
+        if getattr(engine, name):
+            args += [_flag(name), json.dumps(getattr(engine, name))]
+    if engine.lora_target_modules:
+        args += [_flag("lora_target_modules"), *engine.lora_target_modules]
     return tuple(args)
 
 

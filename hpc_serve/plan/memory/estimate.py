@@ -20,7 +20,7 @@ from hpc_serve.plan.engine import (
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
-from hpc_serve.plan.memory.stages import PipelineStage, check_layout, pipeline_stages
+from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec
 
 
@@ -135,7 +135,8 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
     requested = math.ceil(total * gpu_memory_utilization(engine))
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
     non_torch = non_torch_bytes(run)
-    taken = stage.weight_bytes + stage.loading_bytes + activation + non_torch
+    weights = stage.weight_bytes - offloaded_bytes(stage, engine)
+    taken = weights + stage.loading_bytes + activation + non_torch
     if engine.subtracts_cuda_graphs:
         taken += graphs
     available = engine.kv_cache_memory_bytes or requested - taken
@@ -149,8 +150,8 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
     return MemoryEstimate(
         total_bytes=total,
         requested_bytes=requested,
-        weight_bytes=stage.weight_bytes,
-        model_loading_bytes=stage.weight_bytes + stage.loading_bytes,
+        weight_bytes=weights,
+        model_loading_bytes=weights + stage.loading_bytes,
         activation_bytes=activation,
         cuda_graph_bytes=graphs,
         non_torch_bytes=non_torch,

@@ -1,7 +1,8 @@
 """How vLLM divides the KV cache into blocks, and how many blocks one request takes.
 
 Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
-which take blocks of equal size from one pool. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
+which take blocks of equal size from one pool. Drafted tokens have states of their own.
+Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
 `get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
 """
 
@@ -140,7 +141,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         block_size=block_size,
         bytes_per_token=per_token,
         page_bytes=pages,
-        state_blocks=2 if engine.caches_state_prefixes else 1,
+        state_blocks=(2 if engine.caches_state_prefixes else 1) + engine.speculative_tokens,
     )
 
 

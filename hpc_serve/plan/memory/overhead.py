@@ -227,7 +227,10 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
 
 
 def graph_count(run: ProfileRun) -> int:
-    """How many CUDA graphs vLLM captures: piecewise for mixed batches, full for decoding. Before V1 only full."""
+    """How many CUDA graphs vLLM captures: piecewise for mixed batches, full for decoding. Before V1 only full.
+
+    With LoRA each has a second graph, with adapters (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
+    """
     if run.engine.enforce_eager or run.accelerator.kind != "gpu":
         return 0
     sequences = max_num_seqs(run.engine, run.accelerator)
@@ -236,7 +239,8 @@ def graph_count(run: ProfileRun) -> int:
     step = 16 if run.engine.version >= (0, 12) else 8
     limit = min(2 * sequences, run.accelerator.max_cuda_graph_batch, run.tokens)
     sizes = capture_sizes(limit, step_above_256=step)
-    return len(sizes) + sum(size <= sequences for size in sizes)
+    cases = 2 if run.engine.enable_lora else 1
+    return cases * (len(sizes) + sum(size <= sequences for size in sizes))
 
 
 def cuda_graph_bytes(run: ProfileRun) -> int:

@@ -1,7 +1,8 @@
 """Which layers each pipeline stage has, and the bytes of weights on each of its ranks.
 
-`weight_bytes` are those of the checkpoint. `loading_bytes` are what vLLM adds while it loads them and counts in "Model
-loading took": rotary tables, matrices derived from weights, and what the allocator rounds up.
+`weight_bytes` are those of the checkpoint, `layer_bytes` those of its decoder layers. `loading_bytes` are what vLLM
+adds while it loads them and counts in "Model loading took": rotary tables, matrices derived from weights, LoRA slots,
+and what the allocator rounds up.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Vocabulary, round_up
-from hpc_serve.sizes import MIB
+from hpc_serve.sizes import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class PipelineStage:
     layers: tuple[DecoderLayer, ...]
     is_last: bool
     weight_bytes: int
+    layer_bytes: int
     loading_bytes: int
 
 
@@ -64,7 +67,9 @@ def pipeline_stages(
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
     found, start = [], 0
-    for rank, count in enumerate(pipeline_layers(model.num_hidden_layers, pipeline_parallel_size)):
+    counts = pipeline_layers(model.num_hidden_layers - model.draft_layers, pipeline_parallel_size)
+    counts[-1] += model.draft_layers
+    for rank, count in enumerate(counts):
         layers = model.layers[start : start + count]
         is_last = rank == pipeline_parallel_size - 1
         ends = _outside_layers(model, is_first=rank == 0, is_last=is_last)
@@ -78,11 +83,20 @@ def pipeline_stages(
                 layers=layers,
                 is_last=is_last,
                 weight_bytes=sum(size for size, _ in parts),
+                layer_bytes=sum(size for size, _ in parts[:count]),
                 loading_bytes=sum(rounding for _, rounding in parts) + derived + model.rotary_bytes,
             )
         )
         start += count
     return tuple(found)
+
+
+def offloaded_bytes(stage: PipelineStage, engine: EngineConfig) -> int:
+    """Bytes of weights on a rank that stay in the node's memory: `UVAOffloader` in vLLM's model_executor/offloader.
+
+    It takes weights of decoder layers until they are as many GiB as --cpu-offload-gb says.
+    """
+    return min(int((engine.cpu_offload_gb or 0) * GIB), stage.layer_bytes)
 
 
 def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vocabulary]:

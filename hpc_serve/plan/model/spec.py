@@ -68,7 +68,8 @@ class ModelSpec:
     head is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes) and those
     of "embedding", "final" and "head" that `on_every_stage` names, because some models in vLLM ignore the stage.
     `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's layers for
-    multi-token prediction, which vLLM loads only to speculate. `stored_wide`: the files hold 32-bit floats, which are
+    multi-token prediction, which vLLM loads only to speculate. Where it does, the last `draft_layers` of `layers` are
+    these. `stored_wide`: the files hold 32-bit floats, which are
     loaded in 16 bit. `unknown_keys` are fields of the config that look like a size and were left out at the person's
     own risk.
     """
@@ -96,6 +97,7 @@ class ModelSpec:
     moe_intermediate_size: int = 0
     images: ImageEncoder | None = None
     prediction_layers: int = 0
+    draft_layers: int = 0
     stored_wide: bool = False
     unknown_keys: tuple[str, ...] = ()
 

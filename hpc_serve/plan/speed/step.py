@@ -155,7 +155,9 @@ class Roofline:
         for stage in self.work.stages:
             attention = prompts / prompt_tokens * stage.prompt_attention_flops(prompt_tokens) if prompt_tokens else 0.0
             flops += self._flops_s(stage, tokens, share, attention, factors)
-            weights += stage.weight_bytes(tokens) / (self.bandwidth * factors.bandwidth)
+            away = stage.offloaded_bytes
+            weights += max(0.0, stage.weight_bytes(tokens) - away) / (self.bandwidth * factors.bandwidth)
+            weights += away / (ASSUMED_LINK_BYTES_PER_S * factors.bandwidth)
             read = share * stage.cache_bytes(context) / (self.bandwidth * factors.bandwidth)
             attended = share * stage.attention_flops(context) / (self._plain_rate * factors.attention_flops)
             cache += max(read, attended)

@@ -13,7 +13,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.kv_cache import kv_cache_dtype, layer_bytes_per_token
-from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.memory.stages import offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.scheme import Scheme
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
@@ -60,14 +60,16 @@ class StageWork:
     """One rank of one pipeline stage: what it holds, and its operations per token by the type it computes in.
 
     `expert_bytes` are those of all routed experts on the rank. A token goes to `experts_per_token` of `experts`. The
-    embedding table counts nowhere, because only single rows of it are read. `head_flops` are per sequence. `kernels` is
-    how many kernels a step starts one after the other, whatever its tokens.
+    embedding table counts nowhere, because only single rows of it are read. `offloaded_bytes` of the weights are in the
+    node's memory. `head_flops` are per sequence. `kernels` is how many kernels a step starts one after the other,
+    whatever its tokens.
     """
 
     layers: int
     kernels: int
     dense_bytes: int
     expert_bytes: int
+    offloaded_bytes: int
     experts: int
     experts_per_token: int
     dense_flops: Mapping[str, float]
@@ -158,6 +160,7 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
                 + LATENT_KERNELS * sum(layer.cache is not None and layer.cache.kind == "mla" for layer in stage.layers),
                 dense_bytes=max(0, dense_bytes),
                 expert_bytes=expert_bytes,
+                offloaded_bytes=offloaded_bytes(stage, engine),
                 experts=model.num_experts,
                 experts_per_token=model.num_experts_per_tok,
                 dense_flops=dict(dense),

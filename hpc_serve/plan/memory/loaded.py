@@ -1,0 +1,173 @@
+"""What the engine's options load beside a model, or leave out of it: LoRA slots, prediction layers, a vision tower.
+
+The result is a model like any other, so that stages, cache and speed count it. What cannot be counted is said by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
+
+_WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+_READS_VIDEO = ("Qwen",)
+"""Architectures whose tower reads videos too begin so."""
+_ADAPTS_VOCABULARY = (
+    *("Llama", "Mistral", "Mixtral", "Ministral", "Phi3For", "PhiMoE", "Qwen3For", "Qwen3Moe", "Qwen3_5", "Granite"),
+    *("Nemotron", "Cohere", "Exaone", "FalconH1", "Jamba", "Lfm2", "MiniCPM", "Solar", "Ernie4_5For", "DeciLM"),
+)
+"""Architectures that take adapters of embedding and head begin so: `embedding_modules` in vLLM's model files."""
+_FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def loaded_model(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
+    """The model with what these options load or leave out. Raises InvalidRequestError where the model lacks it."""
+    if model.images and _is_text_only(model, engine):
+        model = replace(model, everywhere=Block(), images=None)
+    if engine.speculates_with_own_layers:
+        model = _with_prediction_layers(model)
+    return _with_lora_slots(model, engine) if engine.enable_lora else model
+
+
+def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
+    """A sentence for each option that a figure leaves out, or counts only in part."""
+    method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
+    if engine.speculates_with_own_layers:
+        yield (
+            f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted. The speed is "
+            "that of steps that run them; how many drafts are accepted is not known, so none is counted."
+        )
+    elif method in _WITHOUT_DRAFT_WEIGHTS:
+        yield f"--speculative-config: {method} loads no weights. The speed is that without speculation."
+    elif method is not None:
+        named = f" {draft}" if draft else ""
+        yield (
+            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan it as a model of "
+            "its own and leave as much room with --gpu-memory-utilization. The speed is that without speculation."
+        )
+    if engine.enable_lora:
+        yield (
+            f"LoRA: {engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank} counted in the weights, and CUDA graphs "
+            "twice. The speed is that without adapters."
+        )
+    if engine.cpu_offload_gb:
+        yield (
+            f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
+            "memory, and each step reads them over PCIe (4.0 x16 is assumed). Ask for that memory with --mem."
+        )
+    if engine.limit_mm_per_prompt and model.images and not _is_text_only(model, engine):
+        yield (
+            "--limit-mm-per-prompt: a step holds as many images as its tokens allow, whatever the limit. The tower is "
+            "left out only where all its kinds of input are 0."
+        )
+    for option, asked in (
+        ("--kv-transfer-config", engine.kv_transfer_config),
+        ("--kv-offloading-size", engine.kv_offloading_size),
+    ):
+        if asked:
+            yield f"Not counted: buffers and copies of {option}, in memory and in speed."
+
+
+def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
+    """Whether vLLM leaves the tower out: `_mark_tower_model` in its model_executor/models/interfaces.py.
+
+    It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
+    """
+    kinds = ("image", "video") if model.architecture.startswith(_READS_VIDEO) else ("image",)
+    limits = engine.limit_mm_per_prompt or {}
+    return engine.language_model_only or all(_count(limits.get(kind)) == 0 for kind in kinds)
+
+
+def _count(limit: object) -> object:
+    """The number in a limit, which is a number or {"count": …} with sizes. None: vLLM's own."""
+    return limit.get("count") if isinstance(limit, dict) else limit
+
+
+def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
+    """The model with its layers for multi-token prediction, each with a cache of its own, on the last pipeline stage.
+
+    A layer is like the last one, with a projection of two inputs and three norms (vLLM's deepseek_mtp.py). It shares
+    embedding and head with the model (`_maybe_share_embeddings` and `_maybe_share_lm_head` in v1/spec_decode).
+    """
+    if not model.prediction_layers:
+        raise InvalidRequestError(
+            f"--speculative-config asks for the model's own prediction layers (mtp), and the config of {model.name} "
+            "has none: name a draft model, or leave it out."
+        )
+    last, hidden = model.layers[-1], model.hidden_size
+    ends: tuple[Weight, ...] = (
+        Linear(name="eh_proj", inputs=Part(2 * hidden), outputs=(Part(hidden),)),
+        Vector(name="mtp.norms", size=3 * hidden, element_bytes=model.dtype_bytes),
+    )
+    layer = replace(last, block=Block(weights=(*last.block.weights, *ends)))
+    count = model.prediction_layers
+    return replace(model, layers=(*model.layers, *(layer,) * count), prediction_layers=0, draft_layers=count)
+
+
+def _with_lora_slots(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
+    """The model with the tensors that vLLM allocates for adapters beside each matrix of the decoder."""
+    changed: dict[int, DecoderLayer] = {}
+    for layer in model.layers:
+        if id(layer) not in changed:
+            slots = (part for weight in layer.block.weights for part in _lora_slots(weight, model, engine))
+            changed[id(layer)] = replace(layer, derived=Block(weights=(*layer.derived.weights, *slots)))
+    layers = [changed[id(layer)] for layer in model.layers]
+    if model.architecture.startswith(_ADAPTS_VOCABULARY):
+        for place, name in ((0, "embed_tokens"), (-1, "lm_head")):
+            derived = (*layers[place].derived.weights, *_vocabulary_slots(name, model, engine))
+            layers[place] = replace(layers[place], derived=Block(weights=derived))
+    return replace(model, layers=tuple(layers))
+
+
+def _vocabulary_slots(name: str, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
+    """The slots beside embedding or output head, which no rank divides.
+
+    Sources: `create_lora_weights` in vLLM's lora/layers/vocab_parallel_embedding.py and logits_processor.py.
+    """
+    if _is_target(name, engine.lora_target_modules):
+        for side, size in (("vocabulary", model.vocab_size), ("hidden", model.hidden_size)):
+            rank = Part(engine.lora_rank * engine.lora_slots)
+            yield Linear(name=f"{name}.lora_{side}", inputs=rank, outputs=(Part(size),))
+
+
+def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
+    """The matrices A and B of all slots beside one matrix, in the model's 16-bit type.
+
+    A column-parallel matrix has a whole A for each of its fused parts and divides B, a row-parallel one divides A and
+    has a whole B. With fully sharded LoRAs both are divided. Sources: `create_lora_weights` in vLLM's
+    lora/layers/base_linear.py, column_parallel_linear.py and fused_moe.py.
+    """
+    if not isinstance(weight, Linear) or not _is_target(weight.name, engine.lora_target_modules):
+        return
+    rank, sharded = engine.lora_rank * engine.lora_slots, engine.fully_sharded_loras and weight.split != "none"
+    copies, parts = weight.copies, len(weight.outputs)
+    a_split = "row" if weight.split == "row" else "column" if sharded else "none"
+    b_split = "column" if weight.split == "column" or sharded else "none"
+    yield Linear(
+        name=f"{weight.name}.lora_a",
+        inputs=weight.inputs,
+        outputs=(Part(rank * parts),),
+        split=a_split,  # type: ignore[arg-type]
+        copies=copies,
+        is_expert=weight.is_expert,
+    )
+    yield Linear(
+        name=f"{weight.name}.lora_b",
+        inputs=Part(rank),
+        outputs=weight.outputs,
+        split=b_split,  # type: ignore[arg-type]
+        copies=copies,
+        is_expert=weight.is_expert,
+    )
+
+
+def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:
+    """Whether --lora-target-modules names a matrix or a part of it: `is_in_target_modules` in vLLM's lora/utils.py."""
+    if targets is None:
+        return True
+    suffix = name.rsplit(".", 1)[-1]
+    return any(target in (suffix, name, *_FUSED_PARTS.get(suffix, ())) for target in targets)
