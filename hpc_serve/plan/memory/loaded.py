@@ -50,10 +50,8 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
             "its own and leave as much room with --gpu-memory-utilization. The speed is that without speculation."
         )
     if engine.enable_lora:
-        yield (
-            f"LoRA: {engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank} counted in the weights, and CUDA graphs "
-            "twice. The speed is that without adapters."
-        )
+        slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
+        yield f"LoRA: {slots} counted in the weights, and CUDA graphs twice. The speed is that without adapters."
     if engine.cpu_offload_gb:
         yield (
             f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
