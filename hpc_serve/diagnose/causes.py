@@ -146,7 +146,9 @@ def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
         *(one for one in unknown if _rank(one.first) == _EXCEPTION),
     ]
     for one in _first_of_the_end(errors):
-        rank = _LAUNCHER if _is_survived(log, one) else _EXCEPTION
+        # Start-up files of a shell say such things too, and go on.
+        is_only_said = isinstance(one, Match) and not one.is_exception and not one.repeats
+        rank = _LAUNCHER if is_only_said or _is_survived(log, one) else _EXCEPTION
         yield _of_match(log, one, rank) if isinstance(one, Match) else _of_exception(log, one, rank)
     for end in unknown:
         if (rank := _rank(end.first)) != _EXCEPTION:

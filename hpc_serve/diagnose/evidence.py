@@ -40,6 +40,7 @@ class Match:
     line: int
     at: float | None
     process: str
+    is_exception: bool
     repeats: bool = False
 
 
@@ -120,6 +121,7 @@ class LogEvidence:
                         line=self.num_lines,
                         at=self.last_at,
                         process=head.process,
+                        is_exception=raised is not None,
                         repeats=repeats,
                     )
                     self.matches.append(match)

@@ -21,7 +21,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "gated-model",
-        r"GatedRepoError|gated repo|Access to model \S+ is restricted|401 Client Error|403 Client Error",
+        r"GatedRepoError|gated repo|Access to model \S+ is restricted",
         "the Hugging Face hub gives this model only to people who were given access",
         "Accept its terms on the hub, then `hf auth login` (or HF_TOKEN) where the weights are downloaded: best on the "
         "login node, before the job.",

@@ -233,3 +233,15 @@ def test_an_error_of_the_script_or_of_the_launcher_itself_is_a_cause():
         found = first_cause([evidence(["hpc-serve: logs of this run are /l/7-node*.log", line])])
         assert found is not None
         assert found.cause == line.partition("hpc-serve: ")[2]
+
+
+def test_what_the_start_up_files_of_a_shell_complain_of_is_not_the_cause():
+    batch = [
+        "/etc/profile.d/x.sh: line 3: /var/log/x: Permission denied",
+        "/home/u/.bashrc: line 9: conda: command not found",
+    ]
+    node = ["2026-11-20 10:05:00 n1 ERROR hpc-serve: node n2 failed (exit code 1): node n2 has sent nothing for 60 s"]
+    found = first_cause([evidence(batch, "7.log"), evidence(node, "7-node0.log")])
+    assert found is not None
+    assert found.name == "node-silent"
+    assert [one.name for one in find_causes([evidence(batch, "7.log")])] == ["permission-denied"]
