@@ -113,9 +113,14 @@ def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
 def _one_finding(group: Sequence[_Candidate]) -> Finding:
     """The first of a group, with lines of the others; what hpc-serve itself said of it only if nobody else did."""
     first, *others = [one for one in group if not one.repeats] or group[:1]
-    further = [line for other in others for line in other.finding.lines[:1]]
-    lines = (*first.finding.lines, *further[: max(0, _MOST_LINES_SHOWN - len(first.finding.lines))])
-    return replace(first.finding, lines=lines)
+    further: dict[tuple[str, str], SeenLine] = {}
+    for other in others:
+        line = other.finding.lines[0]
+        further.setdefault((line.source, line.text), line)
+    for line in first.finding.lines:
+        further.pop((line.source, line.text), None)
+    lines = (*first.finding.lines, *further.values())
+    return replace(first.finding, lines=lines[:_MOST_LINES_SHOWN])
 
 
 def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:

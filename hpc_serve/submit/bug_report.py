@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import tarfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def write_bundle(
             for name, text in members.items():
                 content = text.encode()
                 entry = tarfile.TarInfo(f"hpc-serve-report/{name}")
-                entry.size, entry.mode = len(content), 0o600
+                entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                 tar.addfile(entry, io.BytesIO(content))
     except FileExistsError:
         raise StoreError(f"{path} is there already: name another file.") from None

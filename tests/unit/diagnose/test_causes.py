@@ -91,8 +91,7 @@ def test_the_first_in_time_counts_on_whichever_node():
 def test_ranks_that_say_the_same_are_one_finding_with_a_line_of_each():
     logs = [evidence([OOM.format(time=f"10:00:0{node}")] * 8, f"node{node}.log") for node in range(3)]
     (found,) = find_causes(logs)
-    assert found.lines[0].source == "node0.log"
-    assert len(found.lines) == 4
+    assert [line.source for line in found.lines] == ["node0.log", "node1.log", "node2.log"]
     lines = [
         f"(Worker_TP{rank} pid={rank}) ERROR 11-20 10:00:00 [a.py:1] ValueError: shard {rank} of 8" for rank in range(8)
     ]
