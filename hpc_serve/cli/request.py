@@ -90,6 +90,8 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         tls=options["tls"],
         engine_restarts=options["engine_restarts"],
         keep_up=options["keep_up"],
+        chain=options.get("chain", 1),
+        overlap_s=options.get("overlap_s"),
         tools=options["tools"],
         engine_args=own.engine_args(engine_args) if own else engine_args,
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
@@ -98,6 +100,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         settings=site.job_settings(environ),
         log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
         templates_dir=site.templates_dir,
+        jobs_can_submit=site.jobs_can_submit is not False,
         offline_nodes=bool(site.offline_nodes),
         weights_help=site.weights_help,
     )

@@ -18,6 +18,11 @@ def submission_json(
 ) -> dict[str, Any]:
     """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
+    ahead = [
+        {"job_id": one.job_id, "predecessor": one.predecessor, "log": one.log_path}
+        for one in submission.jobs
+        if one.predecessor
+    ]
     return {
         "service": job.service,
         "model": job.model,
@@ -26,6 +31,7 @@ def submission_json(
         "replicas": [
             {"name": name, "job_id": one.job_id, "log": one.log_path}
             for one in submission.jobs
+            if not one.predecessor
             for name in one.replica_names
         ],
         "script": job.script,
@@ -36,6 +42,7 @@ def submission_json(
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
+        **({"ahead": ahead} if ahead else {}),
         "other_jobs": [
             {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
             for other in others
@@ -62,10 +69,12 @@ def submission_text(
     count, jobs = submission.num_replicas, len(submission.jobs)
     per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
     each = f"{count} replicas{per_job}, each " if count > 1 else ""
+    chain = [one.job_id for one in submission.jobs if one.predecessor]
     lines = [
         f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",
         *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
+        *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",

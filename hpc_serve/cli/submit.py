@@ -44,6 +44,19 @@ def render_command(output: Path | None, **options: Any) -> None:
 )
 @request_options
 @click.option(
+    "--chain",
+    type=int,
+    default=1,
+    metavar="N",
+    help="Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
+)
+@click.option(
+    "--overlap",
+    "overlap_s",
+    type=Duration(needs_unit=True),
+    help="With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
+)
+@click.option(
     "--wait/--no-wait",
     default=False,
     help="Follow it until a replica is ready; Ctrl-C only detaches.",

@@ -27,6 +27,7 @@ from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, read_gcs_port, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.takeover import take_over
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import forget_drain_request
@@ -82,6 +83,7 @@ class Head:
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
         drain_request = Path(node.environ["HPC_SERVE_DRAIN_REQUEST"])
         self._parts.run_in_background(follow_drain_requests(drain_request, self._run_end))
+        self._parts.run_in_background(take_over(self._keeper.store, self._keeper))
         outcome = await self._run_end.wait()
         if not outcome.is_failure and outcome.drain_s > 0:
             outcome = await self._drain(outcome)

@@ -103,7 +103,7 @@ class RecordKeeper:
     """The only writer of one record. `update` changes the record, `renew` writes it until cancelled."""
 
     def __init__(self, store: ServiceStore, record: EndpointRecord) -> None:
-        self._store = store
+        self.store = store
         self.record = record
         self._counter = record.counter
         self._changed = asyncio.Event()
@@ -162,7 +162,7 @@ class RecordKeeper:
             self._counter += 1
             record = replace(self.record, counter=self._counter, updated_at=time.time())
             try:
-                self._store.write(record)
+                self.store.write(record)
                 self._is_written = True
             except OSError as error:  # a service that works goes on when the shared filesystem is full or absent
                 self._is_written = False

@@ -18,6 +18,7 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.drain import WHILE_IT_DRAINED
 from hpc_serve.job.log_setup import set_up_logging
+from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.successor import successor_of
@@ -35,16 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         allocation = read_allocation(os.environ)
         store = ServiceStore(default_home(os.environ))
         job_id, restart = allocation.job_id, allocation.restart
-        records = [
-            record
-            for record in store.read(options.service).records
-            if (record.job_id, record.restart) == (job_id, restart)
-        ]
+        found = store.read(options.service)
         successor = successor_of(store, options.service, job_id=job_id, replica=0)
     except HpcServeError as error:
         _log.error("whether this job shall run again is not known, so Slurm is not asked: %s", error)
         return 1
-    next_job = successor.job_id if successor is not None and successor.is_submitted else ""
+    records = [record for record in found.records if (record.job_id, record.restart) == (job_id, restart)]
+    ready = {record.job_id for record in found.records if record.state == "ready"}
+    next_job = next((follower for follower in followers_of([job_id], found.submitted) if follower in ready), "")
+    if successor is not None and successor.is_submitted:
+        next_job = successor.job_id
     if why_not := why_no_rerun(records, restart=restart, most=options.most, successor=next_job):
         _log.error("Slurm is not asked to run job %s again: %s", job_id, why_not)
         return 1

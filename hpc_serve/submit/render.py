@@ -171,7 +171,8 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
     slurm, layout, device = request.slurm, plan.layout, plan.accelerator
-    jobs, gpus = jobs_of(request, plan), layout.gpus_per_node * request.replicas_per_job
+    jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
+    gpus = layout.gpus_per_node * request.replicas_per_job
     whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
     completed = replace(
         slurm,

@@ -15,6 +15,7 @@ from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
+from hpc_serve.submit.chain import check_chain
 from hpc_serve.submit.replicas import check_replicas, check_shared_job
 from hpc_serve.submit.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import check_arguments
@@ -25,7 +26,7 @@ Cluster = Literal["slurm", "local"]
 EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
 
 _COUNTS = (
-    *("replicas", "replicas_per_job", "num_nodes", "gpus_per_node"),
+    *("replicas", "replicas_per_job", "chain", "num_nodes", "gpus_per_node"),
     *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len"),
     *("concurrency", "input_tokens", "output_tokens", "longest_output_tokens"),
 )
@@ -88,7 +89,9 @@ class ServeRequest:
     The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
     `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
     know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
-    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit. The jobs decide how many
+    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit; of a `chain`
+    so many jobs are submitted ahead, each of which begins `overlap_s` before the end of the one before (None: half an
+    hour). The jobs decide how many
     there are, up to `max_replicas`; after `idle_stop_s` without a request all end. Without `tls` the endpoint
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
@@ -121,6 +124,8 @@ class ServeRequest:
     engine_restarts: int | None = None
     keep_up: bool = False
     tools: bool = False
+    chain: int = 1
+    overlap_s: float | None = None
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
     allow_unknown_config_keys: bool = False
@@ -131,6 +136,7 @@ class ServeRequest:
     templates_dir: str | None = None
     offline_nodes: bool = False
     weights_help: str | None = None
+    jobs_can_submit: bool = True
 
     @property
     def is_elastic(self) -> bool:
@@ -170,7 +176,21 @@ class ServeRequest:
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
         check_shared_job(self.replicas_per_job, {"--target": self.target, "--port": port} | asked)
         for option in [option for option, value in asked.items() if value]:
-            check_jobs_can_submit(option, self.cluster, self.environment.kind, self.environment.path)
+            check_jobs_can_submit(
+                option,
+                self.cluster,
+                self.environment.kind,
+                self.environment.path,
+                site_lets_them=self.jobs_can_submit,
+            )
+        check_chain(
+            self.chain,
+            self.overlap_s,
+            self.slurm.time_limit_s,
+            notice_s=self.slurm.notice_s or 0,
+            cluster=self.cluster,
+            asked=asked,
+        )
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):

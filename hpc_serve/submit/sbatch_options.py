@@ -16,6 +16,7 @@ GpuDirective = Literal["gpus-per-node", "gres"]
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _NOTICE = re.compile(r"B:USR1@(\d{1,5})")
 _LEAST_NOTICE_S = 30
+_SECONDS_OF = (3600, 60, 1)
 _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's own notation uses & | * ( ) [ ]
 
 
@@ -118,6 +119,21 @@ class SlurmOptions(SbatchOptions):
         """How many seconds before the time limit Slurm tells the script; None if it does not."""
         found = _NOTICE.fullmatch(self.signal or "")
         return int(found[1]) if found else None
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """The time limit in seconds; None if it is the cluster's own.
+
+        >>> SlurmOptions(time="1-12:00").time_limit_s, SlurmOptions(time="90").time_limit_s
+        (129600.0, 5400.0)
+        """
+        if self.time is None:
+            return None
+        days, _, rest = self.time.rpartition("-")
+        numbers = [int(number) for number in rest.split(":")]
+        # With days the first number is hours; without, one or two numbers begin with minutes.
+        units = _SECONDS_OF if days or len(numbers) == 3 else _SECONDS_OF[1:]
+        return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 
     def lines(self, group: str) -> list[str]:
         """`--name=value` of the options of one group that are set, in order."""

@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
@@ -24,6 +24,7 @@ from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_p
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
+from hpc_serve.submit.chain import begins_after_min
 from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.local import process_start_time
@@ -33,7 +34,7 @@ from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.service_bounds import note_submission
-from hpc_serve.submit.slurm import UNKNOWN, array_options, batch_log_option
+from hpc_serve.submit.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
 from hpc_serve.submit.status_reader import read_status, scheduled_job
 from hpc_serve.submit.stop import end_job
 from hpc_serve.vllm.arguments import differing
@@ -60,8 +61,8 @@ class Submission:
 
     @property
     def num_replicas(self) -> int:
-        """Of all jobs."""
-        return sum(job.replicas_per_job for job in self.jobs)
+        """Of all jobs, without those that only take over from another."""
+        return sum(job.replicas_per_job for job in self.jobs if not job.predecessor)
 
 
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, ask_hub: bool = False) -> Submission:
@@ -86,10 +87,14 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     with _claimed(store, service, plan.model):
         if request.cluster == "local":
             job_id, jobs = _start_locally(store, job, script, log_dir)
+        elif request.chain > 1:
+            job_id, jobs = _submit_chains(store, job, script, log_dir, request, count=jobs_of(request, plan))
         else:
             job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
-            with _ended_if_it_fails(job_id, jobs[0]):
-                elastic = note_submission(store, request, len(jobs), environ)
+        if request.cluster != "local":
+            own_ids = [one.job_id for one in jobs] if request.chain > 1 else [job_id]
+            with _ended_if_it_fails(own_ids, jobs[0]):
+                elastic = note_submission(store, request, jobs_of(request, plan), environ)
     return Submission(job_id=job_id, jobs=jobs, plan=plan, elastic=elastic, weights_note=weights_note)
 
 
@@ -190,20 +195,51 @@ def _start_locally(
 
 
 def _submit_to_slurm(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, *, count: int, anew: bool = False
+    store: ServiceStore,
+    job: SubmittedJob,
+    script: str,
+    log_dir: Path,
+    *,
+    count: int,
+    anew: bool = False,
+    options: Sequence[str] = (),
 ) -> tuple[str, tuple[SubmittedJob, ...]]:
     """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
 
     A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
+    `options` are further words for sbatch.
     """
     from hpc_serve.submit import executor
 
-    options = [*array_options(count), batch_log_option(log_dir, is_array=True)] if anew else []
+    if anew:
+        options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
+        job = dataclasses.replace(job, predecessor="", time_limit_s=0.0)
     done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
     is_array = anew or count > 1
     job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
     jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
     return done.job_id, _written(store, done.job_id, jobs)
+
+
+def _submit_chains(
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, request: ServeRequest, *, count: int
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Submit `count` chains of jobs ahead; returns the id of the first job, and all jobs, chain after chain."""
+    limit_s = request.slurm.time_limit_s
+    assert limit_s is not None
+    minutes = begins_after_min(limit_s, request.overlap_s)
+    jobs: list[SubmittedJob] = []
+    with contextlib.ExitStack() as undo:
+        for _ in range(count):
+            before = ""
+            for _ in range(request.chain):
+                one = dataclasses.replace(job, predecessor=before, time_limit_s=limit_s)
+                options = [after_start_option(before, minutes)] if before else []
+                before, submitted = _submit_to_slurm(store, one, script, log_dir, count=1, options=options)
+                undo.callback(end_job, before, submitted[0])
+                jobs += submitted
+        undo.pop_all()
+    return jobs[0].job_id, tuple(jobs)
 
 
 def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -> SubmittedJob:
@@ -215,16 +251,18 @@ def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -
 
 def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
     """The same jobs, written down; if that fails they are ended."""
-    with _ended_if_it_fails(job_id, jobs[0]):
+    with _ended_if_it_fails([job_id], jobs[0]):
         for job in jobs:
             store.write_submitted(job)
     return jobs
 
 
 @contextlib.contextmanager
-def _ended_if_it_fails(job_id: str, job: SubmittedJob) -> Iterator[None]:
+def _ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[None]:
+    """`job` is one of them, which tells where they run."""
     with contextlib.ExitStack() as undo:
-        undo.callback(end_job, job_id, job)
+        for job_id in job_ids:
+            undo.callback(end_job, job_id, job)
         yield
         undo.pop_all()
 

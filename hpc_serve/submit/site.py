@@ -53,6 +53,7 @@ class SiteProfile(SbatchOptions):
     templates_dir: str | None = _setting("Folder of the site's own script templates.")
     offline_nodes: bool | None = _setting("Jobs cannot reach the hub: weights must be there before `submit`.")
     weights_help: str | None = _setting("How people get weights here; `submit` says it where they are missing.")
+    jobs_can_submit: bool | None = _setting("Whether jobs may call `sbatch` (`true`); if not, use `--chain`.")
     models: str | None = _setting("File of the site's own models (below).")
 
     @property

@@ -92,6 +92,11 @@ def array_options(tasks: int) -> list[str]:
     return [f"--array=0-{tasks - 1}"]
 
 
+def after_start_option(job_id: str, minutes: int) -> str:
+    """sbatch's word for a job that may begin so many minutes after the start, or the cancellation, of another."""
+    return f"--dependency=after:{job_id}+{minutes}"
+
+
 def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
     """sbatch's word for where a job's own output goes: to a file named after its id, below `log_dir`."""
     job = "%A_%a" if is_array else "%j"

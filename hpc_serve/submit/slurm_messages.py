@@ -15,7 +15,7 @@ _PENDING_REASONS = {
     "": "waiting for the scheduler to look at it",
     "Resources": "waiting for free nodes",
     "Priority": "waiting behind jobs of higher priority",
-    "Dependency": "waiting for another job to end",
+    "Dependency": "waiting for another job, or for its time after one",
     "DependencyNeverSatisfied": "waiting for a job that can no longer end as required; it will never start",
     "BeginTime": "waiting for its begin time (or for the pause after a requeue)",
     "JobHeldUser": "held by its owner; `scontrol release` lets it go",

@@ -15,12 +15,14 @@ from hpc_serve.client.messages import not_found
 from hpc_serve.client.probe import probe_records
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
+from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.successor import successor_of
 from hpc_serve.submit import scheduler
+from hpc_serve.submit.chain import chain_sentence
 from hpc_serve.submit.handover import successor_sentence
 from hpc_serve.submit.job_status import (
     RECORD_EXPECTED_WITHIN_S,
@@ -46,7 +48,8 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
     replicas += _by_hand(store, slurm, service, known={status.job_id for status in replicas})
-    replicas = [_with_logs(store, status) for status in _with_successors(store, replicas)]
+    submitted = [job for records in found for job in records.submitted]
+    replicas = [_with_logs(store, status) for status in _with_successors(store, replicas, submitted)]
     replicas.sort(key=lambda status: status.began_or_ended_at)
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
@@ -129,11 +132,19 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
         yield explain_missing_record(status, job, home=store.home) if job is not None else status
 
 
-def _with_successors(store: ServiceStore, replicas: Sequence[ReplicaStatus]) -> Iterator[ReplicaStatus]:
+def _with_successors(
+    store: ServiceStore, replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]
+) -> Iterator[ReplicaStatus]:
     """The same, those that are not over with the job that takes over from them."""
     states = {status.job_id: status.state for status in replicas}
+    is_over = {status.job_id: status.is_over for status in replicas}
     for status in replicas:
         found = None
+        coming = [job_id for job_id in followers_of([status.job_id], submitted) if not is_over.get(job_id, True)]
+        if coming and not status.is_over:
+            sentence = chain_sentence([(job_id, states[job_id]) for job_id in coming])
+            yield replace(status, successor=sentence, successor_job_id=coming[0])
+            continue
         if status.cluster == "slurm" and not status.is_over:
             found = successor_of(store, status.service, job_id=status.job_id, replica=status.replica)
         if found is None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, WaitTimeoutError
+from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
@@ -41,7 +42,8 @@ def stop(
 
     A replica that serves first finishes the requests under way, for `drain_s` seconds at most (0: it does not); then it
     ends by itself. A job that has not ended by then, and one that does not serve, is told to end, and has `timeout_s`.
-    A replica whose job has others that are not in `found` ends alone; its job goes on.
+    A replica whose job has others that are not in `found` ends alone; its job goes on. With a job end those that were
+    submitted to take over from it (`submit --chain`).
     The end of a job that had published nothing is written down, since clients do not ask Slurm, and Slurm forgets.
     Raises SchedulerError, StoreError, InvalidRequestError for one that was started by hand, or that cannot end alone,
     WaitTimeoutError.
@@ -55,6 +57,7 @@ def stop(
         )
     services = dict.fromkeys(status.service for status in found)
     submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
+    live += _followers(store, [status for status in live if status not in alone], tuple(submitted.values()))
     for job_id, cluster in {status.job_id: status.cluster for status in live}.items():
         if job_id not in submitted and cluster == "local":
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
@@ -67,7 +70,8 @@ def stop(
     for status in live:
         if status not in alone:
             jobs.setdefault(status.job_id, []).append(status)
-    for job_id, replicas in jobs.items():
+    # First those that serve nobody: one that takes over from another shall not begin meanwhile.
+    for job_id, replicas in sorted(jobs.items(), key=lambda item: any(one.state in _SERVES for one in item[1])):
         if drain_s <= 0 or not _end_by_themselves(deadline, store, replicas, submitted.get(job_id)):
             end_job(job_id, submitted.get(job_id))
     ended = []
@@ -79,6 +83,16 @@ def stop(
     for status in (*(status for status in found if status.is_over), *ended):
         _write_end(store, status, submitted.get(status.job_id))
     return tuple(ended)
+
+
+def _followers(
+    store: ServiceStore, ended: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]
+) -> list[ReplicaStatus]:
+    """The replicas of the jobs that would take over from those that are `ended`, and are not over."""
+    followers = followers_of(list(dict.fromkeys(status.job_id for status in ended)), submitted)
+    services = dict.fromkeys(status.service for status in ended) if followers else ()
+    found = [status for service in services for status in read_status(store, service).replicas]
+    return [status for status in found if status.job_id in followers and not status.is_over]
 
 
 def end_job(job_id: str, submitted: SubmittedJob | None) -> None:

@@ -21,6 +21,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.elastic_sentence import asleep_sentence
+from hpc_serve.submit.job_status import without_successors
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, Partition
 from hpc_serve.submit.slurm_messages import pending_cure
@@ -56,7 +57,7 @@ def wait(
         if not found:
             raise not_found_error(store, job_id or service)
         ready = [one for one in found if one.state == "ready"]
-        status = ready[-1] if len(ready) >= replicas else _to_wait_for(found, replicas)
+        status = ready[-1] if len(ready) >= replicas else _to_wait_for(without_successors(found), replicas)
         if shown is None or _progress_key(status) != _progress_key(shown):
             on_change(status)
             shown = status

@@ -167,3 +167,28 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     assert "submitted the successor" in batch_log(alice, service, first)
     alice.wait_until_gone(first)
     assert not list(Path(alice.home / ".hpc-serve" / "services" / service).glob("*.drain"))
+
+
+def test_jobs_submitted_ahead_take_over_from_each_other_and_end_with_the_service(alice):
+    """The second job is let begin before its time, since the least time between two is a minute."""
+    service = "ahead"
+    alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": stub_words(load_s=1)})
+    model = ("8b", "--name", service, "--chain", "3", "--time", "60", *SMALL, "--json")
+    told = json.loads(alice.hpc_serve_said("submit", *model))
+    first, second, third = told["job_id"], *(one["job_id"] for one in told["ahead"])
+    alice.hpc_serve_said("wait", service, "--timeout", "3m")
+    queued = alice.run("squeue", "--noheader", "--user", "alice", "--format=%i %E", "--states=PENDING").stdout
+    assert sorted(queued.splitlines()) == [
+        f"{second} after:{first}+30(unfulfilled)",
+        f"{third} after:{second}+30(unfulfilled)",
+    ]
+    assert jobs(alice, service)[first]["successor"] == f"{second} pending, then {third}"
+    released = alice.run("scontrol", "update", f"JobId={second}", "Dependency=")
+    assert released.returncode == 0, released.stderr
+    wait_for(lambda: jobs(alice, service)[first]["state"] == "stopped", 120, what="the end of the first job")
+    ends = jobs(alice, service)
+    assert ends[first]["reason"].startswith(f"hpc-serve chain: job {second} has taken over")
+    assert (ends[second]["state"], ends[second]["successor"]) == ("ready", f"{third} pending")
+    alice.hpc_serve_said("stop", service)
+    assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
+    wait_for(lambda: not alice.processes(), 60, what="no process left")

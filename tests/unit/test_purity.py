@@ -27,6 +27,7 @@ PURE = (
     "hpc_serve.sizes",
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.bounds",
+    "hpc_serve.submit.chain",
     "hpc_serve.submit.elastic",
     "hpc_serve.submit.handover",
     "hpc_serve.submit.render",

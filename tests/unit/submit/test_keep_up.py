@@ -402,7 +402,7 @@ class TestScript:
         with pytest.raises(InvalidRequestError, match="leave it out with --cluster local"):
             ServeRequest(model="8b", service="8b", keep_up=True, cluster="local")
         image = Environment(kind="apptainer", path="/images/vllm.sif")
-        with pytest.raises(InvalidRequestError, match=r"image /images/vllm\.sif.*--begin=now"):
+        with pytest.raises(InvalidRequestError, match=r"image /images/vllm\.sif.*--chain 7 is seven jobs"):
             ServeRequest(model="8b", service="8b", keep_up=True, environment=image)
 
     def test_submit_and_render_take_it(self, capsys, monkeypatch, tmp_path):
