@@ -110,7 +110,7 @@ def test_a_job_that_was_stopped_in_the_queue_is_known_to_everybody(alice):
 def test_a_further_replica_is_said_to_be_one(alice):
     first = submitted(alice, "twice", *HOLD)
     second = json.loads(submit(alice, "twice", "--json", *HOLD).stdout)
-    assert second["other_jobs"] == [{"job_id": first, "state": "pending"}]
+    assert second["other_jobs"] == [{"job_id": first, "state": "pending", "differs": []}]
     assert (
         f"it had 2 before, job {first} (pending), job {second['job_id']} (pending)"
         in submit(alice, "twice", *HOLD).stdout
