@@ -10,11 +10,12 @@ when, is decided by its duties.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -79,19 +80,23 @@ class Ending:
     """Whether this program shall end: at SIGHUP the script has ended, at SIGTERM Slurm ends the job."""
 
     def __init__(self) -> None:
-        self._is_due = threading.Event()
+        # A lock would be waited for on: Python runs no handler for a signal that comes just before. A byte is there.
+        self._due, self._note_due = os.pipe()
+        os.set_blocking(self._note_due, False)
         self.by_slurm = False
 
     def listen(self) -> None:
+        signal.set_wakeup_fd(self._note_due)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: object = None) -> None:
         self.by_slurm = self.by_slurm or number == signal.SIGTERM
-        self._is_due.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._note_due, b"!")
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._is_due.wait(timeout_s)
+        return bool(select.select([self._due], [], [], timeout_s)[0])
 
 
 class _Turn:

@@ -339,6 +339,25 @@ class TestStop:
         program.join(60)
         assert not program.is_alive()
 
+    def test_a_signal_that_finds_the_program_already_waiting_is_seen(self):
+        """Its handler runs in the main thread alone, which the signal of another thread does not wake by itself."""
+        code = (
+            "import signal, sys, threading\n"
+            "from hpc_serve.submit.service_keeper import Ending\n"
+            "ending, main = Ending(), threading.main_thread().ident\n"
+            "ending.listen()\n"
+            "def send():\n"
+            "    looks = 0\n"
+            "    while looks < 20:\n"
+            "        looks += 'wait' in sys._current_frames()[main].f_code.co_name\n"
+            "        threading.Event().wait(0.01)\n"
+            "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+            "threading.Thread(target=send, daemon=True).start()\n"
+            "print(ending.wait(60), ending.by_slurm)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.stdout == "True True\n", done.stderr
+
     def test_scale_counts_no_successor(self, kept, slurm, store):
         job_id = submit_successor(kept)
         slurm.queue(("101", "RUNNING", "None"), (job_id, "PENDING", "Priority"))
