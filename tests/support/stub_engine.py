@@ -184,7 +184,7 @@ def load(options: argparse.Namespace) -> None:
             print(f"Traceback (most recent call last):\n{options.stub_fail}", file=sys.stderr, flush=True)
             sys.exit(1)
         if done == 1 and options.stub_hang_loading:
-            threading.Event().wait()
+            wait_for_a_signal()
         while done == 1 and options.stub_hold_file and os.path.exists(options.stub_hold_file):
             time.sleep(STEP_S)
         if done < SHARDS:
@@ -192,6 +192,13 @@ def load(options: argparse.Namespace) -> None:
     say("Model loading took 0.0 GiB memory and 0.000000 seconds")
     say("GPU KV cache size: 1,024 tokens")
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")
+
+
+def wait_for_a_signal(most_s: float | None = None) -> None:
+    """Wait; the handler of a signal raises. One wait without end would not see a signal that comes just before it."""
+    ends_at_s = time.monotonic() + most_s if most_s is not None else float("inf")
+    while (left_s := ends_at_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, 0.2))
 
 
 class Work:
@@ -649,17 +656,17 @@ def main() -> None:
         resource_tracker.unregister(f"/{segment.name}", "shared_memory")  # which would tidy up, were it not killed too
     load(options)
     if options.headless:
-        threading.Event().wait()
+        wait_for_a_signal()
     engine = Engine(options)
     if options.stub_worker:
         threading.Thread(target=engine.watch_worker, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
-        scheme = "https" if engine.tls else "http"
-        say(f"Starting vLLM server on {scheme}://{options.host}:{engine.server_address[1]}")
-        say("Application startup complete.")
         try:
-            threading.Event().wait(options.stub_exit_after_s)
+            threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
+            scheme = "https" if engine.tls else "http"
+            say(f"Starting vLLM server on {scheme}://{options.host}:{engine.server_address[1]}")
+            say("Application startup complete.")
+            wait_for_a_signal(options.stub_exit_after_s)
         except SystemExit:
             engine.finish()
             raise
