@@ -32,7 +32,7 @@ from tests.cluster.processes import Process
 
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("slurmctld", "slurmd", "munged", "ip", "unshare", "nsenter", "mount")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 GRACE_S = 15.0
 T = TypeVar("T")
 
@@ -240,7 +240,7 @@ class SlurmCluster:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         input: str = "",
-        timeout: float = 60.0,
+        timeout: float = 180.0,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end as `user` on the login node, or on `node`, and returns its exit code and output."""
         full, full_env = self._entering(argv, user=user, node=node, env=env, cwd=cwd)
@@ -386,10 +386,10 @@ class SlurmCluster:
         namespace = processes.namespace_of(init)
         return [pid for pid in processes.pids() if pid != init and processes.namespace_of(pid) == namespace]
 
-    def what_is_unwell(self) -> str:
+    def what_is_unwell(self, *, grace_s: float = GRACE_S) -> str:
         """What of the cluster is not as `up` makes it, after a while in which it may mend itself; "" if all is well."""
         with suppress(TimeoutError):
-            wait_for(lambda: not self._unwell(), GRACE_S, step_s=0.5)
+            wait_for(lambda: not self._unwell(), grace_s, step_s=0.5)
         return self._unwell()
 
     def _unwell(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, wait_for
+from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, processes, wait_for
 from tests.cluster.config import CHECKOUT
 
 pytestmark = pytest.mark.slurm
@@ -56,11 +56,11 @@ def test_a_low_priority_job_gives_way_and_comes_back(cluster: SlurmCluster) -> N
         return done.stdout.strip()
 
     low = submit("lowprio", 600)
-    wait_for(lambda: state(low) == "RUNNING", 30, what="the low-priority job to run")
+    wait_for(lambda: state(low) == "RUNNING", 180, what="the low-priority job to run")
     high = submit("gpu", 600)
-    wait_for(lambda: state(high) == "RUNNING" and state(low) == "PENDING", 60, what="the job to give way")
+    wait_for(lambda: state(high) == "RUNNING" and state(low) == "PENDING", 180, what="the job to give way")
     cluster.run(["scancel", low, high])
-    wait_for(lambda: not cluster.processes(), 60, what="both jobs to end")
+    wait_for(lambda: not cluster.processes(), 180, what="both jobs to end")
 
 
 def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: SlurmCluster) -> None:
@@ -68,14 +68,14 @@ def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: Slur
     assert started.stdout is not None
     assert started.stdout.readline() == "on\n"
     started.terminate()
-    assert started.communicate(timeout=30)[0] == "heard\n"
+    assert started.communicate(timeout=180)[0] == "heard\n"
     assert started.returncode == 3
 
 
 def test_a_command_that_takes_too_long_leaves_no_process(cluster: SlurmCluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(["sleep", "600"], user="mallory", node="n3", timeout=0.5)
-    wait_for(lambda: not cluster.processes("mallory"), 30, what="the command to end")
+    wait_for(lambda: not cluster.processes("mallory"), 180, what="the command to end")
 
 
 @pytest.fixture
@@ -87,20 +87,26 @@ def other(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     other.down()
 
 
+def owner_of(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except FileNotFoundError:
+        return None
+
+
 def test_two_clusters_share_nothing_and_the_second_leaves_no_trace(cluster: SlurmCluster, other: SlurmCluster) -> None:
     interfaces = os.listdir("/sys/class/net")
     other.up()
     assert other.address("n1") == cluster.address("n1")
     assert other.run(["bash", "-c", "setsid sleep 600 &> /dev/null &"], node="n1").returncode == 0
-    wait_for(lambda: [process.argv for process in other.processes()] == [("sleep", "600")], 30, what="a runaway")
+    wait_for(lambda: [process.argv for process in other.processes()] == [("sleep", "600")], 180, what="a runaway")
     user_id = other.user_id("alice")
     assert user_id != cluster.user_id("alice")
     other.down()
     assert not other.config.state.exists()
     assert os.listdir("/sys/class/net") == interfaces
     assert str(other.config.state) not in Path("/proc/mounts").read_text()
-    owners = {Path(f"/proc/{pid}").stat().st_uid for pid in os.listdir("/proc") if pid.isdigit()}
-    assert user_id not in owners
+    assert user_id not in {owner_of(pid) for pid in processes.pids()}
     assert cluster.run(["sinfo"]).returncode == 0
 
 
@@ -123,7 +129,7 @@ def test_a_cluster_that_is_up_is_not_resized_under_its_users(other: SlurmCluster
 def test_a_node_without_power_is_noticed_and_comes_back(other: SlurmCluster) -> None:
     other.up()
     other.power_off("n1")
-    wait_for(lambda: other.node_state("n1") in ("idle*", "down*"), 90, what="Slurm to miss the node")
+    wait_for(lambda: other.node_state("n1") in ("idle*", "down*"), 300, what="Slurm to miss the node")
     other.power_on("n1")
     assert other.node_state("n1") == "idle"
 
@@ -133,29 +139,29 @@ def test_a_node_that_was_unplugged_and_then_ended_comes_back(other: SlurmCluster
     listener = other.popen(["python3", "-m", "http.server", "8000"], user="mallory", node="n1")
     reach = ["bash", "-c", f"exec 3<>/dev/tcp/{other.address('n1')}/8000 && sleep 600"]
     try:
-        wait_for(lambda: other.run([*reach[:2], reach[2].replace(" && sleep 600", "")]).returncode == 0, 30)
+        wait_for(lambda: other.run([*reach[:2], reach[2].replace(" && sleep 600", "")]).returncode == 0, 180)
         open_connection = other.popen(reach)
         other.disconnect("n1")
         other.power_off("n1")
-        assert other.what_is_unwell() == "hosts are down: n1"
+        assert other.what_is_unwell(grace_s=0) == "hosts are down: n1"
         other.power_on("n1")
         with open_connection:
             open_connection.kill()
     finally:
         with listener:
             listener.kill()
-    assert other.what_is_unwell() == ""
+    assert other.what_is_unwell(grace_s=180) == ""
 
 
 def test_hosts_are_parted_and_a_cable_is_slow_until_they_are_not(cluster: SlurmCluster) -> None:
-    def reaches(host: str, node: str) -> bool:
+    def reaches(host: str, node: str, *, within_s: int = 60) -> bool:
         ping = ["bash", "-c", f"exec 3<>/dev/tcp/{cluster.address(host)}/6818"]  # slurmd's port
-        return cluster.run(["timeout", "2", *ping], node=node).returncode == 0
+        return cluster.run(["timeout", str(within_s), *ping], node=node).returncode == 0
 
     assert reaches("n1", "n2")
     cluster.part("n1", "n2")
-    assert not reaches("n1", "n2")
-    assert not reaches("n2", "n1")
+    assert not reaches("n1", "n2", within_s=2)
+    assert not reaches("n2", "n1", within_s=2)
     assert reaches("n1", "n3")
     cluster.join("n1", "n2")
     assert reaches("n1", "n2")

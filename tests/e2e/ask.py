@@ -10,7 +10,7 @@ import hpc_serve.client
 
 
 def main() -> None:
-    client = hpc_serve.client.connect(sys.argv[1], wait=60)
+    client = hpc_serve.client.connect(sys.argv[1], wait=120)
     messages: Any = [{"role": "user", "content": "Hello"}]
     answer = client.chat.completions.create(model=client.model, messages=messages, max_tokens=8)
     stream = client.chat.completions.create(model=client.model, messages=messages, max_tokens=8, stream=True)

@@ -18,7 +18,7 @@ import openai
 
 import hpc_serve.client
 
-MOST_S = 120.0
+MOST_S = 300.0
 
 
 class Stream(threading.Thread):
@@ -59,14 +59,14 @@ def first_refusal(client: Any) -> str:
 
 
 def main() -> None:
-    client = hpc_serve.client.connect(sys.argv[1], wait=60)
+    client = hpc_serve.client.connect(sys.argv[1], wait=120)
     streams = [Stream(client) for _ in range(int(sys.argv[2]))]
     for stream in streams:
         stream.start()
     for stream in streams:
         stream.has_begun.wait(MOST_S)
-    print("begun", flush=True)
     replica = hpc_serve.client.connect(sys.argv[1], wait=0)
+    print("begun", flush=True)
     refusal = first_refusal(replica)
     for stream in streams:
         stream.join(MOST_S)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from hpc_serve.submit.slurm_answers import parse_scontrol_job
 from tests.e2e.jobs import User, stub_script
 
 pytestmark = [pytest.mark.slurm]
@@ -19,13 +21,13 @@ pytestmark = [pytest.mark.slurm]
 STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
 WORDS, WORD_S = 60, 0.25
 STREAMS = 4
-ENDS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 300.0
 
 
 def serve(alice: User, service: str, *, edit=str) -> str:
     text = stub_script(service, "--stub-words", str(WORDS), "--stub-word-s", str(WORD_S))
     job_id = alice.sbatch(alice.write(f"{service}.sh", edit(text)))
-    alice.wait_until_ready(service, job_id, 120)
+    alice.wait_until_ready(service, job_id)
     return job_id
 
 
@@ -40,7 +42,7 @@ def begin_streams(alice: User, service: str):
 
 
 def result_of(program) -> dict:
-    said, _ = program.communicate(timeout=180)
+    said, _ = program.communicate(timeout=300)
     return json.loads(said.splitlines()[-1])
 
 
@@ -86,7 +88,7 @@ def test_stop_now_ends_a_drain(alice):
     job_id = serve(alice, "drain-now")
     program = begin_streams(alice, "drain-now")
     notice(alice, "drain-now", job_id)
-    alice.wait_for_record("drain-now", job_id, lambda record: record["stage"] == f"finishing {STREAMS} requests", 30)
+    alice.wait_for_record("drain-now", job_id, lambda record: record["stage"] == f"finishing {STREAMS} requests", 120)
     done = alice.hpc_serve("stop", "--now", "drain-now", timeout=ENDS_WITHIN_S)
     assert done.returncode == 0, done.stdout + done.stderr
     record = alice.record("drain-now", job_id)
@@ -96,11 +98,15 @@ def test_stop_now_ends_a_drain(alice):
 
 
 def test_the_time_limit_is_told_to_the_script(alice):
-    """sbatch's own option wins over the script's, and the job is told at once: its limit is nearer than the notice."""
+    """sbatch's own option wins over the script's. The limit is set once the replica is ready: it is told soon then."""
     script = alice.write("limit.sh", stub_script("limit"))
-    job_id = alice.sbatch(script, "--time=2", "--signal=B:USR1@60")
-    alice.wait_until_ready("limit", job_id, 120)
-    alice.wait_until_gone(job_id, 180)
+    job_id = alice.sbatch(script, "--time=30", "--signal=B:USR1@60")
+    alice.wait_until_ready("limit", job_id)
+    job = parse_scontrol_job(alice.run("scontrol", "--oneliner", "show", "job", job_id).stdout, job_id)
+    minutes = int(time.time() - job.started_at) // 60 + 2
+    done = alice.run("scontrol", "update", f"jobid={job_id}", f"timelimit={minutes}")
+    assert done.returncode == 0, done.stderr
+    alice.wait_until_gone(job_id, 300)
     record = alice.record("limit", job_id)
     assert (record["state"], record["exit_code"]) == ("stopped", 0)
     assert record["reason"].startswith("Slurm, before the time limit")

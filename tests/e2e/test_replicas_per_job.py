@@ -19,7 +19,7 @@ from tests.e2e.jobs import STUB, User
 pytestmark = [pytest.mark.slurm]
 
 STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
-MOST_S = 180.0
+MOST_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
     job = told["job_id"]
     names = [f"{job}-{replica}" for replica in range(4)]
     assert [one["name"] for one in told["replicas"]] == names
-    alice.hpc_serve_said("wait", "8b", "--replicas", "4", "--timeout", "3m")
+    alice.hpc_serve_said("wait", "8b", "--replicas", "4", "--timeout", "5m")
     shown = alice.hpc_serve_said("status")
     assert "8b: 4/4 replicas ready" in shown
     assert all(name in shown for name in names)
@@ -64,7 +64,7 @@ def test_four_engines_divide_a_node_and_end_one_by_one(alice):
 
     # One dies for good: the others serve.
     os.kill(engines(alice)["2,3"], signal.SIGKILL)
-    wait_for(lambda: states(alice, job) == ["ready", "failed", "ready", "ready"], 60, what="the end of the second")
+    wait_for(lambda: states(alice, job) == ["ready", "failed", "ready", "ready"], 180, what="the end of the second")
 
     # Another is stopped while each has streams under way: none is lost.
     program = alice.cluster.popen(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.e2e.jobs import User
 pytestmark = [pytest.mark.slurm]
 
 SMALL = ("--mem", "2G", "--cpus-per-task", "2", "--no-exclusive")
-WAIT = ("--wait", "--timeout", "3m")
+WAIT = ("--wait", "--timeout", "5m")
 HOLD = ("--sbatch", "--hold")
 
 
@@ -34,12 +35,12 @@ def alice(cluster, alice_env, stub_env):
 def nothing_left(alice):
     yield
     alice.run("scancel", "--user", "alice")
-    wait_for(lambda: not alice.processes(), 60, what="the end of what a failed test left")
+    wait_for(lambda: not alice.processes(), 180, what="the end of what a failed test left")
 
 
 def submit(alice: User, name: str, *words: str, env=None):
     """`hpc-serve submit` of a small job, to its end."""
-    return alice.hpc_serve("submit", "--model", "8b", "--name", name, *SMALL, *words, env=env, timeout=240)
+    return alice.hpc_serve("submit", "--model", "8b", "--name", name, *SMALL, *words, env=env, timeout=400)
 
 
 def submitted(alice: User, name: str, *words: str, env=None) -> str:
@@ -90,7 +91,7 @@ def test_a_script_that_fails_before_the_launcher_is_told_by_slurm_and_its_log(al
 def test_a_script_by_hand_that_fails_before_python_is_known_with_its_output(alice):
     script = alice.write("early.sh", alice.hpc_serve("render", "--model", "8b", "--name", "early", *SMALL).stdout)
     job_id = alice.sbatch(script, env={"HPC_SERVE_ENV": "/nonexistent"})
-    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of the script")
+    wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of the script")
     status = status_of(alice, "early")
     assert (status["job_id"], status["state"], status["exit_code"]) == (job_id, "failed", 78)
     assert status["logs"] == [str(alice.home / f"hpc-serve-early-{job_id}.log")]
@@ -122,9 +123,9 @@ def test_a_ready_service_that_is_cancelled_is_never_called_unresponsive(alice):
     job_id = submitted(alice, "leaving", *WAIT)
     alice.cancel(job_id)
     seen = []
-    wait_for(lambda: seen.append(status_of(alice, "leaving")) or seen[-1]["state"] == "stopped", 60, what="its end")
+    wait_for(lambda: seen.append(status_of(alice, "leaving")) or seen[-1]["state"] == "stopped", 180, what="its end")
     assert {status["state"] for status in seen} <= {"ready", "draining", "stopped"}
-    wait_for(lambda: not alice.is_queued(job_id), 60, what="Slurm to have cleared it away")
+    wait_for(lambda: not alice.is_queued(job_id), 180, what="Slurm to have cleared it away")
     assert status_of(alice, "leaving")["reason"] == "it was cancelled (CANCELLED)"
 
 
@@ -133,7 +134,7 @@ def test_a_job_that_was_killed_outright_is_not_taken_for_a_live_one(alice):
     for process in alice.processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not alice.is_queued(job_id), 60, what="the end of the killed job")
+    wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of the killed job")
     status = status_of(alice, "killed")
     assert (status["state"], status["end_reported_by_job"]) == ("failed", False)
     assert "signal 9" in status["reason"]
@@ -146,9 +147,9 @@ def test_scancel_is_told_as_a_stop_to_whoever_waits(alice, stage):
     if stage == "pending":
         assert status_of(alice, "cancelled")["reason"].startswith("held by its owner")
     else:
-        wait_for(lambda: status_of(alice, "cancelled")["stage"] == stage, 90, what=stage, step_s=0.5)
+        wait_for(lambda: status_of(alice, "cancelled")["stage"] == stage, 180, what=stage, step_s=0.5)
     alice.cancel(job_id)
-    done = alice.hpc_serve("wait", "cancelled", "--timeout", "3m", timeout=200)
+    done = alice.hpc_serve("wait", "cancelled", "--timeout", "5m", timeout=400)
     assert done.returncode == 6
     assert f"cancelled (job {job_id}) stopped: " in done.stderr
 
@@ -158,7 +159,7 @@ def test_a_job_of_sbatch_is_seen_followed_and_stopped_like_any_other(alice):
     job_id = alice.sbatch(script, "--hold")
     assert (status_of(alice, "hand")["job_id"], status_of(alice, "hand")["state"]) == (job_id, "pending")
     alice.run("scontrol", "release", job_id)
-    done = alice.hpc_serve("wait", "hand", "--timeout", "3m", timeout=200)
+    done = alice.hpc_serve("wait", "hand", "--timeout", "5m", timeout=400)
     assert done.returncode == 0, done.stderr
     names = [Path(path).name for path in alice.hpc_serve("logs", "hand", "--files").stdout.split()]
     assert names == [f"hpc-serve-hand-{job_id}.log", f"{job_id}-node0.log"]
@@ -167,7 +168,7 @@ def test_a_job_of_sbatch_is_seen_followed_and_stopped_like_any_other(alice):
     assert stopped.returncode == 0, stopped.stderr
     assert f"hand (job {job_id}) is over: stopped" in stopped.stdout
     assert not alice.is_queued(job_id)
-    assert "hpc-serve: hand is ready at" in following.communicate(timeout=60)[0]
+    assert "hpc-serve: hand is ready at" in following.communicate(timeout=300)[0]
     assert following.returncode == 0
 
 
@@ -185,11 +186,11 @@ def test_a_name_is_one_model_s_until_its_job_is_over(alice):
 def test_a_requeued_job_is_waited_for_again(alice):
     job_id = submitted(alice, "again", *WAIT)
     alice.run("scontrol", "requeuehold", job_id)
-    wait_for(lambda: status_of(alice, "again")["state"] == "pending", 60, what="the job to be back in the queue")
+    wait_for(lambda: status_of(alice, "again")["state"] == "pending", 180, what="the job to be back in the queue")
     # Slurm lets two minutes pass; within the second of the requeue slurmd refuses the job ("credential revoked").
     alice.run("scontrol", "update", f"jobid={job_id}", "starttime=now+2")
     alice.run("scontrol", "release", job_id)
-    done = alice.hpc_serve("wait", "again", "--timeout", "4m", timeout=260)
+    done = alice.hpc_serve("wait", "again", "--timeout", "6m", timeout=400)
     assert done.returncode == 0, done.stderr
     assert (status_of(alice, "again")["state"], status_of(alice, "again")["restart"]) == ("ready", 1)
 
@@ -198,9 +199,12 @@ def test_a_silent_controller_makes_a_state_unknown_and_ends_nothing(alice):
     waiting, ready = submitted(alice, "waiting", *HOLD), submitted(alice, "ready", *WAIT)
     alice.cluster.stop_controller()
     try:
-        report = json.loads(alice.hpc_serve("status", "--json").stdout)
-        chat = alice.hpc_serve("chat", "ready", "still there?")
-        stop = alice.hpc_serve("stop", "waiting")
+        with ThreadPoolExecutor(3) as commands:  # each waits for the controller
+            status, chatting, stopping = (
+                commands.submit(alice.hpc_serve, *words)
+                for words in (("status", "--json"), ("chat", "ready", "still there?"), ("stop", "waiting"))
+            )
+            report, chat, stop = json.loads(status.result().stdout), chatting.result(), stopping.result()
     finally:
         alice.cluster.start_controller()
     found = {status["job_id"]: status for status in report["services"]}
