@@ -102,6 +102,11 @@ def accelerator_entries() -> dict[str, dict[str, Any]]:
     return index
 
 
+def is_accelerator(name: str) -> bool:
+    """Whether the catalogue has an accelerator of that name."""
+    return name.lower().replace("_", "-") in accelerator_entries()
+
+
 def accelerator_entry(name: str) -> dict[str, Any]:
     """The facts of one accelerator. Raises InvalidRequestError with the closest names."""
     entries = accelerator_entries()

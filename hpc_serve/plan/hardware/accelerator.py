@@ -5,9 +5,9 @@ The facts come from the catalogue. cluster.py describes the machines made of acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog import accelerator_entry
@@ -15,6 +15,10 @@ from hpc_serve.sizes import GIB
 
 AcceleratorKind = Literal["gpu", "tpu", "cpu"]
 LinkTopology = Literal["mesh", "pairs"]
+_RATES = (
+    *("label_bytes", "total_bytes", "bandwidth_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"),
+    *("gpus_per_node", "max_cuda_graph_batch"),
+)
 _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 
@@ -43,6 +47,7 @@ class AcceleratorSpec:
     gpus_per_node_of_many: int | None = None
     slices: tuple[str, ...] = ()
     link_topology: LinkTopology | None = None
+    cores_in_slice_names: int = 1
     default_max_num_batched_tokens: int | None = None
     has_small_batch_defaults: bool = False
     max_cuda_graph_batch: int = 512
@@ -81,3 +86,33 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
     facts = {name: entry[name] for name in AcceleratorSpec.__dataclass_fields__ if name in entry}
     facts |= {name: tuple(entry.get(name, ())) for name in ("slices", "source")}
     return AcceleratorSpec(**facts | {"label_bytes": entry["label_bytes"] or total, "total_bytes": total})
+
+
+def least_of(devices: Sequence[AcceleratorSpec]) -> AcceleratorSpec:
+    """What one engine can count on where its GPUs are of several kinds: of each figure the least.
+
+    Ranks have equal shares and wait for each other, so the smallest memory and the slowest rate decide. Raises
+    InvalidRequestError for other accelerators than GPUs, and for GPUs of several vendors.
+    """
+    first = devices[0]
+    if any(device.kind != "gpu" or device.vendor != first.vendor for device in devices):
+        raise InvalidRequestError(
+            "Only GPUs of one vendor can be one engine's: name one accelerator, or --compare them."
+        )
+
+    def least(name: str) -> Any:
+        values = [getattr(device, name) for device in devices]
+        return None if None in values else min(values)
+
+    types = set.intersection(*(set(device.dense_flops) for device in devices))
+    return replace(
+        first,
+        name=",".join(device.name for device in devices),
+        product=" and ".join(device.product for device in devices),
+        dense_flops={type_: min(device.dense_flops[type_] for device in devices) for type_ in sorted(types)},
+        link_topology=next((device.link_topology for device in devices if device.link_topology), None),
+        has_small_batch_defaults=any(device.has_small_batch_defaults for device in devices),
+        has_symmetric_memory=all(device.has_symmetric_memory for device in devices),
+        is_script_tested=False,
+        **{name: least(name) for name in _RATES},
+    )

@@ -1,5 +1,5 @@
-"""The machines to plan for, and the names people give them: a GPU (`h100`), a TPU slice (`v5e:4x4`), the sockets of a
-CPU node (`cpu-spr-2s`).
+"""The machines to plan for, and the names people give them: a GPU (`h100`), a TPU slice (`v5e:4x4`, `v5e-16`), the
+sockets of a CPU node (`cpu-spr-2s`), GPUs of several kinds (`a100-80gb,h100-pcie-80gb`).
 
 One engine uses a slice, or a node named with its sockets, as a whole. Of other nodes an engine takes what it needs.
 """
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import accelerator_entry
-from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator
-from hpc_serve.plan.hardware.tpu import chip_count
+from hpc_serve.plan.catalog import accelerator_entry, is_accelerator
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec, accelerator, least_of
+from hpc_serve.plan.hardware.tpu import chip_count, same_slice, slice_with
 
 DEFAULT_GPU = "h100-80gb"
 """The GPU that is planned for where nobody names one."""
 
+_NUMBERED = re.compile(r"(.+)-(\d+)")
 _SOCKETS = re.compile(r"(.+?)[-:](\d+)s")
 
 
@@ -66,6 +67,10 @@ def cluster_named(
     >>> slice.num_nodes, slice.gpus_per_node
     (4, 4)
     """
+    if "," in name:
+        parts = [part.strip() for part in name.split(",") if part.strip()]
+        device = least_of([accelerator(part, total_bytes=total_bytes) for part in parts])
+        return ClusterSpec(accelerator=device, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
     base, count = _split(name)
     device = accelerator(base, total_bytes=total_bytes)
     if count is None:
@@ -130,9 +135,22 @@ def _split(name: str) -> tuple[str, int | None]:
             raise InvalidRequestError(f"{name}: a node has 1 to 8 sockets.")
         return sockets[1], int(sockets[2])
     base, colon, topology = name.partition(":")
-    if not colon:
-        return name, None
-    known = accelerator(base, total_bytes=1).slices
-    if topology not in known:
-        raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
-    return base, chip_count(topology)
+    if colon:
+        known = accelerator(base, total_bytes=1).slices
+        if not same_slice(topology, known):
+            raise InvalidRequestError(f"{base} has no slice {topology!r}: use {', '.join(known) or 'no topology'}.")
+        return base, chip_count(topology)
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered and not is_accelerator(name) and is_accelerator(numbered[1]):
+        return _numbered_slice(name, numbered[1], int(numbered[2]))
+    return name, None
+
+
+def _numbered_slice(name: str, base: str, number: int) -> tuple[str, int | None]:
+    """A slice by Google's name for it: `v6e-8` has eight chips, `v5p-8` and `v4-8` have eight cores, two to a chip."""
+    device = accelerator(base, total_bytes=1)
+    chips = number // device.cores_in_slice_names
+    if device.kind != "tpu" or slice_with(device, chips) is None or number % device.cores_in_slice_names:
+        offered = [f"{base}-{device.cores_in_slice_names * chip_count(topology)}" for topology in device.slices]
+        raise InvalidRequestError(f"{name} is not offered: use {', '.join(offered) or base}.")
+    return base, chips

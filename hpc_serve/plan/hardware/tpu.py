@@ -23,6 +23,15 @@ def chip_count(topology: str) -> int:
     return math.prod(int(side) for side in topology.split("x"))
 
 
+def same_slice(topology: str, known: tuple[str, ...]) -> str | None:
+    """The slice of that list with these sides in any order, or None.
+
+    >>> same_slice("4x2", ("2x2", "2x4"))
+    '2x4'
+    """
+    return next((name for name in known if sorted(name.split("x")) == sorted(topology.split("x"))), None)
+
+
 def split_axes(topology: str) -> int:
     """How many sides of a slice have more than one chip. A model can be split along these."""
     return sum(int(side) > 1 for side in topology.split("x"))
