@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from hpc_serve.cli.values import Duration, Replicas, Size
+from hpc_serve.cli.values import Context, Duration, Replicas, Size
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.submit.request import Backend, Cluster
@@ -67,7 +67,12 @@ _PLAN_OPTIONS = (
     ),
     click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer."),
     click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to."),
-    click.option("--max-model-len", type=int, metavar="TOKENS", help="Longest context [default: the model's]."),
+    click.option(
+        "--max-model-len",
+        type=Context(),
+        metavar="TOKENS",
+        help="Longest context: 131072, 128k; auto: as long as fits those machines [default: the model's].",
+    ),
     click.option(
         "--target",
         metavar="WHAT",

@@ -16,7 +16,7 @@ from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.report.as_json import no_plan_json, plan_json
+from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import speed_json
 from hpc_serve.sizes import GIB
@@ -29,7 +29,11 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
     if result.plan is not None:
         found = result.estimates()
-        return {**plan_json(result.plan, result.model), "performance": speed_json(found) if found else None}
+        return {
+            **plan_json(result.plan, result.model),
+            "performance": speed_json(found) if found else None,
+            "contexts": [contexts_json(one) for one in result.contexts],
+        }
     assert result.error is not None
     return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
 
@@ -52,6 +56,7 @@ def print_plan(result: PlanResult, *, note: str | None = None) -> None:
     console.print()
     for reason in chosen.reasons:
         console.print(Text(f"- {reason}"))
+    _print_contexts(console, result)
     _print_sharing(console, result)
     console.print()
     print_speed(console, result)
@@ -126,6 +131,27 @@ def _candidate_table(chosen: ServePlan) -> Table:
             Text(candidate.reason),
         )
     return table
+
+
+def _print_contexts(console: Console, result: PlanResult) -> None:
+    """Which context each layout holds, by requests of that length at once, where `--max-model-len auto` asks for it."""
+    if not result.contexts:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    counts = [str(count) for count, _ in result.contexts[0].by_requests]
+    for heading in ("TP", "PP", "NODES", f"{counts[0]} AT ONCE", *counts[1:]):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for found in result.contexts:
+        layout = found.layout
+        table.add_row(
+            str(layout.tensor_parallel_size),
+            str(layout.pipeline_parallel_size),
+            f"{layout.num_nodes} x {layout.gpus_per_node}",
+            *(f"{length:,}" if length else "-" for _, length in found.by_requests),
+        )
+    console.print()
+    console.print(Text("Longest context by layout, for so many requests of that length at once:"))
+    console.print(table)
 
 
 def _print_sharing(console: Console, result: PlanResult) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.bounds import parse_replicas
+from hpc_serve.vllm.options import read_size
 
 if TYPE_CHECKING:
     _IntType = click.ParamType[int]
@@ -29,6 +31,22 @@ class Size(_IntType):
             return parse_size(value)
         except InvalidRequestError as error:
             self.fail(str(error), param, ctx)
+
+
+class Context(_IntType):
+    """Tokens: 131072, 128k (128,000) or 128K (131,072) as vLLM reads them, or auto: as many as fit."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if value == "auto":
+            return LONGEST_THAT_FITS
+        try:
+            return read_size(value)
+        except ValueError:
+            self.fail(f"{value!r} is no number of tokens: write 131072, 128k, or auto for as many as fit.", param, ctx)
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on

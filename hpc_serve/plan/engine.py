@@ -17,6 +17,8 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorKind, AcceleratorSpec
 from hpc_serve.sizes import GIB
 
 PINNED_VERSION = "0.32.0"
+LONGEST_THAT_FITS = -1
+"""The context for `--max-model-len auto`, as vLLM writes it: the model's, or as long as the machines hold."""
 Arrivals = Literal["steady", "burst"]
 """How requests come: always so many in flight, or all at once and then no more."""
 _POSITIVE = (
@@ -175,7 +177,7 @@ class Workload:
     request_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_model_len is not None and self.max_model_len < 1:
+        if self.max_model_len not in (None, LONGEST_THAT_FITS) and self.max_model_len < 1:
             raise InvalidRequestError(f"max_model_len is {self.max_model_len}: it must be at least 1.")
         if self.concurrency < 1:
             raise InvalidRequestError(f"concurrency is {self.concurrency}: it must be at least 1.")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
+from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
-from hpc_serve.plan.engine import Arrivals, EngineConfig, Workload
+from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model, option_notes
@@ -69,7 +70,10 @@ class FoundParts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """A plan, or the error that says why there is none, and what both were made from."""
+    """A plan, or the error that says why there is none, and what both were made from.
+
+    `contexts` are the longest ones by layout, where `--max-model-len auto` asked for them.
+    """
 
     inputs: PlanInputs
     plan: ServePlan | None
@@ -77,6 +81,7 @@ class PlanResult:
     note: str | None
     traffic: Traffic
     usd_per_gpu_hour: float | None = None
+    contexts: tuple[LayoutContexts, ...] = ()
 
     @property
     def model(self) -> ModelSpec:
@@ -116,22 +121,17 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     other or the model.
     """
     found = replace(found, model=loaded_model(found.model, asked.engine))
-    inputs = PlanInputs(
-        model=found.model,
-        cluster=found.cluster,
-        engine=asked.engine,
-        workload=asked.workload,
-        max_model_len=asked.workload.max_model_len or found.model.max_model_len,
-    )
+    inputs, contexts = _inputs(asked, found)
     traffic = _traffic(asked, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + traffic.output_tokens
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
-    reasons: list[str] = []
+    reasons = _context_reasons(inputs, contexts)
     cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
     try:
         if asked.target is not None:
-            cluster, engine, workload, reasons = _for_target(inputs, traffic, parse_speed_target(asked.target))
+            cluster, engine, workload, speed = _for_target(inputs, traffic, parse_speed_target(asked.target))
+            reasons += speed
             traffic = replace(traffic, concurrency=workload.concurrency)
             inputs = replace(inputs, engine=engine)
         chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
@@ -146,7 +146,44 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         note=found.note,
         traffic=traffic,
         usd_per_gpu_hour=asked.usd_per_gpu_hour,
+        contexts=tuple(contexts),
     )
+
+
+def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[LayoutContexts]]:
+    """What the plan is made from, and for `--max-model-len auto` the longest contexts by layout.
+
+    The context is then the model's, or where the machines asked for do not hold it, the longest of any layout there.
+    """
+    whole = found.model.max_model_len
+    is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
+    workload = replace(asked.workload, max_model_len=None) if is_auto else asked.workload
+    inputs = PlanInputs(
+        model=found.model,
+        cluster=found.cluster,
+        engine=asked.engine,
+        workload=workload,
+        max_model_len=workload.max_model_len or whole,
+    )
+    if not is_auto:
+        return inputs, []
+    one = inputs.for_one_replica()
+    contexts = contexts_by_layout(one, one.cluster.num_nodes or 1)
+    longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
+    if one.cluster.num_nodes and longest < whole:
+        workload = replace(workload, max_model_len=longest)
+        inputs = replace(inputs, workload=workload, max_model_len=longest)
+    return inputs, contexts
+
+
+def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list[str]:
+    """What `--max-model-len auto` chose, where it is not the model's own context."""
+    if not contexts or inputs.max_model_len == inputs.model.max_model_len:
+        return []
+    return [
+        f"--max-model-len {inputs.max_model_len}: of the model's {inputs.model.max_model_len:,} tokens, as many as "
+        "these machines hold for one request."
+    ]
 
 
 def _left_out(model: ModelSpec) -> str | None:

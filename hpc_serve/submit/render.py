@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
@@ -235,7 +236,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
         "--tensor-parallel-size": request.tensor_parallel_size,
         "--pipeline-parallel-size": request.pipeline_parallel_size,
-        "--max-model-len": request.max_model_len,
+        "--max-model-len": "auto" if request.max_model_len == LONGEST_THAT_FITS else request.max_model_len,
         "--concurrency": request.concurrency if request.concurrency > 1 else None,
         "--target": request.target,
         "--input-tokens": request.input_tokens,

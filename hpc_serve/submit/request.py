@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.engine import Arrivals
+from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
@@ -164,7 +164,7 @@ class ServeRequest:
         check_elastic(self.replicas, self.max_replicas, self.idle_stop_s)
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < 1 and (name, value) != ("max_model_len", LONGEST_THAT_FITS):
                 option = name.removeprefix("num_").replace("_", "-")
                 raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
         if self.engine_restarts is not None and self.engine_restarts < 0:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
+from hpc_serve.plan.choice.contexts import CONTEXT_STEP, longest_context
 from hpc_serve.plan.choice.layout import Layout, layouts, layouts_on
 from hpc_serve.plan.hardware.cluster import whole_cluster
 from hpc_serve.plan.hardware.tpu import chip_count
@@ -18,7 +19,6 @@ from hpc_serve.plan.model.scheme import FP8_TENSOR, Scheme, int_groups
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.model.weights import Linear, Weight
 
-_CONTEXT_STEP = 1024
 _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
     ("fp8", "fp8 weights", FP8_TENSOR),
     ("gptq", "a checkpoint quantised to 4 bits", int_groups(4, 128, False)),
@@ -38,8 +38,32 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[str]:
         _shorter_context(inputs, nearest),
         _smaller_cache(inputs, nearest),
         _smaller_weights(inputs),
+        _several_at_once(inputs, nearest),
     )
     return [text for text in tries if text]
+
+
+def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+    """Smaller weights with a shorter context, where neither helps alone; with a smaller cache, where it is longer so.
+
+    A context below a quarter of the one asked for is not worth a smaller cache or another checkpoint.
+    """
+    if inputs.model.quantization.method != "none" or _smaller_weights(inputs) or _shorter_context(inputs, nearest):
+        return None
+    most = max((layout.num_nodes for layout in nearest), default=0)
+    there = list(layouts_on(most, inputs.cluster, inputs.engine)) if most else []
+    small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
+    for method, gives, scheme in _QUANTIZATIONS if there else ():
+        if scheme is FP8_TENSOR and inputs.cluster.accelerator.kind == "cpu":
+            continue  # vLLM 0.32 has no fp8 kernels for CPUs
+        for tried, cache in ((inputs, ""), (small, " --kv-cache-dtype fp8")):
+            if cache and not _has_plain_cache(inputs):
+                continue
+            found = replace(tried, model=_quantized(inputs.model, scheme))
+            longest, layout = max(((longest_context(found, one), one) for one in there), key=lambda item: item[0])
+            if longest >= max(CONTEXT_STEP, inputs.max_model_len // 4, inputs.workload.request_tokens or 1):
+                return f"--quantization {method}{cache} --max-model-len {longest} ({gives}: {_sizes(layout)})"
+    return None
 
 
 def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
@@ -115,27 +139,19 @@ def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
 
 
 def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
-    longest = max((_longest(inputs, layout) for layout in nearest), default=0)
-    return f"--max-model-len {longest}" if longest >= max(_CONTEXT_STEP, inputs.workload.request_tokens or 1) else None
-
-
-def _longest(inputs: PlanInputs, layout: Layout) -> int:
-    """The longest context that fits, in steps of 1,024 tokens. 0 where not even one step fits."""
-    low, high = 0, inputs.max_model_len // _CONTEXT_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if replace(inputs, max_model_len=middle * _CONTEXT_STEP).evaluate(layout).verdict == "fits":
-            low = middle
-        else:
-            high = middle - 1
-    return low * _CONTEXT_STEP
+    longest = max((longest_context(inputs, layout) for layout in nearest), default=0)
+    return f"--max-model-len {longest}" if longest >= max(CONTEXT_STEP, inputs.workload.request_tokens or 1) else None
 
 
 def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
-    if kv_cache_dtype(inputs.model, inputs.engine) not in ("bfloat16", "float16"):
+    if not _has_plain_cache(inputs):
         return None
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
     return "--kv-cache-dtype fp8" if any(small.evaluate(layout).verdict == "fits" for layout in nearest) else None
+
+
+def _has_plain_cache(inputs: PlanInputs) -> bool:
+    return kv_cache_dtype(inputs.model, inputs.engine) in ("bfloat16", "float16")
 
 
 def _smaller_weights(inputs: PlanInputs) -> str | None:

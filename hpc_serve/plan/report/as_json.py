@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_serve.plan.choice.candidates import Candidate
+from hpc_serve.plan.choice.contexts import LayoutContexts
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
@@ -64,6 +65,14 @@ def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -
         "reasons": str(error).splitlines(),
         "candidates": [_candidate(candidate) for candidate in error.candidates],
         "remedies": list(error.suggestions),
+    }
+
+
+def contexts_json(found: LayoutContexts) -> dict[str, Any]:
+    """The longest contexts of one layout. 0: none."""
+    return {
+        **_sizes(found.layout),
+        "by_requests": [{"at_once": count, "max_model_len": length} for count, length in found.by_requests],
     }
 
 

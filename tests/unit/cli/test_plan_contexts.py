@@ -1,0 +1,76 @@
+"""`--max-model-len auto|128k`, and suggestions of several options at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hpc_serve.cli.main import run
+
+FOUR = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "4")
+TWO = ("70b", "--gpu", "a100-40gb", "--nodes", "1", "--gpus-per-node", "2")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert run(["plan", *words, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(("word", "length"), [("128k", 128_000), ("8K", 8192), ("8192", 8192)])
+def test_contexts_are_written_as_for_vllm(capsys: pytest.CaptureFixture[str], word: str, length: int) -> None:
+    assert planned(capsys, "8b", "--max-model-len", word)["max_model_len"] == length
+
+
+@pytest.mark.parametrize("word", ["many", "128kb", "-2", "0", "1.5.k"])
+def test_what_is_no_context(word: str) -> None:
+    assert run(["plan", "8b", "--max-model-len", word]) == 2
+
+
+def test_auto_is_the_longest_context_that_the_machines_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *FOUR, "--max-model-len", "auto")
+    length = found["max_model_len"]
+    assert 1024 < length < 131072
+    assert found["vllm_args"][found["vllm_args"].index("--max-model-len") + 1] == str(length)
+    assert found["reasons"][0].startswith(f"--max-model-len {length}: ")
+    assert planned(capsys, *FOUR, "--max-model-len", str(length))["fits"]
+    assert not planned(capsys, *FOUR, "--max-model-len", str(length + 1024), code=3)["fits"]
+
+
+def test_auto_is_the_models_own_context_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "8b", "--max-model-len", "auto")["max_model_len"] == 131072
+    assert planned(capsys, "8b")["contexts"] == []
+
+
+def test_every_layout_with_its_contexts_is_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *FOUR, "--max-model-len", "auto")["contexts"]
+    assert len(found) >= 2
+    for layout in found:
+        lengths = [entry["max_model_len"] for entry in layout["by_requests"]]
+        assert lengths == sorted(lengths, reverse=True)
+        sizes = ("-tp", str(layout["tensor_parallel_size"]), "-pp", str(layout["pipeline_parallel_size"]))
+        for entry in layout["by_requests"][:2]:
+            if entry["max_model_len"]:
+                words = (*FOUR, *sizes, "--concurrency", str(entry["at_once"]))
+                again = planned(capsys, *words, "--max-model-len", str(entry["max_model_len"]))
+                assert again["remedies"] == []
+    assert run(["plan", *FOUR, "--max-model-len", "auto"]) == 0
+    assert "Longest context by layout" in capsys.readouterr().out
+
+
+def test_options_that_help_only_together_are_suggested_together(capsys: pytest.CaptureFixture[str]) -> None:
+    (both,) = (text for text in planned(capsys, *TWO, code=3)["remedies"] if text.startswith("--quantization"))
+    words = both.partition(" (")[0].split()
+    assert words[::2] == ["--quantization", "--max-model-len"]
+    assert planned(capsys, *TWO, *words)["max_model_len"] == int(words[3])
+    assert planned(capsys, *TWO, *words[:2], code=3)["fits"] is False
+    assert planned(capsys, *TWO, *words[2:], code=3)["fits"] is False
+
+
+def test_render_keeps_the_word_and_serves_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["render", *FOUR, "--max-model-len", "auto"]) == 0
+    script = capsys.readouterr().out
+    assert "--max-model-len auto" in script
+    assert "--max-model-len -1" not in script
