@@ -11,6 +11,14 @@ from rich.text import Text
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.report.speed import accuracy_text, arrivals_text, explain_lines, knee_text, waiting_text
 
+_WIDE = 80
+"""Columns of a terminal from which the table has all its columns and wide gaps."""
+
+
+def table_padding(console: Console) -> tuple[int, int]:
+    """Blank lines and columns about each cell of a table with many columns."""
+    return (0, 1) if console.width >= _WIDE else (0, 0)
+
 
 def print_speed(console: Console, result: PlanResult) -> None:
     """The table: what to expect, and the ideal beside it."""
@@ -19,8 +27,10 @@ def print_speed(console: Console, result: PlanResult) -> None:
         console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
         return
     unit = result.accelerator.unit.upper()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", f"PER {unit}", *(("PER $",) if usd else ())):
+    has_each = not usd or console.width >= _WIDE
+    table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
+    each = (f"PER {unit}",) if has_each else ()
+    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", *each, *(("PER $",) if usd else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("BOUND BY", no_wrap=True)
     for estimate in found:
@@ -32,15 +42,15 @@ def print_speed(console: Console, result: PlanResult) -> None:
             _time(expected.tpot_s),
             f"{expected.output_tokens_per_s:,.0f}",
             f"{estimate.ideal.output_tokens_per_s:,.0f}",
-            f"{estimate.output_tokens_per_s_per_gpu:,.0f}",
+            *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
             *dollar,
             estimate.bound,
         )
-    each = " of each replica" if result.chosen.replicas > 1 else ""
+    whose = " of each replica" if result.chosen.replicas > 1 else ""
     console.print(
         Text(
-            f"Speed to expect{each}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} out, "
-            f"{arrivals_text(traffic)} ({accuracy_text(traffic, result.accelerator.kind)}; "
+            f"Speed to expect{whose}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} "
+            f"out, {arrivals_text(traffic)} ({accuracy_text(traffic, result.accelerator.kind)}; "
             "--explain shows the factors):"
         )
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation
+from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation, table_padding
 from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
 from hpc_serve.plan.make import PlanResult
@@ -98,7 +98,8 @@ def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
     ]
     console.print(Text(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:"))
     bar = Text("  ")
-    for width, (_, _, colour, mark) in zip(_widths([size for _, size, _, _ in parts]), parts):
+    widths = _widths([size for _, size, _, _ in parts], min(_BAR_WIDTH, console.width - 2))
+    for width, (_, _, colour, mark) in zip(widths, parts):
         bar.append(mark * width, style=colour)
     console.print(bar)
     for name, size, colour, mark in parts:
@@ -107,11 +108,11 @@ def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
             console.print(Text(f"  {mark} ", style=colour).append(f"{name:12}{_gib(size):>8} GiB {share:5.1f} %"))
 
 
-def _widths(sizes: list[int]) -> list[int]:
+def _widths(sizes: list[int], columns: int) -> list[int]:
     """Columns of the bar for each size, at least one for what is there; they add up to the bar."""
     total = sum(sizes)
-    widths = [max(1, round(_BAR_WIDTH * size / total)) if size else 0 for size in sizes]
-    widths[widths.index(max(widths))] += _BAR_WIDTH - sum(widths)
+    widths = [max(1, round(columns * size / total)) if size else 0 for size in sizes]
+    widths[widths.index(max(widths))] += columns - sum(widths)
     return widths
 
 
@@ -164,7 +165,7 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
     sentence = compare_sharing(ways, result.inputs.max_model_len)
     if sentence is None:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
     for heading in ("REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"):
         table.add_column(heading, justify="right", no_wrap=True)
     for way in ways:

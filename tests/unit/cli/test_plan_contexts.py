@@ -74,3 +74,15 @@ def test_render_keeps_the_word_and_serves_the_number(capsys: pytest.CaptureFixtu
     script = capsys.readouterr().out
     assert "--max-model-len auto" in script
     assert "--max-model-len -1" not in script
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("words", [("405b", "--nodes", "2"), ("8b", "--usd-per-gpu-hour", "2"), FOUR])
+def test_nothing_of_a_plan_is_cut_off(
+    columns: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(["plan", *words, "--max-model-len", "auto"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("…" in line for line in lines)
+    assert all(len(line) <= columns for line in lines if not line.startswith("vllm serve"))
