@@ -17,7 +17,7 @@ _SECRET_NAME = (
     r"private_?-?key)"
 )
 _NAMED = re.compile(
-    rf"(?P<name>[\w.-]*{_SECRET_NAME}[\w.-]*)(?P<between>[\"']?\s*(?:=|:|\s)\s*[\"']?)(?:(?:Bearer|Basic)\s+)?"
+    rf"(?P<name>{_SECRET_NAME}[\w.-]{{0,64}})(?P<between>[\"']?\s*(?:=|:|\s)\s*[\"']?)(?:(?:Bearer|Basic)\s+)?"
     rf"(?P<value>[^\s\"',;)}}\]]{{{_LEAST_LENGTH},}})",
     re.IGNORECASE,
 )
@@ -25,7 +25,7 @@ _NO_SECRET = re.compile(r"(?:true|false|none|null|auto|[\d.,]+|\$\{?\w+\}?)", re
 _WORD = re.compile(r"[A-Za-z]+[.,]?")
 _NAME_OF_PATH = re.compile(r"(?:path|file|dir|folder)$", re.IGNORECASE)
 _SHAPES = (
-    re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL),
+    re.compile(r"-----BEGIN [A-Z0-9 ]{1,64}-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL),
     re.compile(r"\b(?:Bearer|Basic)\s+[\w.~+/=-]{8,}"),
     re.compile(r"\b(?:hf_|api_org_|sk-|nvapi-|glpat-|github_pat_|gh[pousr]_|xox[abprs]-)[\w-]{10,}"),
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
@@ -34,7 +34,9 @@ _SHAPES = (
     # As the keys that hpc-serve makes: 40 or more characters, with small and capital letters and digits.
     re.compile(r"(?<![\w/-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{40,}(?![\w/-])"),
 )
-_IN_URL = re.compile(r"(?P<scheme>\w+://)[^\s/@:]+:[^\s/@]+@")
+_END_OF_WORD = re.compile(r"[\w.-]+$")
+_LONGEST_NAME = 64
+_IN_URL = re.compile(r"(?P<scheme>\b\w{1,20}://)[^\s/@:]+:[^\s/@]+@")
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
@@ -61,7 +63,10 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 def _without_value(found: re.Match[str]) -> str:
     name, value = found["name"], found["value"]
-    is_prose = not found["between"].strip("\"' \t") and not name.startswith("-") and _WORD.fullmatch(value)
+    # The beginning of the name is not part of the pattern: long lines without blanks would take for ever.
+    before = _END_OF_WORD.search(found.string[max(0, found.start() - _LONGEST_NAME) : found.start()])
+    name_begins = (before[0] if before else "") + name
+    is_prose = not found["between"].strip("\"' \t") and not name_begins.startswith("-") and _WORD.fullmatch(value)
     is_path = _NAME_OF_PATH.search(name) and value.startswith("/")
     if HIDDEN in value or is_prose or is_path or _NO_SECRET.fullmatch(value):
         return found[0]

@@ -78,3 +78,8 @@ def test_secrets_of_an_environment_are_known_by_their_names():
     environ = {"HF_TOKEN": "a1", "OPENAI_API_KEY": "b2", "DB_PASS": "c3", "HOME": "/home/u", "MAX_TOKENS": "100"}
     assert sorted(secrets_of(environ)) == ["a1", "b2", "c3"]
     assert base64.b64encode(b"x" * 60).decode() not in redact(f"token: {base64.b64encode(b'x' * 60).decode()}")
+
+
+@pytest.mark.parametrize("text", ["a" * 300_000, "-" * 300_000, "a.b-c_" * 50_000, "token " * 50_000])
+def test_a_long_line_without_blanks_takes_no_more_than_its_length(text):
+    assert redact(text) == text
