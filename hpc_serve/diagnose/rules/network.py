@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "nccl-timeout",
-        r"[Ww]atchdog caught collective operation timeout.*?(?:OpType=(?P<operation>\w+))?.*?"
+        r"[Ww]atchdog caught collective operation timeout(?:.{0,80}?OpType=(?P<operation>\w+))?.{0,300}?"
         r"ran for (?P<ms>\d+) milliseconds",
         "a rank waited {ms} ms for the others in a collective operation[[ ({operation})]]",
         "Another rank died or stands still; look at the other nodes' logs for what it met first. If none did, the "
