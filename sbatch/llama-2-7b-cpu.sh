@@ -34,10 +34,10 @@ fi
 source "$environment/bin/activate"
 
 # At TERM and INT the launcher finishes the requests under way, then ends; this shell waits for it.
-cancelled='' signalled='' launcher=''
-trap 'cancelled=yes signalled=yes; [[ -z $launcher ]] || kill -TERM "$launcher" || true' TERM INT
+cancelled='' launcher=''
+trap 'cancelled=yes; [[ -z $launcher ]] || kill -TERM "$launcher" || true' TERM INT
 # Before the time limit, and before a preemption where the site has it so, Slurm sends USR1 to this shell alone.
-trap 'cancelled=yes signalled=yes
+trap 'cancelled=yes
     echo "{\"by\": \"Slurm, before the time limit or a preemption (USR1)\", \"deadline_s\": 100}" \
         >"${HPC_SERVE_DRAIN_REQUEST:-/dev/null}" || true' USR1
 
@@ -60,12 +60,12 @@ for attempt in 1 2 3; do
             --dtype bfloat16 \
         &
     launcher=$!
+    # A signal that came before there was a launcher is passed on now.
+    [[ -z $cancelled ]] || kill -TERM "$launcher" || true
     # A signal ends `wait` before the launcher has ended.
-    signalled=$launcher
-    while [[ -n $signalled ]]; do
-        signalled='' status=0
-        wait "$launcher" || status=$?
-    done
+    while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
+    wait "$launcher" || status=$?
+    [[ $status -ge 0 ]] || status=0  # -1: bash lost it to a signal; a launcher that is told to end ends with 0
     [[ $status -eq 75 && -z $cancelled ]] || break
     echo "hpc-serve: attempt $attempt met a port or folder in use; choosing others" >&2
 done

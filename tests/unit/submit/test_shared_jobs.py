@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -153,9 +154,24 @@ class TestShell:
         calls = tmp_path / "calls"
         wait_for(lambda: calls.exists() and calls.read_text().count("waits") == 2, 60, what="two that wait")
         wait_for(lambda: "launch 1" in calls.read_text(), 60, what="the other one")
+        # bash loses the exit code of a child that ends as a signal comes
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) == 2, 60, what="the end of the other one")
         process.terminate()
         assert process.wait(60) == 6, (tmp_path / "log").read_text()
         assert calls.read_text().count("launch") == 3
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_a_signal_before_there_is_a_launcher_reaches_it_all_the_same(self, tmp_path, replicas):
+        """It comes while the run is prepared."""
+        prepares = 'kill -TERM "${HPC_SERVE_JOB_ID#local-}"; echo "export HPC_SERVE_LOG_DIR=."'
+        (tmp_path / "python").write_text(f"#!/bin/bash\n[[ $1 != -c ]] || {{ {prepares}; exit; }}\nexec sleep 600\n")
+        (tmp_path / "python").chmod(0o755)
+        shared = {"replicas_per_job": replicas, "gpus_per_node": replicas}
+        text = script(cluster="local", environment=Environment(kind="none"), **shared)
+        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, timeout=60, check=False)
+        assert done.returncode in (128 + signal.SIGTERM, 0)  # 0 where bash lost the launcher's own
 
 
 @pytest.mark.parametrize(
