@@ -98,7 +98,8 @@ class Exchange:
         self._watch = watch
         self._origins = origins
         self._request = request
-        self._wait = WaitPolicy(wait or LOST_WAIT_S)
+        self._wait = wait
+        self._waiting: WaitPolicy | None = None
         self._tried: set[str] = set()
         self._lost = 0
         self.sent = 0
@@ -194,7 +195,8 @@ class Exchange:
             yield Call(self._watch.refresh)
             attempt = self._take(self._tried)
         if attempt is None and self._lost:
-            yield WaitForReplica(self._wait)
+            self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
+            yield WaitForReplica(self._waiting)
             attempt = self._take(self._tried) or self._take(frozenset())
         if attempt is None:
             tried = f" ({len(self._tried)} tried)" if self._tried else ""

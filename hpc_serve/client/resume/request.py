@@ -7,6 +7,7 @@ a continuation cannot give: several answers, probabilities, tool calls, a gramma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,9 @@ _RULING_OUT: Mapping[str, Any] = {
 }
 # Wishes that look at what was generated so far. A continuation takes that for its prompt.
 _LOOKING_BACK = ("frequency_penalty", "presence_penalty", "repetition_detection", "bad_words", "watermarking")
+
+# Quotes within a text are escaped, so this is a key wherever it stands: most requests need not be read.
+_MAY_STREAM = re.compile(rb'"stream"\s*:\s*true').search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ class StreamRequest:
 
 def read_request(path: str, content: bytes) -> StreamRequest | None:
     """The request, if it asks for a stream of tokens; None for any other."""
-    if b'"stream"' not in content or not path.endswith(COMPLETIONS):
+    if not path.endswith(COMPLETIONS) or not _MAY_STREAM(content):
         return None
     try:
         body = json.loads(content)

@@ -13,6 +13,7 @@ from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.exchange import Exchange, Send
 from hpc_serve.client.sdk import http
+from hpc_serve.client.wait import WaitPolicy
 from hpc_serve.errors import StreamBrokenError
 from tests.cluster import wait_for
 from tests.support.stub_engine import chat_context, greedy_answer
@@ -256,6 +257,24 @@ def test_a_successor_that_comes_is_waited_for(service, monkeypatch):
     coming.start()
     assert "".join(text_of(chunk.choices[0]) for chunk in stream) == answer(is_chat=False)
     coming.join()
+
+
+def test_the_wait_for_a_successor_begins_when_the_replica_is_lost(service, monkeypatch):
+    """A stream may be longer than the wait: what it took until then does not count."""
+    begun: list[Any] = []
+
+    def policy(wait):
+        begun.append(wait)
+        return WaitPolicy(wait)
+
+    monkeypatch.setattr(exchange, "WaitPolicy", policy)
+    service.start(*MORTAL)
+    stream = connect("405b", max_retries=0).completions.create(**arguments(is_chat=False))
+    next(stream)
+    assert begun == []
+    with pytest.raises(StreamBrokenError, match="no other one is ready"):
+        list(stream)
+    assert begun == [exchange.LOST_WAIT_S]
 
 
 def test_without_resume_a_broken_stream_is_the_sdks_error(service):
