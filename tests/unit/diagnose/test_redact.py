@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import secrets
 
 import pytest
 
@@ -37,8 +36,9 @@ def test_a_secret_is_taken_out_by_its_name_or_its_form(text):
 @pytest.mark.parametrize(
     "text",
     [
-        secrets.token_urlsafe(32) + "Aa1",
-        secrets.token_hex(32),
+        "bpVuxKVNTtd4AvXgxfp9FAE2KBMc2rKQIIH0CxPG0GY",
+        "hrcrmV6h9aVOOycU-1epzqBB_dMHfGVQtMdFRYfE5-Q",
+        "90b983d31126e09b033a4e91d2b82bca345bafeeb1f21807ffcf7ec56bec65c3",
         PEM,
         PEM.replace("PRIVATE KEY", "CERTIFICATE"),
         PEM.rpartition("\n")[0],
