@@ -31,8 +31,8 @@ _SHAPES = (
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"),
     re.compile(r"\b[0-9a-f]{64}\b"),
-    # As the keys that hpc-serve makes: 40 or more characters, with small and capital letters and digits.
-    re.compile(r"(?<![\w/-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)[\w-]{40,}(?![\w/-])"),
+    # As the keys that hpc-serve makes: 43 characters with small and capital letters; of other lengths, with digits too.
+    re.compile(r"(?<![\w/-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?:(?=[\w-]*\d)[\w-]{40,}|[\w-]{43})(?![\w/-])"),
 )
 _END_OF_WORD = re.compile(r"[\w.-]+$")
 _LONGEST_NAME = 64

@@ -38,6 +38,7 @@ def test_a_secret_is_taken_out_by_its_name_or_its_form(text):
     [
         "bpVuxKVNTtd4AvXgxfp9FAE2KBMc2rKQIIH0CxPG0GY",
         "hrcrmV6h9aVOOycU-1epzqBB_dMHfGVQtMdFRYfE5-Q",
+        "KOQJASaUHCBKUoESPnTxidMvBCcgKfuuSvVHe-INwAo",  # no digit: one in 1,500 keys
         "90b983d31126e09b033a4e91d2b82bca345bafeeb1f21807ffcf7ec56bec65c3",
         PEM,
         PEM.replace("PRIVATE KEY", "CERTIFICATE"),
