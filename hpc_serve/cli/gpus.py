@@ -58,11 +58,7 @@ def _described(entry: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
         "memory_bytes": memory,
         "per_node": entry["gpus_per_node"],
         "slices": list(entry.get("slices") or ()),
-        "engine": "CPU"
-        if entry["kind"] == "cpu"
-        else "HPU"
-        if "Gaudi" in entry["product"]
-        else _ENGINES[entry["vendor"]],
+        "engine": _engine(entry),
         "no_script_reason": entry.get("no_script_reason"),
         "is_own": is_own,
     }

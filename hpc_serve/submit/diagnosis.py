@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.diagnose.causes import UNKNOWN, UNKNOWN_CURE, Finding, SeenLine, find_causes, note_lines
 from hpc_serve.diagnose.evidence import LogEvidence
+from hpc_serve.submit.job_status import never_starts
 from hpc_serve.submit.log_files import files_of, places_of
 
 # Of a longer log, so much of its beginning and of its end is read.
@@ -21,8 +22,6 @@ _CHUNK_BYTES = 2**20
 _RECORD = "record"
 _WRONG = ("failed", "unresponsive", "unknown")
 _MAY_GO_WRONG = ("starting",)
-# Slurm's reasons for which a job waits without end (slurm_messages.py).
-_WAITS_FOR_EVER = ("will not start", "will never start", "can no longer", "ever satisfy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,7 @@ def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
 
 
 def _may_be_wrong(status: ReplicaStatus) -> bool:
-    waits_for_ever = status.state == "pending" and any(words in status.reason for words in _WAITS_FOR_EVER)
-    return waits_for_ever or status.state in _WRONG or status.state in _MAY_GO_WRONG
+    return never_starts(status) or status.state in _WRONG or status.state in _MAY_GO_WRONG
 
 
 def choose_replica(found: Sequence[ReplicaStatus]) -> ReplicaStatus:

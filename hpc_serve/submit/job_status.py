@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.rendezvous.elastic import Elastic
 from hpc_serve.submit.slurm import UNKNOWN, JobState
-from hpc_serve.submit.slurm_messages import ended_sentence, pending_sentence
+from hpc_serve.submit.slurm_messages import ended_sentence, pending_cure, pending_sentence
 
 # A job that runs for so long has published a record.
 RECORD_EXPECTED_WITHIN_S = 60.0
@@ -154,3 +154,8 @@ def _no_record(job: JobState, home: Path) -> str:
         f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
         "its script has not come so far, or it has another HPC_SERVE_HOME"
     )
+
+
+def never_starts(status: ReplicaStatus) -> bool:
+    """Whether a job waits in the queue for what only a person can change."""
+    return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))

@@ -21,7 +21,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.elastic_sentence import asleep_sentence
-from hpc_serve.submit.job_status import without_successors
+from hpc_serve.submit.job_status import never_starts, without_successors
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, Partition
 from hpc_serve.submit.slurm_messages import pending_cure
@@ -63,7 +63,7 @@ def wait(
             shown = status
         if len(ready) >= replicas:
             return status
-        if _never_starts(status):
+        if never_starts(status):
             raise ServiceFailedError(_never_starts_report(status))
         if status.is_over and service in report.elastic and report.elastic[service].state == "asleep":
             raise ServiceAsleepError(asleep_sentence(service, report.elastic[service]))
@@ -95,7 +95,7 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
 
     Raises InvalidRequestError if there were never so many.
     """
-    lost = [status for status in found if status.is_over or _never_starts(status)]
+    lost = [status for status in found if status.is_over or never_starts(status)]
     coming = [status for status in found if status not in lost and status.state != "ready"]
     left = len(found) - len(lost)
     if left >= wanted:
@@ -107,10 +107,6 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
         f"{service} has {left} replicas, so {wanted} will not be ready: "
         f"`hpc-serve scale {service} {wanted}` starts more."
     )
-
-
-def _never_starts(status: ReplicaStatus) -> bool:
-    return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))
 
 
 def _never_starts_report(status: ReplicaStatus) -> str:

@@ -24,7 +24,6 @@ from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import stop, wait
 from hpc_serve.submit.sbatch_options import SlurmOptions
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 from tests.support.stubs import StubService, make_record
 
@@ -58,23 +57,11 @@ STATUS_KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """A home, an environment, a Slurm of stand-ins, and no settings of whoever runs the tests."""
-    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_", "HF_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    (tmp_path / "env" / "bin").mkdir(parents=True)
-    (tmp_path / "env" / "bin" / "activate").touch()
-    fake = FakeSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("COLUMNS", "80")
+def place(stand_ins, monkeypatch):
     be_patient(monkeypatch)
     monkeypatch.setattr(wait, "_RECORDS_S", 0.02)
     monkeypatch.setattr(stop, "_RECORDS_S", 0.02)
-    return fake
+    return stand_ins
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import pytest
@@ -11,25 +10,12 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.plan.catalog import accelerator_entries
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import make_record, make_submitted
 
 
 @pytest.fixture(autouse=True)
-def slurm(tmp_path, monkeypatch):
-    """Stand-ins for Slurm, an environment, a home, and no settings of whoever runs the tests."""
-    for name in [name for name in os.environ if name.startswith(("HPC_SERVE_", "OPENAI_", "HF_"))]:
-        monkeypatch.delenv(name)
-    (tmp_path / "env" / "bin").mkdir(parents=True)
-    (tmp_path / "env" / "bin" / "activate").touch()
-    fake = FakeSlurm(tmp_path / "slurm")
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("COLUMNS", "80")
-    return fake
+def slurm(stand_ins):
+    return stand_ins
 
 
 @pytest.fixture

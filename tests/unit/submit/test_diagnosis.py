@@ -70,7 +70,7 @@ def test_a_start_is_wrong_only_for_a_known_cause(logs):
 
 def test_a_job_that_waits_for_ever_says_so(tmp_path):
     reason = "it asks for more nodes than its partition allows; it will not start by itself (PartitionNodeLimit)"
-    found = diagnose_replica(failed(tmp_path, state="pending", reason=reason))
+    found = diagnose_replica(failed(tmp_path, state="pending", reason=reason, pending_reason="PartitionNodeLimit"))
     assert found.cause is not None
     assert found.cause.cause == reason
 
