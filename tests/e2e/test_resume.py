@@ -174,9 +174,9 @@ def kill_under_load(replicas: Replicas, client: Any, asked: list[dict[str, Any]]
     answers = [Answer() for _ in asked]
     with ThreadPoolExecutor(len(asked)) as threads:
         streams = []
-        for count, number in enumerate(STARTED, start=1):
+        for number in STARTED:
             streams.append(threads.submit(stream, client, asked[number], answers[number], begun[number]))
-            wait_for(lambda count=count: taken_by(pool) >= count, 300, what="a replica was chosen", step_s=0.005)
+            wait_for(lambda: taken_by(pool) == len(streams), 300, what="a replica was chosen", step_s=0.005)
         assert all(each.wait(300) for each in begun)
         replicas.kill_engine(replicas.jobs[0])
         for under_way in streams:
