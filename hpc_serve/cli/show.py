@@ -23,6 +23,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
+    from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.status import ReplicaStatus
     from hpc_serve.rendezvous.elastic import Elastic
     from hpc_serve.submit.job_status import StatusReport
@@ -118,10 +119,11 @@ class Stages:
         self._stage, self._stage_began_s = stage, now_s
 
 
-def report_json(report: StatusReport) -> dict[str, Any]:
-    """A report under stable keys."""
+def report_json(report: StatusReport, works: Sequence[ReplicaWork] | None = None) -> dict[str, Any]:
+    """A report under stable keys. `works` says what the engine of each replica does, where they were asked."""
+    asked: Sequence[ReplicaWork | None] = [None] * len(report.replicas) if works is None else works
     return {
-        "services": [status_json(status) for status in report.replicas],
+        "services": [status_json(status, work) for status, work in zip(report.replicas, asked)],
         "problems": list(report.problems),
         "elastic": {service: _elastic_json(elastic) for service, elastic in report.elastic.items()},
     }
@@ -148,14 +150,17 @@ def print_counts(report: StatusReport) -> None:
             click.echo(sentence)
 
 
-def status_json(status: ReplicaStatus) -> dict[str, Any]:
-    """A status under stable keys: ReplicaStatus but what it was derived from, and `name`, `address`, `logs`."""
+def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:
+    """A status under stable keys: ReplicaStatus but what it was derived from, and four more."""
+    from hpc_serve.cli.work_view import work_json
     from hpc_serve.submit.log_files import files_of
 
     keys = dataclasses.asdict(dataclasses.replace(status, record=None, probe=None))
     for name in ("record", "record_age_s", "probe"):
         del keys[name]
-    return keys | {"name": status.name, "address": status.address, "logs": [str(path) for path in files_of(status)]}
+    logs = [str(path) for path in files_of(status)]
+    engine = None if work is None else work_json(status, work)
+    return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
 
 
 def print_table(statuses: Sequence[ReplicaStatus]) -> None:
@@ -178,8 +183,9 @@ def print_table(statuses: Sequence[ReplicaStatus]) -> None:
     console.print(table)
 
 
-def print_details(status: ReplicaStatus) -> None:
-    """All there is to say about one replica."""
+def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:
+    """All there is to say about one replica, and what its engine does, if it was asked."""
+    from hpc_serve.cli.work_view import duration, work_rows
     from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.log_files import files_of, places_of
 
@@ -201,8 +207,10 @@ def print_details(status: ReplicaStatus) -> None:
         "layout": layout,
         "submitted": _when(status.submitted_at) if status.started_at is None else "",
         "started": _when(status.started_at),
+        "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
         "time left": status.time_left or "",
         "successor": status.successor,
+        **(work_rows(status, work) if work is not None else {}),
         "exit code": "" if status.exit_code is None else _exit_code(status.exit_code),
         "logs": "\n".join(map(str, files_of(status) or places_of(status))),
     }

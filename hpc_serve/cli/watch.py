@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpc_serve.client.status import ReplicaStatus
 
 _A_DAY_S = 24 * 3600.0
+_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 
 
 @click.command("status")
@@ -43,12 +44,17 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     if not everything:
         within_s = math.inf if service else _A_DAY_S
         report = replace(report, replicas=tuple(_latest(report.replicas, within_s)))
-    if as_json:
-        show.print_json(show.report_json(report))
-        return
+    works = None
     if service is not None:
-        for status in report.replicas:
-            show.print_details(status)
+        from hpc_serve.client.engine_work import look_for
+
+        works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
+    if as_json:
+        show.print_json(show.report_json(report, works))
+        return
+    if works is not None:
+        for status, work in zip(report.replicas, works):
+            show.print_details(status, work)
     elif report.replicas:
         show.print_table(report.replicas)
     else:

@@ -177,7 +177,7 @@ def _object_of(item: _FieldType) -> _FieldType:
         plural=f"objects of {item.plural}",
         fits=lambda value: isinstance(value, dict) and all(map(item.fits, value.values())),
         read=lambda value, source, path: {
-            name: item.read(each, source, f"{path}.{name}") for name, each in value.items()
+            printable(name): item.read(each, source, f"{path}.{name}") for name, each in value.items()
         },
     )
 

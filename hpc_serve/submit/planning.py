@@ -22,6 +22,11 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
     `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """
+    return plan_service_with_inputs(request, stand_in=stand_in)[0]
+
+
+def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> tuple[ServePlan, PlanResult]:
+    """The same, and the result with what it was made from, which knows how fast the plan is."""
     asked = _plan_request(request)
     if asked.engine.quantization in _NOT_VLLMS:
         raise InvalidRequestError(
@@ -31,7 +36,8 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
     both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
     try:
-        return plan_for(asked, stand_in=stand_in if both_sizes else None).chosen
+        result = plan_for(asked, stand_in=stand_in if both_sizes else None)
+        return result.chosen, result
     except NoLayoutError as error:
         if (per_job := request.replicas_per_job) > 1:
             error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error}",)

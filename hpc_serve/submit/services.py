@@ -28,7 +28,8 @@ from hpc_serve.submit.chain import begins_after_min
 from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.local import process_start_time
-from hpc_serve.submit.planning import plan_service
+from hpc_serve.submit.planned_speed import speed_figures
+from hpc_serve.submit.planning import plan_service_with_inputs
 from hpc_serve.submit.preflight import check_before_plan, check_weights
 from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
@@ -74,7 +75,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     """
     check_before_plan(request, environ)
     windows_of(environ)
-    plan = plan_service(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     weights_note = check_weights(request, plan, environ, ask_hub=ask_hub)
 
     store, service = ServiceStore(default_home(environ)), request.service
@@ -83,7 +84,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(str(request.log_dir)), called="--log-dir")
-    job, elastic = _job_of(request, plan), None
+    job, elastic = _job_of(request, plan, speed_figures(result.estimates())), None
     with _claimed(store, service, plan.model):
         if request.cluster == "local":
             job_id, jobs = _start_locally(store, job, script, log_dir)
@@ -160,7 +161,7 @@ def differences(
     return {job_id: words for job_id, words in found.items() if words}
 
 
-def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
+def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) -> SubmittedJob:
     """What is known of a job before it has an id."""
     return SubmittedJob(
         service=request.service,
@@ -172,7 +173,7 @@ def _job_of(request: ServeRequest, plan: ServePlan) -> SubmittedJob:
         num_nodes=plan.layout.num_nodes,
         gpus_per_node=devices_per_node(plan),
         replicas_per_job=request.replicas_per_job,
-        predicted=_figures(plan),
+        predicted={**_figures(plan), **speed},
         engine_args=engine_words(request, plan),
     )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # What vLLM counts in the engine's own process, a step of its scheduler at a time. The use of the cache grows with each
 # part of a long prompt, the number of tokens read only when a prompt is complete. How many requests run and wait is
 # not among them: other engines count those where requests arrive.
-_STEPS = (
-    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"),
-    "vllm:kv_cache_usage_perc",
-)
+_PROMPT_TOKENS, _GENERATION_TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+_CACHE_USE = "vllm:kv_cache_usage_perc"
+_STEPS = (_PROMPT_TOKENS, _GENERATION_TOKENS, "vllm:iteration_tokens_total_count", _CACHE_USE)
 _RUNNING, _WAITING = _UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? +(?P<value>\S+)")
 
@@ -53,13 +52,53 @@ def requests_running_and_waiting(text: str) -> tuple[int, int] | None:
     return None if running is None or waiting is None else (int(running), int(waiting))
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineWork:
+    """What an engine does, over all of its parts; None: its metrics do not say.
+
+    `running` and `waiting` are requests. The tokens are counted since the engine started. `cache_use` is the share of
+    the KV cache that is in use, of the part that has the least room.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    cache_use: float | None = None
+
+
+def read_work(text: str) -> EngineWork:
+    """What an engine does, by its metrics.
+
+    >>> read_work('vllm:num_requests_running{engine="0"} 2.0\\nvllm:kv_cache_usage_perc{engine="0"} 0.25\\n')
+    EngineWork(running=2, waiting=None, prompt_tokens=None, generation_tokens=None, cache_use=0.25)
+    """
+    sums = _sums(text)
+    running, waiting, prompt, generation = (
+        _total(sums, [name]) for name in (_RUNNING, _WAITING, _PROMPT_TOKENS, _GENERATION_TOKENS)
+    )
+    uses = [value for name, value in _samples(text) if name == _CACHE_USE and math.isfinite(value)]
+    return EngineWork(
+        running=None if running is None else int(running),
+        waiting=None if waiting is None else int(waiting),
+        prompt_tokens=prompt,
+        generation_tokens=generation,
+        cache_use=max(uses, default=None),
+    )
+
+
 def _sums(text: str) -> dict[str, float]:
     """The sum of all samples of each metric."""
     sums: dict[str, float] = {}
+    for name, value in _samples(text):
+        sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
     for line in text.splitlines():
         if (found := _SAMPLE.match(line)) is not None:
-            sums[found["name"]] = sums.get(found["name"], 0.0) + _number(found["value"])
-    return sums
+            yield found["name"], _number(found["value"])
 
 
 def _total(sums: Mapping[str, float], names: Iterable[str]) -> float | None:

@@ -52,6 +52,7 @@ STATUS_KEYS = {
         "measured",
         "predicted",
         "logs",
+        "engine",
     ),
 }
 

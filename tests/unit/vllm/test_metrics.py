@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.metrics import EngineFigures, read_figures, requests_under_way
+from hpc_serve.vllm.metrics import EngineFigures, EngineWork, read_figures, read_work, requests_under_way
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -59,3 +59,15 @@ def test_an_engine_that_counts_no_tokens_has_no_figures():
     assert read_figures("") is None
     stub = TEXT + "vllm:generation_tokens_total 5.0\n"
     assert read_figures(stub) == EngineFigures(under_way=7, steps=(None, 5.0, None, None))
+
+
+def test_work_is_what_the_engine_does_over_all_parts():
+    text = STEPS + 'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+    work = EngineWork(running=3, waiting=4, prompt_tokens=120.0, generation_tokens=5.0, cache_use=0.75)
+    assert read_work(text) == work
+
+
+@pytest.mark.parametrize("value", ["NaN", "many", "+Inf", "1e999"])
+def test_work_that_is_no_number_is_not_known(value):
+    names = ("num_requests_running", "generation_tokens_total", "kv_cache_usage_perc")
+    assert read_work("".join(f"vllm:{name} {value}\n" for name in names)) == EngineWork()

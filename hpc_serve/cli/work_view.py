@@ -1,0 +1,80 @@
+"""What the engine of a replica does, and what its plan expects: lines for people, keys for scripts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpc_serve.submit.planned_speed import planned_request, planned_tokens_per_s
+
+if TYPE_CHECKING:
+    from hpc_serve.client.engine_work import ReplicaWork
+    from hpc_serve.client.status import ReplicaStatus
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:
+    """The lines of a replica's details, by their names; none for one that has ended or has not begun."""
+    if not work.is_known:
+        return {"requests": f"not known: {work.problem}"} if status.state in ("ready", "draining") else {}
+    now = work.now
+    running, waiting = ("?" if count is None else f"{count:,}" for count in (now.running, now.waiting))
+    rows = {"requests": f"{running} running, {waiting} waiting", "tokens/s": _speed(work), "planned": ""}
+    if work.in_flight:
+        rows["planned"] = _planned(status, work.in_flight)
+    if now.generation_tokens is not None:
+        prompts = "" if now.prompt_tokens is None else f", {now.prompt_tokens:,.0f} of prompts"
+        rows["tokens"] = f"{now.generation_tokens:,.0f} generated{prompts}, since its engine started"
+    if now.cache_use is not None:
+        rows["KV cache"] = f"{100 * now.cache_use:.1f} % in use"
+    return rows
+
+
+def _speed(work: ReplicaWork) -> str:
+    if work.over_s is None or work.generation_tokens_per_s is None:
+        return "" if work.in_flight else "none: no request runs"
+    prompts = work.prompt_tokens_per_s
+    of_prompts = "" if prompts is None else f", {prompts:,.0f} of prompts"
+    return f"{work.generation_tokens_per_s:,.0f} generated{of_prompts}, over {work.over_s:.1f} s"
+
+
+def _planned(status: ReplicaStatus, in_flight: int) -> str:
+    expected, request = planned_tokens_per_s(status.predicted, in_flight), planned_request(status.predicted)
+    if expected is None or request is None:
+        return "no speed: the plan was not written down when this job was submitted, or knows none of this accelerator"
+    of_what = f", of {status.model}, not of what stands in for it" if status.stand_in else ""
+    return (
+        f"{expected:,.0f} generated with {in_flight:,} in flight, of {request[0]:,} tokens in and {request[1]:,} "
+        f"out{of_what}"
+    )
+
+
+def work_json(status: ReplicaStatus, work: ReplicaWork) -> dict[str, Any]:
+    """The same under stable keys; null is what is not known."""
+    now, in_flight = work.now, work.in_flight
+    return {
+        "requests_running": now.running,
+        "requests_waiting": now.waiting,
+        "prompt_tokens": now.prompt_tokens,
+        "generation_tokens": now.generation_tokens,
+        "prompt_tokens_per_s": work.prompt_tokens_per_s,
+        "generation_tokens_per_s": work.generation_tokens_per_s,
+        "over_s": work.over_s,
+        "kv_cache_use": now.cache_use,
+        "planned_generation_tokens_per_s": planned_tokens_per_s(status.predicted, in_flight) if in_flight else None,
+        "problem": work.problem or None,
+    }
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units.
+
+    >>> duration(7500)
+    '2 h 5 min'
+    """
+    left, words = max(0, int(seconds)), list[str]()
+    for unit_s, unit in _UNITS:
+        if left >= unit_s or (unit == "s" and not words):
+            words.append(f"{left // unit_s} {unit}")
+            left %= unit_s
+    return " ".join(words[:2])

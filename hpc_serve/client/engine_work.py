@@ -1,0 +1,170 @@
+"""Asks engines for their metrics, and says what each does: requests, tokens a second, use of the cache.
+
+Tokens a second are the difference of two looks. Whether a replica is ready is not decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hpc_serve.client.probe import PROBE_TIMEOUT_S, in_background
+from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.errors import HpcServeError
+from hpc_serve.trust.connection import Identity, VerifiedConnection
+from hpc_serve.vllm.metrics import EngineWork, read_work
+
+_MOST_BYTES = 8 << 20
+_READ_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaWork:
+    """What the engine of a replica does. Of an engine that could not be asked, `problem` says why.
+
+    The rates are tokens a second over the last `over_s` seconds; None: there is one look so far.
+    """
+
+    now: EngineWork = field(default_factory=EngineWork)
+    over_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    generation_tokens_per_s: float | None = None
+    problem: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return self.now != EngineWork()
+
+    @property
+    def in_flight(self) -> int | None:
+        """Requests that run or wait."""
+        if self.now.running is None or self.now.waiting is None:
+            return None
+        return self.now.running + self.now.waiting
+
+
+@dataclass(frozen=True)
+class _Look:
+    work: EngineWork
+    at_s: float
+
+
+class WorkWatch:
+    """Looks at the engines of replicas, and remembers the last look at each. For one thread at a time."""
+
+    def __init__(
+        self,
+        read_api_key: Callable[[str], str],
+        *,
+        timeout_s: float = PROBE_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read_api_key = read_api_key
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._last: dict[tuple[str, ...], _Look] = {}
+
+    def look(self, statuses: Sequence[ReplicaStatus]) -> list[ReplicaWork]:
+        """What each of the replicas does now, in their order. All are asked at the same time."""
+        answers: queue.SimpleQueue[tuple[int, EngineWork | str, float]] = queue.SimpleQueue()
+
+        def ask(place: int, status: ReplicaStatus, api_key: str) -> None:
+            answers.put((place, _ask(status, api_key, self._timeout_s), self._clock()))
+
+        found = [ReplicaWork(problem=_why_not(status)) for status in statuses]
+        asked = []
+        for place, status in enumerate(statuses):
+            if found[place].problem:
+                continue
+            try:
+                in_background(ask, place, status, self._read_api_key(status.service))
+            except HpcServeError as error:
+                found[place] = ReplicaWork(problem=str(error))
+                continue
+            found[place] = ReplicaWork(problem="its engine's /metrics did not answer in time")
+            asked.append(place)
+        # Connecting, the proof and reading may each take `timeout_s`.
+        ends_at_s = time.monotonic() + 2 * self._timeout_s
+        with contextlib.suppress(queue.Empty):
+            for _ in asked:
+                place, answer, at_s = answers.get(timeout=max(ends_at_s - time.monotonic(), 0.001))
+                found[place] = self._noted(statuses[place], answer, at_s)
+        self._last = {key: self._last[key] for key in map(_key, statuses) if key in self._last}
+        return found
+
+    def _noted(self, status: ReplicaStatus, answer: EngineWork | str, at_s: float) -> ReplicaWork:
+        if isinstance(answer, str):
+            return ReplicaWork(problem=answer)
+        last, self._last[_key(status)] = self._last.get(_key(status)), _Look(answer, at_s)
+        if last is None or at_s <= last.at_s:
+            return ReplicaWork(now=answer)
+        over_s = at_s - last.at_s
+        return ReplicaWork(
+            now=answer,
+            over_s=over_s,
+            prompt_tokens_per_s=_rate(last.work.prompt_tokens, answer.prompt_tokens, over_s),
+            generation_tokens_per_s=_rate(last.work.generation_tokens, answer.generation_tokens, over_s),
+        )
+
+
+def _why_not(status: ReplicaStatus) -> str:
+    if status.state not in ("ready", "draining"):
+        return f"it is {status.state}"
+    return "" if status.record is not None and status.host is not None else "it has no record with an address"
+
+
+def _key(status: ReplicaStatus) -> tuple[str, ...]:
+    """One engine: one that was started again in place has another port, and counts anew."""
+    return (status.service, status.name, str(status.restart), status.address)
+
+
+def _rate(before: float | None, now: float | None, over_s: float) -> float | None:
+    """None if it is not counted, or was counted anew."""
+    return None if before is None or now is None or now < before else (now - before) / over_s
+
+
+def _ask(status: ReplicaStatus, api_key: str, timeout_s: float) -> EngineWork | str:
+    """What the engine says, or why it says nothing."""
+    assert status.record is not None
+    assert status.host is not None
+    try:
+        identity = Identity.of(status.record, api_key)
+        with contextlib.closing(
+            VerifiedConnection(status.host, status.record.port, identity, timeout_s=timeout_s)
+        ) as connection:
+            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {api_key}"})
+            response = connection.getresponse()
+            if response.status != 200:
+                return f"its engine answers /metrics with {response.status}"
+            text = _read(response, time.monotonic() + timeout_s)
+    except (OSError, http.client.HTTPException, ValueError, HpcServeError) as error:
+        return f"its engine's /metrics did not answer: {str(error) or type(error).__name__}"
+    work = read_work(text)
+    return "its engine's /metrics has no figures of vLLM" if work == EngineWork() else work
+
+
+def _read(response: http.client.HTTPResponse, ends_at_s: float) -> str:
+    content = b""
+    while piece := response.read1(_READ_BYTES):
+        content += piece
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it is longer than {_MOST_BYTES >> 20} MiB")
+        if time.monotonic() > ends_at_s:
+            raise TimeoutError("it takes too long")
+    return content.decode(errors="replace")
+
+
+def look_for(
+    statuses: Sequence[ReplicaStatus], read_api_key: Callable[[str], str], *, at_least_s: float
+) -> list[ReplicaWork]:
+    """What each replica does. Where one has requests, all are looked at twice, so long apart, for the rates."""
+    watch = WorkWatch(read_api_key)
+    found = watch.look(statuses)
+    if any(work.in_flight for work in found):
+        time.sleep(at_least_s)
+        found = watch.look(statuses)
+    return found

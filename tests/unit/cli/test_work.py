@@ -1,0 +1,136 @@
+"""What `status NAME` says of an engine's work, beside what was planned."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from hpc_serve.cli import watch
+from hpc_serve.cli.main import run
+from hpc_serve.cli.work_view import duration
+from hpc_serve.client.engine_work import WorkWatch
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.patience import PATIENCE_S, be_patient, wait_until
+from tests.support.stubs import StubService, make_record, make_submitted
+
+
+@pytest.fixture(autouse=True)
+def place(stand_ins, monkeypatch):
+    be_patient(monkeypatch)
+    monkeypatch.setattr(watch, "_LOOK_S", 0.01)
+    monkeypatch.setitem(WorkWatch.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
+    return stand_ins
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+@pytest.fixture
+def busy(store, tmp_path):
+    """A service of a stub engine that has one request, and does not get on with it."""
+    from hpc_serve.client import connect
+
+    hold = tmp_path / "hold"
+    hold.touch()
+    service = StubService(store.home, "8b")
+    service.start("--stub-hang-file", str(hold), service="8b", job_id="7", cluster="local")
+
+    def ask() -> None:
+        with connect("8b", home=store.home) as client:
+            client.completions.create(model=client.model, prompt="a", max_tokens=3)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    (status,) = [one for one in watch_statuses(store) if one.state == "ready"]
+    look = WorkWatch(store.read_api_key)
+    wait_until(lambda: look.look([status])[0].in_flight)
+    yield service
+    hold.unlink()
+    asking.join(PATIENCE_S)
+    service.close()
+
+
+def watch_statuses(store):
+    from hpc_serve.submit.status_reader import read_status
+
+    return read_status(store).replicas
+
+
+def shown(capsys, *argv) -> str:
+    assert run(["status", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_requests_and_speed_stand_beside_the_planned_speed(busy, store, capsys):
+    predicted = {"output_tokens_per_s_at_1": 120.0, "request_input_tokens": 1024.0, "request_output_tokens": 256.0}
+    store.write_submitted(make_submitted(service="8b", cluster="local", predicted=predicted))
+    out = shown(capsys, "8b")
+    for line in (
+        "  requests   1 running, 0 waiting\n",
+        "  tokens/s   0 generated, over ",
+        "  planned    120 generated with 1 in flight, of 1,024 tokens in and 256 out\n",
+        "  tokens     0 generated, since its engine started\n",
+        "  age        ",
+    ):
+        assert line in out
+    (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
+    engine = found["engine"]
+    assert engine.pop("over_s") > 0
+    assert engine == {
+        "requests_running": 1,
+        "requests_waiting": 0,
+        "prompt_tokens": None,
+        "generation_tokens": 0.0,
+        "prompt_tokens_per_s": None,
+        "generation_tokens_per_s": 0.0,
+        "kv_cache_use": None,
+        "planned_generation_tokens_per_s": 120.0,
+        "problem": None,
+    }
+
+
+def test_without_a_plan_it_says_so(busy, capsys):
+    assert "  planned    no speed: the plan was not written down" in shown(capsys, "8b")
+    (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
+    assert found["engine"]["planned_generation_tokens_per_s"] is None
+
+
+def test_an_engine_without_requests_is_looked_at_once(store, capsys, monkeypatch):
+    service = StubService(store.home, "8b")
+    service.start(service="8b", job_id="7", cluster="local")
+    monkeypatch.setattr(watch, "_LOOK_S", 1e9)
+    out = shown(capsys, "8b")
+    assert "  requests   0 running, 0 waiting\n" in out
+    assert "  tokens/s   none: no request runs\n" in out
+    assert "planned" not in out
+    (found,) = json.loads(shown(capsys, "--json"))["services"]
+    assert found["engine"] is None  # the list of all services asks no engine for its figures
+    service.close()
+
+
+def test_one_that_starts_has_no_line_and_one_that_does_not_answer_has_the_reason(store, capsys):
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
+    assert "requests" not in shown(capsys, "8b")
+    (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
+    assert found["engine"]["problem"] == "it is starting"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-3, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (9e5, "10 d 10 h")],
+)
+def test_a_time_has_its_two_largest_units(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_what_others_write_into_a_record_moves_no_cursor(store, capsys):
+    evil = {"a\x1b[2Jb": 1.0}
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", measured=evil, predicted=evil))
+    assert "\x1b" not in shown(capsys, "8b")
+    assert "\x1b" not in shown(capsys, "8b", "--json")
