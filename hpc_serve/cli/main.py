@@ -32,6 +32,7 @@ COMMANDS = {
     "submit": ("hpc_serve.cli.submit", "submit_command", "Start a model as a service."),
     "status": ("hpc_serve.cli.watch", "status_command", "Show services: where they are, or why not."),
     "wait": ("hpc_serve.cli.watch", "wait_command", "Wait until a service is ready."),
+    "top": ("hpc_serve.cli.top", "top_command", "Show what all replicas do now, again and again."),
     "logs": ("hpc_serve.cli.watch", "logs_command", "Show what a service's job has written."),
     "doctor": ("hpc_serve.cli.doctor", "doctor_command", "Say why a service failed, and what to do about it."),
     "scale": ("hpc_serve.cli.watch", "scale_command", "Change the number of a service's replicas."),
