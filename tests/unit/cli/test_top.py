@@ -60,19 +60,7 @@ def frame(*services: str, **fields) -> Frame:
 def test_a_frame_has_a_line_for_each_replica_and_a_sum():
     lines = frame_lines(frame("8b", "70b"), width=120, height=None)
     assert lines[0].endswith("  2/2 ready, 6 running, 2 waiting, 2,468 tokens/s")
-    assert lines[2].split() == [
-        "SERVICE",
-        "JOB",
-        "STATE",
-        "RUN",
-        "WAIT",
-        "TOKENS/S",
-        "CACHE",
-        "PROMPTS/S",
-        "AGE",
-        "LEFT",
-        "NODE",
-    ]
+    assert " ".join(lines[2].split()) == "SERVICE JOB STATE RUN WAIT TOKENS/S CACHE PROMPTS/S AGE LEFT NODE"
     assert lines[3].split() == ["8b", "0", "ready", "3", "1", "1,234", "50.0", "%", "2,000", "1", "h", "n1"]
     assert lines[4].startswith("70b")
 
@@ -177,7 +165,7 @@ def terminal(live):
     terminal.close()
 
 
-@pytest.mark.parametrize("end", ["q", "\x03", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("end", ["q", "SIGTERM", "SIGINT"])
 def test_it_ends_and_leaves_the_terminal_as_it_was(terminal, end):
     terminal.read_until("1/1 ready")
     assert ENTER in terminal.text
