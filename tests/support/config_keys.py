@@ -24,6 +24,18 @@ KEYS = ROOT / "hpc_serve" / "plan" / "catalog" / "config_keys.json"
 EFFECTS = ROOT / "tests" / "unit" / "plan" / "config_key_effects.json"
 
 _LAYERS = 4
+_BY_LAYER = (
+    *("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "indexer_types"),
+    *("num_attention_heads_per_layer", "layer_rope_theta"),
+)
+_SHORT_CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": None}
+_GIVEN: dict[str, dict[str, Any]] = {
+    "LagunaForCausalLM": {"num_attention_heads_per_layer": [48, 64, 48, 64]},
+    "Lfm2ForCausalLM": _SHORT_CONV,
+    "Lfm2MoeForCausalLM": {"layer_types": _SHORT_CONV["layer_types"]},
+    "Lfm2VlForConditionalGeneration": {"text_config": _SHORT_CONV},
+}
+"""Fields in place of the default ones, so that the layers have all that the family can have."""
 _MADE_BY = "python -m tests.support.config_keys"
 _NOT_OF_WEIGHTS = ("window", "max_position", "layer_types", "chunk_size", "cache_dtype", "rope_", "block_types")
 """Parts of names of keys that change the cache, the context or the order of layers, though no weight: never passed over
@@ -32,7 +44,7 @@ because of this measurement."""
 
 def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
-    from hpc_serve.plan.model.architectures import FAMILIES
+    from hpc_serve.plan.model.families import FAMILIES
 
     measured = {}
     for name in sorted(FAMILIES):
@@ -63,7 +75,7 @@ def measure(name: str) -> dict[str, Any] | None:
     if model_class is None:
         return None
     config_class = model_class.config_class
-    config = _shortened(config_class().to_dict())
+    config = _with(_shortened(config_class().to_dict()), _GIVEN.get(name, {}))
     shapes = _shapes(model_class, config)
     assert shapes is not None, name
     effects: dict[str, list[Any]] = {}
@@ -80,6 +92,14 @@ def measure(name: str) -> dict[str, Any] | None:
     return {"config": {**config, "architectures": [name]}, "parameters": sum(shapes.values()), "effects": effects}
 
 
+def _with(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The config with these fields in place of its own."""
+    changed = {**config}
+    for key, value in given.items():
+        changed[key] = _with(changed[key], value) if isinstance(value, dict) else value
+    return changed
+
+
 def _shortened(config: dict[str, Any]) -> dict[str, Any]:
     """The config with few layers."""
     short: dict[str, Any] = {}
@@ -88,9 +108,11 @@ def _shortened(config: dict[str, Any]) -> dict[str, Any]:
             short[key] = _shortened(value)
         elif key in ("num_hidden_layers", "depth"):
             short[key] = _LAYERS
-        elif key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers") and value:
+        elif key in _BY_LAYER and value:
             short[key] = value[:_LAYERS]
-        elif key == "moe_layers" and value:
+        elif key == "per_layer_config" and value:
+            short[key] = {index: one for index, one in value.items() if int(index) < _LAYERS}
+        elif key in ("moe_layers", "full_attn_idxs") and value:
             short[key] = [index for index in value if index < _LAYERS]
         else:
             short[key] = value

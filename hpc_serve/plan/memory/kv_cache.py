@@ -18,6 +18,8 @@ from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Part, round_up
 
 _PER_TOKEN_HEAD_SCALE_BYTES = 4
+_PACKED_LATENT_BYTES = 656
+"""DeepSeek's packed format of a latent in fp8 with its scales, in which vLLM's FlashMLA keeps sparse attention's."""
 _ELEMENT_BYTES = {
     "bfloat16": 2.0,
     "float16": 2.0,
@@ -107,7 +109,9 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
         return 0
     element = _element_bytes(dtype)
     if cache.kind == "mla":
-        return 656 if dtype == "fp8_ds_mla" else round_up(int(cache.head_dim * element), mla_align)
+        packed = dtype == "fp8_ds_mla" or (cache.index_bytes > 0 and dtype.startswith("fp8"))
+        latent = _PACKED_LATENT_BYTES if packed else round_up(int(cache.head_dim * element), mla_align)
+        return latent + cache.index_bytes
     heads = Part(cache.kv_heads, 1, replicate=True).per_rank(ranks, "the KV cache")
     scales = 2 * _PER_TOKEN_HEAD_SCALE_BYTES if dtype.endswith("_per_token_head") else 0
     return heads * (int((cache.head_dim + cache.value_dim) * element) + scales)

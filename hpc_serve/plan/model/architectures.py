@@ -1,118 +1,41 @@
 """The architectures that the planner knows, and how a model is built from a Hugging Face config.
 
-A family (dense.py, moe.py, hybrid.py) describes one decoder layer. This module adds embeddings, output head, vision
-tower and tables. An architecture that is not listed is an error that names it, never a guess.
+A family (families.py) describes one decoder layer. This module adds embeddings, output head and vision tower. An
+architecture that is not listed is an error that names it, never a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model import dense, hybrid, moe, vision
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
+from hpc_serve.plan.model.families import (
+    FAMILIES,
+    FIELDS,
+    ON_EVERY_STAGE,
+    TIED_UNLESS_SAID,
+    TOWER_FIELDS,
+    TOWERS,
+    Family,
+)
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Vocabulary
 
-Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
-
-FAMILIES: dict[str, Family] = {
-    "ApertusForCausalLM": dense.apertus,
-    "DeciLMForCausalLM": dense.nemotron_nas,
-    "DeepseekForCausalLM": moe.deepseek_v1,
-    "DeepseekV2ForCausalLM": moe.deepseek,
-    "DeepseekV3ForCausalLM": moe.deepseek,
-    "Exaone4ForCausalLM": dense.exaone4,
-    "FalconForCausalLM": dense.falcon,
-    "GemmaForCausalLM": dense.llama,
-    "Gemma2ForCausalLM": dense.gemma2,
-    "Gemma3ForCausalLM": dense.gemma3,
-    "Gemma3ForConditionalGeneration": dense.gemma3,
-    "Glm4ForCausalLM": dense.glm4,
-    "Glm4MoeForCausalLM": moe.glm4_moe,
-    "GptOssForCausalLM": moe.gpt_oss,
-    "GraniteForCausalLM": dense.llama,
-    "Llama4ForConditionalGeneration": moe.llama4,
-    "LlamaForCausalLM": dense.llama,
-    "MiniMaxM2ForCausalLM": moe.minimax_m2,
-    "Mistral3ForConditionalGeneration": dense.llama,
-    "MistralForCausalLM": dense.llama,
-    "MixtralForCausalLM": moe.mixtral,
-    "NemotronHForCausalLM": hybrid.nemotron_h,
-    "Olmo2ForCausalLM": dense.olmo2,
-    "Olmo3ForCausalLM": dense.olmo2,
-    "OlmoeForCausalLM": moe.olmoe,
-    "Phi3ForCausalLM": dense.llama,
-    "Qwen2ForCausalLM": dense.qwen2,
-    "Qwen2MoeForCausalLM": moe.qwen2_moe,
-    "Qwen2_5_VLForConditionalGeneration": dense.qwen2,
-    "Qwen3ForCausalLM": dense.qwen3,
-    "Qwen3MoeForCausalLM": moe.qwen3_moe,
-    "Qwen3NextForCausalLM": hybrid.qwen3_next,
-    "Qwen3VLForConditionalGeneration": dense.qwen3,
-    "Qwen3VLMoeForConditionalGeneration": moe.qwen3_moe,
-    "Qwen3_5ForCausalLM": hybrid.qwen3_5,
-    "Qwen3_5ForConditionalGeneration": hybrid.qwen3_5,
-    "Qwen3_5MoeForCausalLM": hybrid.qwen3_5,
-    "Qwen3_5MoeForConditionalGeneration": hybrid.qwen3_5,
-}
-
-_TOWERS: dict[str, vision.Tower] = {
-    "Gemma3ForConditionalGeneration": vision.siglip,
-    "Llama4ForConditionalGeneration": vision.llama4_vision,
-    "Mistral3ForConditionalGeneration": vision.pixtral,
-    "Qwen2_5_VLForConditionalGeneration": vision.qwen2_5_vision,
-    "Qwen3VLForConditionalGeneration": vision.qwen3_vision,
-    "Qwen3VLMoeForConditionalGeneration": vision.qwen3_vision,
-    "Qwen3_5ForConditionalGeneration": vision.qwen3_vision,
-    "Qwen3_5MoeForConditionalGeneration": vision.qwen3_vision,
-}
-
-_FIELDS: dict[str, Callable[[CheckedConfig], None]] = {
-    "FalconForCausalLM": dense.falcon_fields,
-    "NemotronHForCausalLM": hybrid.nemotron_h_fields,
-}
-"""What brings a config to the fields that its family reads."""
-
-_TOWER_FIELDS = {
-    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 256},
-    "Mistral3ForConditionalGeneration": {"spatial_merge_size": 2},
-}
-"""Fields of towers that configs have outside `vision_config`, and what transformers takes where they are missing."""
-
-_TIED_UNLESS_SAID = (
-    *("FalconForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    "Gemma3ForConditionalGeneration",
+_BY_LAYER = (
+    *("layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers", "mlp_layer_types", "indexer_types"),
+    *("hybrid_layer_pattern", "num_attention_heads_per_layer", "index_topk_pattern"),
 )
-"""Architectures whose transformers config ties the output head to the embedding by default."""
+"""Fields that have a value for each layer, and maybe more for layers that predict further tokens."""
 
-_ENDS = frozenset({"embedding", "final", "head"})
-_ON_EVERY_STAGE: dict[str, frozenset[str]] = {
-    "FalconForCausalLM": _ENDS,
-    "GemmaForCausalLM": frozenset({"embedding", "final"}),
-    "Gemma2ForCausalLM": frozenset({"embedding", "final"}),
-    "Gemma3ForCausalLM": frozenset({"embedding", "final"}),
-    "Gemma3ForConditionalGeneration": frozenset({"embedding", "final"}),
-    "GptOssForCausalLM": _ENDS,
-    "MixtralForCausalLM": _ENDS,
-    "NemotronHForCausalLM": _ENDS,
-    "OlmoeForCausalLM": _ENDS,
-    "Qwen2MoeForCausalLM": _ENDS,
-    "Qwen3MoeForCausalLM": _ENDS,
-    "Qwen3NextForCausalLM": frozenset({"embedding", "head"}),
-    "Qwen3VLMoeForConditionalGeneration": _ENDS,
-    "Qwen3_5ForCausalLM": frozenset({"embedding"}),
-    "Qwen3_5ForConditionalGeneration": frozenset({"embedding"}),
-    "Qwen3_5MoeForCausalLM": frozenset({"embedding"}),
-    "Qwen3_5MoeForConditionalGeneration": frozenset({"embedding"}),
-}
-"""What vLLM 0.32 builds on each pipeline stage, even on stages that do not use it, by the model's file in vLLM."""
+_PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
+"""What some families call the number of experts of a token."""
 
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
@@ -151,8 +74,8 @@ def model_from_config(
     architecture, family = _family(config, name)
     config = CheckedConfig(config)
     text = _text_config(config)
-    if architecture in _FIELDS:
-        _FIELDS[architecture](text)
+    if architecture in FIELDS:
+        FIELDS[architecture](text)
     chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
     declared = next((found for one in (config, text) for key in _QUANTIZATION if (found := one.get(key))), None)
@@ -160,13 +83,13 @@ def model_from_config(
     builder = LayerBuilder(text, scheme, chosen)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     if tied is None:
-        tied = architecture in _TIED_UNLESS_SAID
+        tied = architecture in TIED_UNLESS_SAID
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
-    if architecture in _TOWERS and config.get("vision_config"):
-        for key, default in _TOWER_FIELDS.get(architecture, {}).items():
+    if architecture in TOWERS and config.get("vision_config"):
+        for key, default in TOWER_FIELDS.get(architecture, {}).items():
             config["vision_config"].setdefault(key, config.get(key, default))
-        tower, images = _TOWERS[architecture](config["vision_config"], builder.hidden_size)
+        tower, images = TOWERS[architecture](config["vision_config"], builder.hidden_size)
     final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
     layers = _layers(builder, family)
     experts, expert_size = _experts(layers)
@@ -186,11 +109,11 @@ def model_from_config(
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         everywhere=tower,
-        on_every_stage=_ON_EVERY_STAGE.get(architecture, frozenset()),
+        on_every_stage=ON_EVERY_STAGE.get(architecture, frozenset()),
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
         num_experts=experts,
-        num_experts_per_tok=builder.either("num_experts_per_tok", "experts_per_token", 0) if experts else 0,
+        num_experts_per_tok=_experts_per_token(builder) if experts else 0,
         moe_intermediate_size=expert_size or builder.intermediate_size,
         images=images,
         stored_wide=_declared_dtype(config, text) == "float32",
@@ -231,9 +154,14 @@ def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
     return max(found, default=(0, 0))
 
 
+def _experts_per_token(builder: LayerBuilder) -> int:
+    """The routed experts that a token goes to. 0 where the config does not say."""
+    return builder.either("num_experts_per_tok", "experts_per_token", builder.first(*_PER_TOKEN, default=0))
+
+
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """All layers. Equal layers are one object, so that everything is computed once for them."""
-    for key in ("layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers"):
+    for key in _BY_LAYER:
         named = builder.config.peek(key)
         if named is not None and len(named) < builder.num_layers:
             raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")

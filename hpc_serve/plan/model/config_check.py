@@ -24,7 +24,7 @@ _LAYERS = ("num_hidden_layers", "depth")
 _AT_LEAST_ONE = (
     *("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
     *("head_dim", "attention_head_dim", "max_position_embeddings", "model_max_length"),
-    *("original_max_position_embeddings", "decoder_sparse_step", "full_attention_interval", "moe_layer_freq"),
+    *("original_max_position_embeddings", "decoder_sparse_step", "full_attention_interval", "moe_layer_interval"),
     *("interleave_moe_layer_step", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "conv_kernel", "mamba_head_dim", "mamba_num_heads"),
     *("n_groups", "ssm_state_size", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
@@ -32,32 +32,50 @@ _AT_LEAST_ONE = (
     *("out_hidden_size", "spatial_merge_size", "temporal_patch_size", "vision_output_dim", "bits", "w_bit", "num_bits"),
     *("projector_input_dim", "projector_output_dim", "no_rope_layer_interval", "num_ln_in_parallel_attn"),
     *("n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len"),
-    *("moe_latent_size", "mm_tokens_per_image", "n_heads_in_group"),
+    *("moe_latent_size", "mm_tokens_per_image", "n_heads_in_group", "index_n_heads", "index_head_dim"),
+    *("index_topk_freq", "conv_L_cache", "conv_dim", "block_multiple_of", "swa_num_attention_heads"),
+    *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "num_attention_groups", "downsample_factor"),
+    *("projector_hidden_size", "tile_size", "num_patches", "num_sliding_attention_heads", "num_heads"),
+    *("global_attn_every_n_layers",),
 )
 _AT_LEAST_ZERO = (
     *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("num_experts", "n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok"),
     *("experts_per_token", "first_k_dense_replace", "sliding_window", "attention_chunk_size", "q_lora_rank"),
     *("qk_nope_head_dim", "rotary_dim", "moe_shared_expert_intermediate_size"),
+    *(
+        "moe_num_experts",
+        "num_shared_experts",
+        "moe_num_shared_experts",
+        "num_dense_layers",
+        "share_expert_dim",
+        "moe_k",
+    ),
+    *("moe_top_k", "num_experts_per_token", "top_k_experts"),
+    *("expert_hidden_dim", "block_ff_dim", "max_tiles", "index_skip_topk_offset", "vt_num_hidden_layers"),
+    *("vt_hidden_size", "vt_intermediate_size", "init_pos_emb_height", "init_pos_emb_width"),
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "max_window_layers"),
 )
 _GROUP_SIZES = ("group_size",)
-_NUMBERS = ("factor", "ffn_mult", "partial_rotary_factor", "pixel_shuffle_ratio")
+_NUMBERS = ("factor", "ffn_mult", "block_ffn_dim_multiplier", "partial_rotary_factor", "pixel_shuffle_ratio")
 _LISTS = (
     *("architectures", "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
     *("llm_int8_skip_modules", "mlp_only_layers", "moe_layers", "no_rope_layers", "deepstack_visual_indexes"),
-    *("fullatt_block_indexes", "weight_block_size"),
+    *("fullatt_block_indexes", "weight_block_size", "merge_kernel_size", "full_attn_idxs", "hybrid_layer_pattern"),
+    "num_attention_heads_per_layer",
 )
-_LISTS_OF_TEXTS = ("layer_types", "layers_block_type")
+_LISTS_OF_TEXTS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 _OBJECTS = (
     *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
-    "compression_config",
+    *("compression_config", "attention_other_setting"),
     *("config_groups", "weights", "input_activations", "attention", "ffn"),
     *("quantization", "global_quant_config", "weight"),
 )
 _OBJECTS_OF_OBJECTS = "config_groups."
 _LISTS_OF_OBJECTS = ("block_configs",)
 _PATTERNS = ("sliding_window_pattern",)
+_EVERY = ("moe_layer_freq",)
+"""A number (every so many layers), or a 0 or a 1 for each layer."""
 _TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype")
 
 
@@ -131,6 +149,11 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= _LARGEST and math.isfinite(value)
 
 
+def _is_every(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_LAYERS
+    return _is_whole(value, 1) or (is_list and all(type(one) is int and one in (0, 1) for one in value))
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
 
@@ -151,5 +174,6 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
     (_LISTS_OF_OBJECTS, _are_objects, f"a list of objects, at most {_MOST_LAYERS:,}"),
     (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
+    (_EVERY, _is_every, "a whole number of at least 1, or a list of 0 and 1"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
 )

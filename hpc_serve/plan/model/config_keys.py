@@ -75,13 +75,31 @@ _OF_QUANTIZATION = frozenset(
 )
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
 
+_SPARSE = ("index_topk", "qk_head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")
 _OF_FAMILIES: dict[str, tuple[str, ...]] = {
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "KimiK25ForConditionalGeneration": (
+        *("ignore_index", "vision_config.init_pos_emb_time", "vision_config.mm_hidden_size"),
+        *(
+            "vision_config.text_hidden_size",
+            "vision_config.vt_num_attention_heads",
+            "vision_config.num_attention_heads",
+        ),
+        *("vision_config.pos_emb_time", "text_config.qk_head_dim", "text_config.head_dim"),
+    ),
+    "MiMoV2FlashForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),
+    "MiMoV2ForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),
     "FalconForCausalLM": ("ff_factor",),
     "GptOssForCausalLM": ("initial_context_length",),
     "MiniMaxM2ForCausalLM": ("mlp_intermediate_size", "mtp_transformer_layers", "qk_norm_type"),
     "Mistral3ForConditionalGeneration": ("vision_feature_layer",),
+    "MuseGlimmerForConditionalGeneration": (
+        *("text_config.layer_rope_theta", "vision_config.layer_types", "vision_config.max_position_embeddings"),
+    ),
     "NemotronHForCausalLM": ("chunk_size", "expand", "time_step_limit", "time_step_rank", "num_logits_to_keep"),
     "Phi3ForCausalLM": ("full_attn_mod", "interpolate_factor"),
+    "Step3p5ForCausalLM": ("attention_other_setting.true_head_dim", "partial_rotary_factors"),
     "Qwen2_5_VLForConditionalGeneration": (
         *("vision_config.in_chans", "vision_config.spatial_patch_size", "vision_config.window_size"),
         *("vision_config.fullatt_block_indexes", "vision_config.tokens_per_second"),
@@ -161,7 +179,7 @@ def _is_passed_over(path: str, name: str, value: Any, architecture: str) -> bool
         return True
     if name == "attn_type_list":
         return all(kind == 1 for kind in value)
-    return name == "layer_types" and all(kind == "full_attention" for kind in value)
+    return name == "layer_types" and all(kind in ("full_attention", "indexed_attention") for kind in value)
 
 
 def looks_like_size(name: str, value: Any, *, depth: int = 0) -> bool:

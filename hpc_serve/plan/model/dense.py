@@ -9,6 +9,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
+from hpc_serve.plan.model.weights import Part
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _KINDS = ("full_attention", "sliding_attention")
@@ -49,6 +50,42 @@ def llama(builder: LayerBuilder, index: int) -> DecoderLayer:
         builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
         builder.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=window_cache(builder, index))
+
+
+def seed_oss(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Seed-OSS: biases of its own for q, k and v, and for the output projection."""
+    prefix = f"model.layers.{index}"
+    bias, output = bool(builder.get("attention_bias", True)), bool(builder.get("attention_out_bias", False))
+    weights = block(
+        builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=output),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size, bias=bool(builder.get("mlp_bias", False))),
+        builder.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=builder.cache())
+
+
+def glm(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """GLM-4-9B: biases on q, k and v."""
+    prefix = f"model.layers.{index}"
+    weights = block(
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", True))),
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_TWO_NORMS),
+    )
+    return DecoderLayer(block=weights, cache=builder.cache())
+
+
+def muse_glimmer(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Muse Glimmer: four norms, a gate of the heads' width on the attention's output, windows."""
+    prefix = f"model.layers.{index}"
+    heads = Part(builder.heads, builder.head_dim)
+    weights = block(
+        builder.attention(f"{prefix}.self_attn"),
+        [builder.linear(f"{prefix}.self_attn.gate_proj", builder.hidden_size, [heads], "column")],
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
+        builder.norms(*_FOUR_NORMS),
     )
     return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
@@ -95,11 +132,16 @@ def qwen3(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=window_cache(builder, index))
 
 
-def glm4(builder: LayerBuilder, index: int) -> DecoderLayer:
+def glm4v(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """The decoder of GLM-4.1V: GLM-4's, with biases on q, k and v where the config says nothing."""
+    return glm4(builder, index, bias=True)
+
+
+def glm4(builder: LayerBuilder, index: int, *, bias: bool = False) -> DecoderLayer:
     """GLM-4, dense: four norms, biases on q, k and v."""
     prefix = f"model.layers.{index}"
     weights = block(
-        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", False))),
+        builder.attention(f"{prefix}.self_attn", bias=bool(builder.get("attention_bias", bias))),
         builder.mlp(f"{prefix}.mlp", builder.intermediate_size),
         builder.norms(*_TWO_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
     )
@@ -197,11 +239,11 @@ def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
     feed_forward = config.get("ffn", CheckedConfig({}, path=f"{config.path}ffn."))
     weights, cache = [], None
     if not attention.get("no_op") and not attention.get("replace_with_linear"):
-        kv_heads = builder.heads // attention["n_heads_in_group"]
+        sizes = builder.head_sizes(kv_heads=builder.heads // attention["n_heads_in_group"])
         bias = bool(builder.get("attention_bias", False))
-        weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, kv_heads=kv_heads)
+        weights += builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias, sizes=sizes)
         weights += builder.norms("input_layernorm")
-        cache = LayerCache(kind="full", kv_heads=kv_heads, head_dim=builder.head_dim, value_dim=builder.head_dim)
+        cache = builder.cache(sizes=sizes)
     if not feed_forward.get("no_op") and not feed_forward.get("replace_with_linear"):
         exact = int(2 * feed_forward["ffn_mult"] * builder.hidden_size / 3)
         weights += builder.mlp(f"{prefix}.mlp", -(-exact // 256) * 256)

@@ -1,6 +1,6 @@
 """Hybrid models: some layers keep a state of fixed size, the others have ordinary attention.
 
-Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2.
+Qwen3-Next and Qwen 3.5 have gated delta nets, Nemotron-H has Mamba 2, LFM2 has short convolutions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Part, Weight
+from hpc_serve.plan.model.weights import Part, Weight, round_up
 
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -91,6 +91,49 @@ def nemotron_h_fields(config: CheckedConfig) -> None:
         raise InvalidRequestError("The config's hybrid_override_pattern and layers_block_type name different layers.")
     config["hybrid_override_pattern"] = letters
     config.setdefault("num_hidden_layers", len(letters))
+
+
+def lfm2(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """LFM2 and LFM2.5: attention in some layers, a gated convolution over a few tokens in the others."""
+    prefix = f"model.layers.{index}"
+    mixer, cache = _lfm2_mixer(builder, index)
+    size = builder.either("intermediate_size", "block_ff_dim", 0)
+    factor, multiple = builder.get("block_ffn_dim_multiplier", 1.0), builder.get("block_multiple_of", 256)
+    if builder.get("block_auto_adjust_ff_dim", True):
+        size = round_up(int(factor * int(2 * size / 3)), multiple)
+    norms = builder.norms("operator_norm", "ffn_norm")
+    return DecoderLayer(block=block(mixer, builder.mlp(f"{prefix}.feed_forward", size), norms), cache=cache)
+
+
+def lfm2_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """LFM2 with experts after the first layers."""
+    prefix = f"model.layers.{index}.feed_forward"
+    mixer, cache = _lfm2_mixer(builder, index)
+    if index < builder.get("num_dense_layers", 0):
+        half = builder.mlp(prefix, builder.intermediate_size)
+    else:
+        count = builder.require("num_experts")
+        half = builder.router(prefix, count, correction=bool(builder.get("use_expert_bias", True)))
+        half += builder.experts(prefix, count, builder.require("moe_intermediate_size"))
+    return DecoderLayer(block=block(mixer, half, builder.norms("operator_norm", "ffn_norm")), cache=cache)
+
+
+def _lfm2_mixer(builder: LayerBuilder, index: int) -> tuple[list[Weight], LayerCache]:
+    kinds, attends = builder.get("layer_types"), builder.get("full_attn_idxs")
+    if kinds and attends and (kinds[index] == "full_attention") != (index in attends):
+        raise InvalidRequestError(f"The config's layer_types and full_attn_idxs do not agree about layer {index}.")
+    prefix = f"model.layers.{index}"
+    if kinds[index] == "full_attention" if kinds else attends is None or index in attends:
+        mixer = builder.attention(f"{prefix}.self_attn") + builder.query_key_norms(f"{prefix}.self_attn")
+        return mixer, builder.cache()
+    width, kernel = builder.get("conv_dim", builder.hidden_size), builder.require("conv_L_cache")
+    bias = bool(builder.get("conv_bias", False))
+    weights: list[Weight] = [
+        builder.linear(f"{prefix}.conv.in_proj", width, [width] * 3, "column", bias=bias),
+        builder.vector(f"{prefix}.conv.conv", width * (kernel + bias), split=True),
+        builder.linear(f"{prefix}.conv.out_proj", width, [width], "row", bias=bias),
+    ]
+    return weights, LayerCache(kind="state", state=((width * (kernel - 1), 0),))
 
 
 def _mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpc_serve.errors import InvalidRequestError
@@ -17,6 +18,16 @@ from hpc_serve.plan.model.spec import LayerCache
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSizes:
+    """The heads of one layer's attention. `value_dim` is the width of a value, where it is not a key's."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
 
 
 class LayerBuilder:
@@ -94,17 +105,37 @@ class LayerBuilder:
         *,
         bias: bool = False,
         output_bias: bool = False,
-        kv_heads: int | None = None,
         gated: bool = False,
+        sizes: HeadSizes | None = None,
     ) -> list[Weight]:
-        """Grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its size."""
-        kv = Part(kv_heads or self.kv_heads, self.head_dim, replicate=True)
-        heads = Part(self.heads, self.head_dim)
-        query = Part(self.heads, 2 * self.head_dim) if gated else heads
+        """Grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its size.
+
+        `sizes`: those of this layer, where layers differ.
+        """
+        of = sizes or self.head_sizes()
+        key, value = (Part(of.kv_heads, width, replicate=True) for width in (of.head_dim, of.value_dim))
+        query = Part(of.heads, 2 * of.head_dim if gated else of.head_dim)
         return [
-            self.linear(f"{prefix}.q_proj", self.hidden_size, [query, kv, kv], "column", bias=bias),
-            self.linear(f"{prefix}.o_proj", heads, [self.hidden_size], "row", bias=output_bias),
+            self.linear(f"{prefix}.q_proj", self.hidden_size, [query, key, value], "column", bias=bias),
+            self.linear(f"{prefix}.o_proj", Part(of.heads, of.value_dim), [self.hidden_size], "row", bias=output_bias),
         ]
+
+    def head_sizes(
+        self,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> HeadSizes:
+        """The sizes of a layer's attention. What is not given is the config's; values are as wide as keys."""
+        width = head_dim or self.head_dim
+        return HeadSizes(
+            heads=heads or self.heads,
+            kv_heads=kv_heads or self.kv_heads,
+            head_dim=width,
+            value_dim=value_dim or width,
+        )
 
     def query_key_norms(self, prefix: str) -> list[Weight]:
         """Norms over the queries and the keys of each head."""
@@ -177,11 +208,15 @@ class LayerBuilder:
             return [gate]
         return [gate, self.vector(f"{prefix}.gate.e_score_correction_bias", count, element_bytes=4)]
 
-    def cache(self, window: int = 0, kind: Literal["full", "sliding", "chunked"] = "full") -> LayerCache:
+    def cache(
+        self,
+        window: int = 0,
+        kind: Literal["full", "sliding", "chunked"] = "full",
+        sizes: HeadSizes | None = None,
+    ) -> LayerCache:
         """What a layer with attention caches."""
-        return LayerCache(
-            kind=kind, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.head_dim, window=window
-        )
+        of = sizes or self.head_sizes()
+        return LayerCache(kind=kind, kv_heads=of.kv_heads, head_dim=of.head_dim, value_dim=of.value_dim, window=window)
 
 
 def _within_layer(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: one function for one layer of each family. DeepSeek's latent attention is here too.
+"""Mixtures of experts: one function for one layer of each family. Those with latent attention are in latent.py.
 
 Routers are never quantised, as in vLLM.
 """
@@ -9,8 +9,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.dense import window_cache
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.scheme import FP32
-from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Part, Weight
+from hpc_serve.plan.model.spec import DecoderLayer
+from hpc_serve.plan.model.weights import Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -102,65 +102,47 @@ def minimax_m2(builder: LayerBuilder, index: int) -> DecoderLayer:
     return DecoderLayer(block=weights, cache=builder.cache())
 
 
-def _latent_attention(builder: LayerBuilder, prefix: str) -> list[Weight]:
-    """Latent attention: each rank holds the low-rank projections as a whole. Ranks divide the projections of heads."""
-    nope, rope = builder.require("qk_nope_head_dim"), builder.require("qk_rope_head_dim")
-    value, latent = builder.require("v_head_dim"), builder.require("kv_lora_rank")
-    query = Part(builder.heads, nope + rope)
-    rank = builder.get("q_lora_rank")
-    weights: list[Weight] = []
-    if rank:
-        first: list[Part | int] = [rank, latent + rope]
-        weights += [
-            builder.linear(f"{prefix}.kv_a_proj_with_mqa", builder.hidden_size, first),
-            builder.vector(f"{prefix}.q_a_layernorm", rank),
-            builder.linear(f"{prefix}.q_b_proj", rank, [query], "column"),
-        ]
-    else:
-        weights += [
-            builder.linear(f"{prefix}.kv_a_proj_with_mqa", builder.hidden_size, [latent + rope]),
-            builder.linear(f"{prefix}.q_proj", builder.hidden_size, [query], "column"),
-        ]
-    return [
-        *weights,
-        builder.vector(f"{prefix}.kv_a_layernorm", latent),
-        builder.linear(f"{prefix}.kv_b_proj", latent, [Part(builder.heads, nope + value)], "column"),
-        builder.linear(f"{prefix}.o_proj", Part(builder.heads, value), [builder.hidden_size], "row"),
-    ]
-
-
-def deepseek(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """DeepSeek V2, V3, R1 and Kimi K2."""
-    prefix = f"model.layers.{index}"
-    latent, rope = builder.require("kv_lora_rank"), builder.require("qk_rope_head_dim")
-    per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
-    absorbed = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
-    weights = block(
-        _latent_attention(builder, f"{prefix}.self_attn"),
-        _deepseek_half(builder, index, f"{prefix}.mlp"),
-        builder.norms(*_TWO_NORMS),
-    )
-    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope)
-    return DecoderLayer(block=weights, cache=cache, derived=block([absorbed]))
-
-
 def deepseek_v1(builder: LayerBuilder, index: int) -> DecoderLayer:
     """DeepSeek-MoE-16B, the first: its experts are those of V2, its attention is Llama's."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
     weights = block(
         builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias),
-        _deepseek_half(builder, index, f"{prefix}.mlp"),
+        deepseek_half(builder, index, f"{prefix}.mlp"),
         builder.norms(*_TWO_NORMS),
     )
     return DecoderLayer(block=weights, cache=builder.cache())
 
 
-def _deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+def has_experts(builder: LayerBuilder, index: int) -> bool:
+    """Whether a layer has experts, by `mlp_layer_types` or by the number of dense layers at the beginning.
+
+    `moe_layer_freq` is a number (every so many layers) or has a 0 or a 1 for each layer.
+    """
+    kinds, frequency = builder.get("mlp_layer_types"), builder.get("moe_layer_freq", 1)
+    first = builder.get("first_k_dense_replace")
+    if isinstance(frequency, (list, tuple)):
+        if index >= len(frequency):
+            raise InvalidRequestError(
+                f"The config's moe_layer_freq names {len(frequency)} of {builder.num_layers} layers."
+            )
+        each = frequency[index] == 1
+    else:
+        each = index % frequency == 0
+    if kinds:
+        if first is not None and (kinds[index] == "sparse") != (index >= first and each):
+            raise InvalidRequestError(
+                "The config's first_k_dense_replace, moe_layer_freq and mlp_layer_types do not agree about layer "
+                f"{index}."
+            )
+        return bool(kinds[index] == "sparse")
+    return bool(index >= (first or 0) and each)
+
+
+def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     """The MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
     count = builder.get("n_routed_experts", 0)
-    is_sparse = index >= builder.get("first_k_dense_replace", 0) and index % builder.get("moe_layer_freq", 1) == 0
-    if count and is_sparse:
+    if count and has_experts(builder, index):
         size = builder.require("moe_intermediate_size")
         half = builder.router(prefix, count, correction=builder.get("topk_method") == "noaux_tc")
         half += builder.experts(prefix, count, size)

@@ -21,7 +21,7 @@ _QWEN_IMAGE_TOKENS = 16384
 overview, Qwen's 16,777,216 pixels (vLLM prints "Encoder cache will be initialized with a budget of 16384 tokens")."""
 
 
-def _rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int = 1) -> ImageEncoder:
+def rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int = 1) -> ImageEncoder:
     """What a tower with rotary embeddings needs.
 
     Every rank holds residual and normed input, and its share of q, k and v (3 widths) and of q and k rotated in 32 bit
@@ -36,11 +36,11 @@ def _rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int =
     )
 
 
-def _linear(name: str, inputs: int, outputs: list[int], split: Any = "none", *, bias: bool = False) -> Linear:
+def linear(name: str, inputs: int, outputs: list[int], split: Any = "none", *, bias: bool = False) -> Linear:
     return Linear(name=name, inputs=Part(inputs), outputs=tuple(Part(size) for size in outputs), split=split, bias=bias)
 
 
-def _vector(name: str, size: int) -> Vector:
+def vector(name: str, size: int) -> Vector:
     return Vector(name=name, size=size)
 
 
@@ -52,32 +52,32 @@ def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
     for index in range(config["num_hidden_layers"]):
         name = f"vision_tower.encoder.layers.{index}"
         layers += [
-            _linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
-            _linear(f"{name}.self_attn.out_proj", width, [width], "row", bias=True),
-            _linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            _linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            _vector(f"{name}.layer_norms", 4 * width),
+            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.self_attn.out_proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.layer_norms", 4 * width),
         ]
     ends: list[Weight] = [
-        _linear(
+        linear(
             "vision_tower.patch_embedding",
             config.get("num_channels", 3) * config["patch_size"] ** 2,
             [width],
             bias=True,
         ),
-        _vector("vision_tower.position_embedding", patches * width),
-        _vector("vision_tower.post_layernorm", 2 * width),
-        _vector("multi_modal_projector.mm_input_projection_weight", width * hidden_size),
-        _vector("multi_modal_projector.mm_soft_emb_norm", width),
+        vector("vision_tower.position_embedding", patches * width),
+        vector("vision_tower.post_layernorm", 2 * width),
+        vector("multi_modal_projector.mm_input_projection_weight", width * hidden_size),
+        vector("multi_modal_projector.mm_soft_emb_norm", width),
     ]
     if config.get("vision_use_head", True):
         ends += [
-            _vector("vision_tower.head.probe", width),
-            _linear("vision_tower.head.attention.in_proj", width, [width, width, width], bias=True),
-            _linear("vision_tower.head.attention.out_proj", width, [width], bias=True),
-            _vector("vision_tower.head.layernorm", 2 * width),
-            _linear("vision_tower.head.mlp.fc1", width, [inner], "column", bias=True),
-            _linear("vision_tower.head.mlp.fc2", inner, [width], "row", bias=True),
+            vector("vision_tower.head.probe", width),
+            linear("vision_tower.head.attention.in_proj", width, [width, width, width], bias=True),
+            linear("vision_tower.head.attention.out_proj", width, [width], bias=True),
+            vector("vision_tower.head.layernorm", 2 * width),
+            linear("vision_tower.head.mlp.fc1", width, [inner], "column", bias=True),
+            linear("vision_tower.head.mlp.fc2", inner, [width], "row", bias=True),
         ]
     tokens = config["mm_tokens_per_image"]
     images = ImageEncoder(
@@ -97,22 +97,22 @@ def pixtral(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEn
     for index in range(config["num_hidden_layers"]):
         name = f"vision_tower.transformer.layers.{index}"
         layers += [
-            _linear(f"{name}.attention.q_proj", width, [width, width, width], "column"),
-            _linear(f"{name}.attention.o_proj", width, [width], "row"),
-            _linear(f"{name}.feed_forward.gate_proj", width, [inner, inner], "column"),
-            _linear(f"{name}.feed_forward.down_proj", inner, [width], "row"),
-            _vector(f"{name}.norms", 2 * width),
+            linear(f"{name}.attention.q_proj", width, [width, width, width], "column"),
+            linear(f"{name}.attention.o_proj", width, [width], "row"),
+            linear(f"{name}.feed_forward.gate_proj", width, [inner, inner], "column"),
+            linear(f"{name}.feed_forward.down_proj", inner, [width], "row"),
+            vector(f"{name}.norms", 2 * width),
         ]
     ends: list[Weight] = [
-        _linear("vision_tower.patch_conv", config.get("num_channels", 3) * config["patch_size"] ** 2, [width]),
-        _vector("vision_tower.ln_pre", width),
-        _vector("multi_modal_projector.norm", width),
-        _linear("multi_modal_projector.patch_merger", width * merge**2, [width]),
-        _linear("multi_modal_projector.linear_1", width, [hidden_size], "column"),
-        _linear("multi_modal_projector.linear_2", hidden_size, [hidden_size], "row"),
+        linear("vision_tower.patch_conv", config.get("num_channels", 3) * config["patch_size"] ** 2, [width]),
+        vector("vision_tower.ln_pre", width),
+        vector("multi_modal_projector.norm", width),
+        linear("multi_modal_projector.patch_merger", width * merge**2, [width]),
+        linear("multi_modal_projector.linear_1", width, [hidden_size], "column"),
+        linear("multi_modal_projector.linear_2", hidden_size, [hidden_size], "row"),
     ]
     side = config.get("image_size", _PIXTRAL_IMAGE_SIZE) // (config["patch_size"] * merge)
-    return block(layers, ends), _rotating_encoder(width, side * (side + 1), merge)
+    return block(layers, ends), rotating_encoder(width, side * (side + 1), merge)
 
 
 def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
@@ -123,20 +123,20 @@ def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, 
     for index in range(config.get("depth", 32)):
         name = f"visual.blocks.{index}"
         layers += [
-            _linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=True),
-            _linear(f"{name}.attn.proj", width, [width], "row", bias=True),
-            _linear(f"{name}.mlp.gate_proj", width, [inner, inner], "column", bias=True),
-            _linear(f"{name}.mlp.down_proj", inner, [width], "row", bias=True),
-            _vector(f"{name}.norms", 2 * width),
+            linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.gate_proj", width, [inner, inner], "column", bias=True),
+            linear(f"{name}.mlp.down_proj", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 2 * width),
         ]
     pixels = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config.get("patch_size", 14) ** 2
     ends: list[Weight] = [
-        _linear("visual.patch_embed", pixels, [width]),
-        _vector("visual.merger.ln_q", width),
-        _linear("visual.merger.mlp.0", merged, [merged], "column", bias=True),
-        _linear("visual.merger.mlp.2", merged, [config["out_hidden_size"]], "row", bias=True),
+        linear("visual.patch_embed", pixels, [width]),
+        vector("visual.merger.ln_q", width),
+        linear("visual.merger.mlp.0", merged, [merged], "column", bias=True),
+        linear("visual.merger.mlp.2", merged, [config["out_hidden_size"]], "row", bias=True),
     ]
-    return block(layers, ends), _rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge)
+    return block(layers, ends), rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge)
 
 
 def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
@@ -148,24 +148,24 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
     for index in range(config["depth"]):
         name = f"visual.blocks.{index}"
         layers += [
-            _linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=True),
-            _linear(f"{name}.attn.proj", width, [width], "row", bias=True),
-            _linear(f"{name}.mlp.linear_fc1", width, [inner], "column", bias=True),
-            _linear(f"{name}.mlp.linear_fc2", inner, [width], "row", bias=True),
-            _vector(f"{name}.norms", 4 * width),
+            linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.linear_fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.linear_fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 4 * width),
         ]
     pixels = config.get("in_channels", 3) * config["temporal_patch_size"] * config["patch_size"] ** 2
     ends: list[Weight] = [
-        _linear("visual.patch_embed", pixels, [width], bias=True),
-        _vector("visual.pos_embed", config["num_position_embeddings"] * width),
+        linear("visual.patch_embed", pixels, [width], bias=True),
+        vector("visual.pos_embed", config["num_position_embeddings"] * width),
     ]
     for norm in (width, *(merged for _ in fed)):
         ends += [
-            _vector("visual.merger.norm", 2 * norm),
-            _linear("visual.merger.linear_fc1", merged, [merged], "column", bias=True),
-            _linear("visual.merger.linear_fc2", merged, [output], "row", bias=True),
+            vector("visual.merger.norm", 2 * norm),
+            linear("visual.merger.linear_fc1", merged, [merged], "column", bias=True),
+            linear("visual.merger.linear_fc2", merged, [output], "row", bias=True),
         ]
-    images = _rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge, output_rows=1 + len(fed))
+    images = rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge, output_rows=1 + len(fed))
     return block(layers, ends), images
 
 
@@ -179,22 +179,22 @@ def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, I
     for index in range(config["num_hidden_layers"]):
         name = f"vision_model.model.layers.{index}"
         layers += [
-            _linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
-            _linear(f"{name}.self_attn.o_proj", width, [width], "row", bias=True),
-            _linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            _linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            _vector(f"{name}.norms", 4 * width),
+            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.self_attn.o_proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 4 * width),
         ]
     ends: list[Weight] = [
-        _linear(
+        linear(
             "vision_model.patch_embedding", config.get("num_channels", 3) * config["patch_size"] ** 2, [width], "column"
         ),
-        _vector("vision_model.class_embedding", width),
-        _vector("vision_model.positional_embedding_vlm", patches * width),
-        _vector("vision_model.layernorms", 4 * width),
-        _linear("vision_model.vision_adapter.fc1", inner, [between], "column"),
-        _linear("vision_model.vision_adapter.fc2", between, [adapted], "row"),
-        _linear("multi_modal_projector.linear_1", output, [hidden_size]),
+        vector("vision_model.class_embedding", width),
+        vector("vision_model.positional_embedding_vlm", patches * width),
+        vector("vision_model.layernorms", 4 * width),
+        linear("vision_model.vision_adapter.fc1", inner, [between], "column"),
+        linear("vision_model.vision_adapter.fc2", between, [adapted], "row"),
+        linear("multi_modal_projector.linear_1", output, [hidden_size]),
     ]
     tokens = int(_LLAMA4_TILES * patches * config.get("pixel_shuffle_ratio", 0.5) ** 2)
-    return block(layers, ends), _rotating_encoder(width, tokens, 2)
+    return block(layers, ends), rotating_encoder(width, tokens, 2)

@@ -67,16 +67,27 @@ QUANTIZED: list[dict[str, Any]] = [
 NO_EFFECT = {
     # positions: how they are turned; what of it makes contexts longer is in max_position_embeddings
     *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
-    *("rope_theta", "rope_interleave", "truncate", "mrope_section", "mrope_interleaved", "mscale_all_dim"),
+    *(
+        "rope_theta",
+        "layer_rope_theta",
+        "rope_interleave",
+        "truncate",
+        "mrope_section",
+        "mrope_interleaved",
+        "mscale_all_dim",
+    ),
+    # how many tokens sparse attention chooses: its cache holds them all
+    "index_topk",
     # which tokens are special, how text is generated, how weights were first chosen
     *("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "image_token_index"),
+    *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "max_length"),
     *("chunk_size_feed_forward", "pretraining_tp", "num_logits_to_keep", "id2label", "label2id", "LABEL_1"),
     # how experts are chosen
-    *("n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap"),
+    *("n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap", "enable_moe_fp32_combine"),
     # numbers that scale activations
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "floor_scale", "swiglu_limit"),
-    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "output_multiplier"),
     *("routed_scaling_factor", "time_step_limit", "tokens_per_second", "attn_temperature_tuning"),
     # heads of towers, and what only says which patches see each other
     *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer"),
@@ -90,6 +101,18 @@ NO_EFFECT = {
 """Keys whose every change leaves the answer as it is."""
 
 SOMETIMES_NO_EFFECT = {
+    ("AfmoeForCausalLM", "global_attn_every_n_layers"): "where layer_types decide",
+    ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index"): "beyond the last layer",
+    ("LagunaForCausalLM", "sliding_window"): "where no layer has one",
+    ("MellumForCausalLM", "sliding_window"): "where no layer has one",
+    ("Lfm2ForCausalLM", "block_multiple_of"): "a multiple of the double too",
+    ("Lfm2VlForConditionalGeneration", "block_multiple_of"): "a multiple of the double too",
+    ("Lfm2VlForConditionalGeneration", "num_attention_heads"): "the tower's",
+    ("Lfm2VlForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
+    ("Ministral3ForCausalLM", "max_position_embeddings"): "that within rope_parameters",
+    ("MuseGlimmerForConditionalGeneration", "layer_types"): "the tower's",
+    ("MuseGlimmerForConditionalGeneration", "max_position_embeddings"): "the tower's",
+    ("MuseGlimmerForConditionalGeneration", "num_attention_heads"): "the tower's",
     ("FalconForCausalLM", "num_kv_heads"): "without its new decoder",
     ("FalconForCausalLM", "multi_query"): "with its new decoder",
     ("Exaone4ForCausalLM", "sliding_window_pattern"): "where layer_types decide",

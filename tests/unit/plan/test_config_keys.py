@@ -19,16 +19,24 @@ from hpc_serve.plan import ModelSpec, model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
-from hpc_serve.plan.model.architectures import FAMILIES
+from hpc_serve.plan.model.families import FAMILIES
 
 HERE = Path(__file__).parent
 MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
 PUBLISHED = json.loads((HERE / "published_counts.json").read_text())["models"]
 
-NOT_IN_TRANSFORMERS = {"DeciLMForCausalLM", "DeepseekForCausalLM"}
+NOT_IN_TRANSFORMERS = {
+    *("DeciLMForCausalLM", "DeepseekForCausalLM", "KimiK25ForConditionalGeneration", "MiMoV2ForCausalLM"),
+    "Step3p5ForCausalLM",
+}
 
-BUFFERS = {"Glm4MoeForCausalLM": 3 * 128, "NemotronHForCausalLM": 8}
-"""Correction biases of routers: weights for vLLM and in the files, not parameters for transformers."""
+BUFFERS = {
+    **{"Glm4MoeForCausalLM": 3 * 128, "Glm4vMoeForConditionalGeneration": 3 * 128, "HYV3ForCausalLM": 3 * 192},
+    **{"Lfm2MoeForCausalLM": 2 * 32, "MiMoV2FlashForCausalLM": 3 * 256, "NemotronHForCausalLM": 8},
+    "Lfm2VlForConditionalGeneration": -7_087_104,
+}
+"""What vLLM has and transformers does not count: correction biases of routers, which are in the files. vLLM leaves out
+the head of SigLIP 2."""
 
 VLLM_DIFFERS = {
     **dict.fromkeys(
@@ -48,7 +56,29 @@ VLLM_DIFFERS = {
     ("Llama4ForConditionalGeneration", "vision_config.projector_output_dim"): "transformers ties two widths",
     ("NemotronHForCausalLM", "n_shared_experts"): "vLLM multiplies the shared expert's size by it",
     ("NemotronHForCausalLM", "tie_word_embeddings"): "transformers does not tie them",
-    ("Glm4MoeForCausalLM", "first_k_dense_replace"): "correction biases",
+    **dict.fromkeys(
+        [
+            ("Glm4MoeForCausalLM", "first_k_dense_replace"),
+            ("Glm4vMoeForConditionalGeneration", "text_config.first_k_dense_replace"),
+            ("Glm4vMoeForConditionalGeneration", "text_config.n_routed_experts"),
+            ("Glm4vMoeForConditionalGeneration", "text_config.num_hidden_layers"),
+            ("HYV3ForCausalLM", "num_experts"),
+            ("HYV3ForCausalLM", "num_hidden_layers"),
+            ("Lfm2MoeForCausalLM", "num_dense_layers"),
+            ("Lfm2MoeForCausalLM", "num_experts"),
+            ("Lfm2MoeForCausalLM", "use_expert_bias"),
+            ("MiMoV2FlashForCausalLM", "n_routed_experts"),
+        ],
+        "correction biases",
+    ),
+    ("DeepseekV32ForCausalLM", "first_k_dense_replace"): "it must agree with mlp_layer_types",
+    ("GlmMoeDsaForCausalLM", "first_k_dense_replace"): "it must agree with mlp_layer_types",
+    ("Glm4vMoeForConditionalGeneration", "text_config.tie_word_embeddings"): "the outer config's counts",
+    ("LagunaForCausalLM", "gating"): "vLLM has no gate then",
+    ("MuseGlimmerForConditionalGeneration", "text_config.tie_word_embeddings"): "transformers does not tie them",
+    ("Ernie4_5_MoeForCausalLM", "use_bias"): "vLLM's output head has no bias",
+    ("Lfm2VlForConditionalGeneration", "vision_config.hidden_size"): "the head of SigLIP 2",
+    ("Lfm2VlForConditionalGeneration", "vision_config.intermediate_size"): "the head of SigLIP 2",
     ("Glm4MoeForCausalLM", "n_routed_experts"): "correction biases",
     ("Glm4MoeForCausalLM", "num_hidden_layers"): "correction biases",
     ("NemotronHForCausalLM", "n_routed_experts"): "correction biases",
@@ -238,7 +268,7 @@ def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:
 
 
 def test_an_architecture_that_is_not_known_is_the_cause_that_is_named() -> None:
-    """MiniMax-M3 and MiMo-V2 have a list in moe_layer_freq, which is no fault of theirs."""
-    config = {"architectures": ["MiMoV2FlashForCausalLM"], "moe_layer_freq": [0, 1, 1], "n_layer": 3}
-    with pytest.raises(InvalidRequestError, match="architecture MiMoV2FlashForCausalLM, which this planner does not"):
+    """A list in moe_layer_freq is no fault: MiniMax-M3 and MiMo-V2 have one."""
+    config = {"architectures": ["MiMoV9ForCausalLM"], "moe_layer_freq": [0, 1, 1], "n_layer": 3}
+    with pytest.raises(InvalidRequestError, match="architecture MiMoV9ForCausalLM, which this planner does not"):
         built(config)

@@ -1,0 +1,135 @@
+"""More vision towers: those of GLM-4.5V, Kimi-K2.5, LFM2-VL and Muse Glimmer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_serve.plan.model.layers import block
+from hpc_serve.plan.model.spec import ImageEncoder
+from hpc_serve.plan.model.vision import linear, rotating_encoder, vector
+from hpc_serve.plan.model.weights import Block, Weight
+
+_GLM_IMAGE_TOKENS = 6144
+_MOON_IMAGE_TOKENS = 4096
+"""The largest inputs that the models' own preprocessors make: GLM's 9,633,792 pixels over two frames, Kimi's 16,384
+patches of which four are merged."""
+
+
+def glm4v(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """The tower of GLM-4.1V to 4.6V: the MLPs of its layers are as wide as the decoder, its merger's as said."""
+    width, inner, output = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
+    merge, bias = config.get("spatial_merge_size", 2), bool(config.get("attention_bias", False))
+    pixels = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config["patch_size"] ** 2
+    layers: list[Weight] = []
+    for index in range(config["depth"]):
+        name = f"visual.blocks.{index}"
+        layers += [
+            linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=bias),
+            linear(f"{name}.attn.proj", width, [width], "row"),
+            linear(f"{name}.mlp.gate_proj", width, [output, output], "column"),
+            linear(f"{name}.mlp.down_proj", output, [width], "row"),
+            vector(f"{name}.norms", 2 * width),
+        ]
+    ends: list[Weight] = [
+        linear("visual.patch_embed", pixels, [width], bias=True),
+        vector("visual.embeddings", (config["image_size"] // config["patch_size"]) ** 2 * width),
+        vector("visual.post_norms", 2 * width),
+        linear("visual.downsample", width * merge**2, [output], bias=True),
+        linear("visual.merger.proj", output, [output], "column"),
+        vector("visual.merger.post_projection_norm", 2 * output),
+        linear("visual.merger.gate_proj", output, [inner, inner], "column"),
+        linear("visual.merger.down_proj", inner, [output], "row"),
+    ]
+    return block(layers, ends), rotating_encoder(width, _GLM_IMAGE_TOKENS, merge)
+
+
+def moon_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Kimi's MoonViT-3D with the projector that merges patches."""
+    width = config.get("vt_hidden_size", config.get("hidden_size", 1152))
+    inner = config.get("vt_intermediate_size", config.get("intermediate_size", 4304))
+    count = config.get("vt_num_hidden_layers", config.get("num_hidden_layers", 27))
+    rows = config.get("init_pos_emb_height", config.get("pos_emb_height", 64))
+    columns = config.get("init_pos_emb_width", config.get("pos_emb_width", 64))
+    high, wide = config.get("merge_kernel_size", (2, 2))
+    merged = width * high * wide
+    layers: list[Weight] = []
+    for index in range(count):
+        name = f"vision_tower.encoder.blocks.{index}"
+        layers += [
+            linear(f"{name}.wqkv", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.wo", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc0", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc1", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 4 * width),
+        ]
+    ends: list[Weight] = [
+        linear("vision_tower.patch_embed.proj", 3 * config.get("patch_size", 14) ** 2, [width], bias=True),
+        vector("vision_tower.patch_embed.pos_emb", rows * columns * width),
+        vector("vision_tower.final_layernorm", 2 * width),
+        vector("mm_projector.pre_norm", 2 * width),
+        linear("mm_projector.linear_1", merged, [merged], bias=True),
+        linear("mm_projector.linear_2", merged, [hidden_size], bias=True),
+    ]
+    return block(layers, ends), rotating_encoder(width, _MOON_IMAGE_TOKENS, high)
+
+
+def lfm2_siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """SigLIP 2 without its head, and the projector of LFM2-VL."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    factor, between = config["downsample_factor"], config["projector_hidden_size"]
+    bias, patch = bool(config["projector_bias"]), config.get("patch_size", 16)
+    layers: list[Weight] = []
+    for index in range(config["num_hidden_layers"]):
+        name = f"vision_tower.encoder.layers.{index}"
+        layers += [
+            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.self_attn.out_proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.layer_norms", 4 * width),
+        ]
+    merged = width * factor**2
+    ends: list[Weight] = [
+        linear("vision_tower.patch_embedding", config.get("num_channels", 3) * patch**2, [width], bias=True),
+        vector("vision_tower.position_embedding", config.get("num_patches", 256) * width),
+        vector("vision_tower.post_layernorm", 2 * width),
+        linear("multi_modal_projector.linear_1", merged, [between], bias=bias),
+        linear("multi_modal_projector.linear_2", between, [hidden_size], bias=bias),
+    ]
+    if config["projector_use_layernorm"]:
+        ends.append(vector("multi_modal_projector.layer_norm", 2 * merged))
+    images = ImageEncoder(
+        image_tokens=(config["max_tiles"] + 1) * (config["tile_size"] // (patch * factor)) ** 2,
+        patches_per_token=factor**2,
+        patch_elements=2 * width,
+        split_patch_elements=2 * inner,
+    )
+    return block(layers, ends), images
+
+
+def muse(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """The tower of Muse Glimmer, the adapter that merges patches, and the projection."""
+    width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("merge_size", 2)
+    merged, between = config["out_hidden_size"], config["projector_hidden_size"]
+    pixels = 3 * config.get("patch_temporal", 2) * config["patch_size"] ** 2
+    layers: list[Weight] = []
+    for index in range(config["num_hidden_layers"]):
+        name = f"vision_tower.layers.{index}"
+        layers += [
+            linear(f"{name}.attn.q_proj", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 4 * width),
+        ]
+    ends: list[Weight] = [
+        linear("vision_tower.patch_embedding", pixels, [width]),
+        vector("vision_tower.position_embedding", config["pos_emb_height"] * config["pos_emb_width"] * width),
+        vector("vision_tower.ln_pre_and_post", 4 * width),
+        linear("vision_adapter.fc1", merged, [between]),
+        linear("vision_adapter.fc2", between, [between]),
+        linear("vision_projection", between, [hidden_size]),
+    ]
+    tokens = config["pos_emb_height"] * config["pos_emb_width"] // merge**2
+    return block(layers, ends), rotating_encoder(width, tokens, merge)

@@ -1,0 +1,118 @@
+"""Families whose layers differ: sparse attention and its indexer, windows with other heads, short convolutions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config
+from hpc_serve.plan.memory.kv_cache import cache_layout
+
+HERE = Path(__file__).parent
+MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
+
+
+def of(architecture: str, **changes: Any) -> ModelSpec:
+    """The architecture with transformers' default sizes and four layers."""
+    return model_from_config({**MEASURED[architecture]["config"], **changes}, name=architecture)
+
+
+def token_bytes(model: ModelSpec, **options: Any) -> list[int]:
+    return list(cache_layout(model, EngineConfig(**options), 1).bytes_per_token)
+
+
+@pytest.mark.parametrize(("dtype", "latent"), [("auto", 576 * 2), ("fp8", 656)])
+def test_an_indexer_caches_a_key_in_fp8_with_its_scale(dtype: str, latent: int) -> None:
+    for architecture in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+        assert token_bytes(of(architecture), kv_cache_dtype=dtype) == [latent + 128 + 4] * 4
+
+
+def test_layers_that_take_the_tokens_of_the_one_before_have_no_indexer() -> None:
+    """GLM-5.2: each fourth layer from the third on has one, and those before it."""
+    kinds = ["full", "full", "full", "shared"]
+    model = of("GlmMoeDsaForCausalLM", indexer_types=kinds, index_topk_freq=4, index_skip_topk_offset=3)
+    assert token_bytes(model) == [1284, 1284, 1284, 1152]
+    indexer = 2048 * 32 * 128 + 6144 * (128 + 32) + 2 * 128
+    assert of("GlmMoeDsaForCausalLM").parameters - model.parameters == indexer
+    with pytest.raises(InvalidRequestError, match="indexer_types and index_topk_freq do not agree about layer 3"):
+        of("GlmMoeDsaForCausalLM", indexer_types=kinds)
+
+
+def test_a_window_may_have_other_heads_and_narrower_values() -> None:
+    """MiMo-V2 by the names of its own config, which are not those of transformers."""
+    config = {key: value for key, value in MEASURED["MiMoV2FlashForCausalLM"]["config"].items() if "_types" not in key}
+    own = {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "swa_num_key_value_heads": 8}
+    model = model_from_config({**config, **own}, name="x")
+    assert token_bytes(model) == [2 * 4 * 320, 2 * 8 * 320, 2 * 8 * 320, 2 * 4 * 320]
+    assert [layer.cache.window for layer in model.layers if layer.cache] == [0, 128, 128, 0]
+    with pytest.raises(InvalidRequestError, match="moe_layer_freq"):
+        model_from_config({**config, **own, "moe_layer_freq": [0, 2, 1, 1]}, name="x")
+    with pytest.raises(InvalidRequestError, match="moe_layer_freq names 1 of 4 layers"):
+        model_from_config({**config, **own, "moe_layer_freq": [0]}, name="x")
+
+
+def test_a_short_convolution_keeps_two_tokens() -> None:
+    model = of("Lfm2ForCausalLM")
+    kinds = [layer.cache.kind for layer in model.layers if layer.cache]
+    assert kinds == ["state", "state", "full", "state"]
+    assert model.layers[0].cache is not None
+    assert model.layers[0].cache.state == ((2 * 2560, 0),)
+
+
+def test_gates_are_for_each_head_or_each_of_its_elements() -> None:
+    none, heads, elements = (of("LagunaForCausalLM", gating=kind) for kind in (False, "per-head", "per-element"))
+    assert heads.parameters - none.parameters == 2048 * (48 + 64 + 48 + 64)
+    assert elements.parameters - none.parameters == 128 * (heads.parameters - none.parameters)
+
+
+STEP: dict[str, Any] = {
+    **{"architectures": ["Step3p5ForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 64},
+    **{"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 128},
+    "attention_other_setting": {
+        **{"attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 3},
+        **{"head_dim": 64, "true_head_dim": 64},
+    },
+    **{"moe_layers_enum": "1,2", "moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 128},
+    **{"share_expert_dim": 64, "use_head_wise_attn_gate": True, "max_position_embeddings": 4096},
+}
+
+
+def test_step_names_its_sizes_in_its_own_way() -> None:
+    model = model_from_config(STEP, name="step")
+    full = 256 * 64 * (4 + 2 + 2 + 4) + 256 * 4 + 2 * 64 + 2 * 256
+    slides = 256 * 64 * (6 + 3 + 3 + 6) + 256 * 6 + 2 * 64 + 2 * 256
+    experts = 256 * 8 + 8 + 8 * 3 * 256 * 128 + 3 * 256 * 64
+    assert [layer.block.parameters for layer in model.layers] == [full + 3 * 256 * 512, *[slides + experts] * 2]
+    assert (model.num_experts, model.num_experts_per_tok) == (8, 2)
+    assert token_bytes(model) == [2 * 2 * 2 * 64, 2 * 2 * 3 * 64, 2 * 2 * 3 * 64]
+
+
+def test_kimi_k2_5_is_k2_with_a_tower() -> None:
+    text = {**MEASURED["DeepseekV3ForCausalLM"]["config"], "architectures": ["DeepseekV3ForCausalLM"]}
+    tower = {"vt_hidden_size": 64, "vt_intermediate_size": 128, "vt_num_hidden_layers": 2, "patch_size": 14}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    with_tower = model_from_config({**outer, "vision_config": tower}, name="x")
+    layer = 64 * 192 + 192 + 64 * 64 + 64 + 2 * 64 * 128 + 128 + 64 + 4 * 64
+    ends = 588 * 64 + 64 + 64 * 64 * 64 + 2 * 64 + 2 * 64 + 256 * 256 + 256 + 256 * 7168 + 7168
+    assert with_tower.everywhere.parameters == 2 * layer + ends
+    assert with_tower.parameters - with_tower.everywhere.parameters == of("DeepseekV3ForCausalLM").parameters
+
+
+def test_mistral_small_4_has_latent_attention() -> None:
+    """119B: transformers' Mistral4Config has these sizes, and 118,972,826,624 parameters."""
+    text = {
+        **{"model_type": "mistral4", "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 12288},
+        **{"moe_intermediate_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 32, "n_shared_experts": 1},
+        **{"n_routed_experts": 128, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "qk_nope_head_dim": 64, "num_experts_per_tok": 4, "first_k_dense_replace": 0},
+        **{"max_position_embeddings": 1048576, "tie_word_embeddings": False, "num_key_value_heads": 32},
+    }
+    model = model_from_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}, name="x")
+    assert model.parameters == 118_972_826_624
+    assert model.is_mla
+    assert model.images is None
