@@ -42,6 +42,7 @@ COMMANDS = {
     "chat": ("hpc_serve.cli.talk", "chat_command", "Talk to a service."),
     "env": ("hpc_serve.cli.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
+    "bench": ("hpc_serve.cli.bench", "bench_command", "Measure a service: throughput and latency."),
     "demo": ("hpc_serve.cli.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
 }
 _INTERRUPTED = 130

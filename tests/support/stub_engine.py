@@ -396,6 +396,11 @@ class Handler(BaseHTTPRequestHandler):
             tokens = json.loads(body)["tokens"]
             self.answer_json(200, {"prompt": decode(tokens) + ("\ufffd" if tokens and tokens[-1] >= HALF_ID else "")})
             return
+        if self.path == "/tokenize":
+            asked = json.loads(body)
+            text = chat_context(asked["messages"]) if "messages" in asked else asked["prompt"]
+            self.answer_json(200, {"tokens": encode(text), "count": len(encode(text)), "max_model_len": CONTEXT_LENGTH})
+            return
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.error(404, "Not Found")
             return
@@ -487,7 +492,7 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         most = request.get("max_completion_tokens") or request.get("max_tokens") or sys.maxsize
         if not options.stub_greedy:
-            most = min(most, options.stub_words)
+            most = most if request.get("ignore_eos") else min(most, options.stub_words)
             for place in range(most):
                 word = " word" if place else f"stub-{self.server.server_address[1]}"
                 yield 0, word, "stop" if place == most - 1 else ""
@@ -623,7 +628,7 @@ class Handler(BaseHTTPRequestHandler):
         return {"prompt_token_ids": encode(self.context(request))} if asked else {}
 
     def usage(self, request: dict[str, Any], tokens: int) -> dict[str, int]:
-        prompt = len(encode(self.context(request))) if self.server.options.stub_greedy else 1
+        prompt = len(encode(self.context(request)))
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
     def event(self, data: str) -> None:

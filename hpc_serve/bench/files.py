@@ -1,0 +1,100 @@
+"""Reads files of requests, by the names and in the formats of `vllm bench serve`: custom, sharegpt, burstgpt.
+
+Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer, whose tokens the
+engine counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+
+FORMATS = ("custom", "sharegpt", "burstgpt")
+_NOT = 'a line has "prompt" (text or token ids) or "messages", and may have "output_tokens"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request of a file: a prompt (text or token ids), messages, or the length of a prompt alone."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    answer: str | None = None
+
+
+def read_samples(name: str, text: str, source: str) -> list[Sample]:
+    """All samples of a file. Raises InvalidRequestError: `source` and the place."""
+    reader = {"custom": _custom, "sharegpt": _sharegpt, "burstgpt": _burstgpt}[name]
+    samples = list(reader(text, source))
+    if not samples:
+        raise InvalidRequestError(f"{source} holds no request that can be used as {name}.")
+    return samples
+
+
+def choose(samples: list[Sample], count: int | None, seed: int) -> list[Sample]:
+    """So many samples in an order by chance, some of them again if there are fewer; all of them without a number."""
+    chance = random.Random(f"samples {seed}")
+    shuffled = list(samples)
+    chance.shuffle(shuffled)
+    if count is None:
+        return shuffled
+    return shuffled[:count] + chance.choices(shuffled, k=max(0, count - len(shuffled)))
+
+
+def _custom(text: str, source: str) -> Iterator[Sample]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        value = _json(line, where)
+        if not isinstance(value, dict):
+            raise InvalidRequestError(f"{where} is no JSON object: {_NOT}")
+        prompt, messages, output_len = (value.get(name) for name in ("prompt", "messages", "output_tokens"))
+        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+        is_chat = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        if not (isinstance(prompt, str) or is_ids) and not (prompt is None and is_chat):
+            raise InvalidRequestError(f"{where} is no request: {_NOT}")
+        if output_len is not None and (type(output_len) is not int or output_len < 1):
+            raise InvalidRequestError(f"{where}: output_tokens is {output_len!r}, which is no number of tokens.")
+        yield Sample(prompt=prompt, messages=messages, output_len=output_len)
+
+
+def _sharegpt(text: str, source: str) -> Iterator[Sample]:
+    value = _json(text, source)
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{source} is no list of conversations, as ShareGPT's files are.")
+    for entry in value:
+        turns = entry.get("conversations") if isinstance(entry, dict) else None
+        if not isinstance(turns, list) or len(turns) < 2:
+            continue
+        prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+        if isinstance(prompt, str) and isinstance(answer, str):
+            yield Sample(prompt=prompt, answer=answer)
+
+
+def _burstgpt(text: str, source: str) -> Iterator[Sample]:
+    """Lengths alone, of the requests to GPT-4 that were answered, as vLLM takes them."""
+    rows = csv.DictReader(text.splitlines())
+    needed = ("Model", "Request tokens", "Response tokens")
+    if missing := [name for name in needed if name not in (rows.fieldnames or ())]:
+        raise InvalidRequestError(f"{source} has no column {missing[0]!r}, as BurstGPT's files have.")
+    for row in rows:
+        input_len, output_len = (row[name] or "" for name in needed[1:])
+        are_numbers = input_len.isdecimal() and output_len.isdecimal()
+        if row["Model"] == "GPT-4" and are_numbers and int(input_len) and int(output_len):
+            yield Sample(input_len=int(input_len), output_len=int(output_len))
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} is no JSON: {error}") from None

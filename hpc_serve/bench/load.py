@@ -1,0 +1,149 @@
+"""Sends the requests of a run at their times, so many at once, and says what came of each.
+
+A failure is an outcome like another. When it is told to stop, what had ended by then is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpc_serve.bench.answers import AnswerReader
+from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare
+from hpc_serve.bench.own_share import OwnShareMeter
+from hpc_serve.bench.service import BenchService, refusal
+from hpc_serve.client.transport import EXCHANGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A request to be sent, `at_s` after the beginning; `place` is its number in the run."""
+
+    place: int
+    request: BenchRequest
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What came of orders, and from when to when, by time.perf_counter."""
+
+    outcomes: tuple[Outcome, ...]
+    began_s: float
+    ended_s: float
+    own_share: OwnShare
+    interrupted: bool
+
+
+async def send_all(
+    service: BenchService,
+    orders: Sequence[Order],
+    *,
+    max_concurrency: int | None,
+    stop: asyncio.Event,
+    on_end: Callable[[], None] = lambda: None,
+) -> Sent:
+    """Send them all, `max_concurrency` at once (None: no bound). Returns early, with what there is, after `stop`."""
+    limit: contextlib.AbstractAsyncContextManager[object]
+    limit = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
+    outcomes: list[Outcome] = []
+
+    async def send(order: Order) -> None:
+        arrived_s = time.perf_counter()
+        async with limit:
+            outcomes.append(await ask(service, order, arrived_s))
+        on_end()
+
+    async def send_in_time() -> None:
+        tasks = []
+        for order in orders:
+            if (left_s := began_s + order.at_s - time.perf_counter()) > 0:
+                await asyncio.sleep(left_s)
+            tasks.append(group.create_task(send(order)))
+        await asyncio.gather(*tasks)
+
+    meter = OwnShareMeter()
+    gc.collect()
+    gc.freeze()  # a collection that goes through all prompts would make the loop late
+    stopping = asyncio.create_task(stop.wait())
+    group = _Tasks()
+    meter.start()
+    began_s = time.perf_counter()
+    sending = group.create_task(send_in_time())
+    try:
+        await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        ended_s = time.perf_counter()
+        if sending.done():
+            sending.result()
+    finally:
+        stopping.cancel()
+        await group.end()
+        gc.unfreeze()
+    return Sent(
+        outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
+        began_s=began_s,
+        ended_s=ended_s,
+        own_share=meter.stop(),
+        interrupted=len(outcomes) < len(orders),
+    )
+
+
+class _Tasks:
+    """Tasks that end together."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def create_task(self, coroutine: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask(service: BenchService, order: Order, arrived_s: float | None = None) -> Outcome:
+    """Send one request and read its stream."""
+    request = order.request
+    options = {"model": service.model, "stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps({**request.body, **options}).encode()
+    start_s = time.perf_counter()
+    reader, error, replica, sent = AnswerReader(start_s), "", "", 1
+    try:
+        response = await service.send(request.path, body)
+        replica, sent = service.last_replica, response.extensions[EXCHANGE].sent
+        try:
+            if response.status_code == 200:
+                async for data in response.stream:  # type: ignore[union-attr]
+                    reader.feed(data, time.perf_counter())
+                error = reader.failure()
+            else:
+                error = f"HTTP {response.status_code}: {refusal(await response.aread())}"
+        finally:
+            await response.aclose()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return Outcome(
+        place=order.place,
+        input_len=reader.input_len if reader.input_len is not None else request.input_len or 0,
+        output_len=reader.output_len or len(reader.itls_s) + (reader.ttft_s is not None),
+        ttft_s=reader.ttft_s or 0.0,
+        itls_s=tuple(reader.itls_s),
+        latency_s=reader.latency_s,
+        start_s=start_s,
+        queue_s=start_s - (start_s if arrived_s is None else arrived_s),
+        text=reader.text,
+        error=error,
+        replica=replica,
+        sent=sent,
+    )

@@ -1,0 +1,80 @@
+"""What is asked in a run, and what came of each request: values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Split = Literal["client", "equally"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """One request: its path, and its body without model and stream. Lengths in tokens; `input_len` None: not known."""
+
+    path: str
+    body: Mapping[str, Any]
+    input_len: int | None
+    output_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a request. Times in seconds; `start_s` is a clock's that counts from no known moment.
+
+    `latency_s` ends with the last token, `itls_s` are the times between the pieces of the answer. `queue_s` is how long
+    it waited here for its turn. `replica` is who answered, "" if none did; it was sent `sent` times. Without an `error`
+    it was answered.
+    """
+
+    place: int
+    input_len: int
+    output_len: int = 0
+    ttft_s: float = 0.0
+    itls_s: tuple[float, ...] = ()
+    latency_s: float = 0.0
+    start_s: float = 0.0
+    queue_s: float = 0.0
+    text: str = ""
+    error: str = ""
+    replica: str = ""
+    sent: int = 1
+
+    @property
+    def is_answered(self) -> bool:
+        return not self.error
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnShare:
+    """How busy the program that measures was: the share of the time that its busiest event loop worked, and how late it
+    woke in the worst of twenty times (seconds)."""
+
+    busy: float
+    late_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run: what was asked of whom, at which pace, and what came of it.
+
+    `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` are those that were
+    ready when it began. `requests` are all that were to be sent; if the run was `interrupted`, outcomes lack those that
+    had no answer by then.
+    """
+
+    service: str
+    model: str
+    workload: str
+    requests: tuple[BenchRequest, ...]
+    outcomes: tuple[Outcome, ...]
+    duration_s: float
+    max_concurrency: int | None
+    request_rate: float
+    burstiness: float
+    split: Split
+    replicas: tuple[str, ...]
+    own_share: OwnShare
+    interrupted: bool = False
+    date: str = ""

@@ -1,0 +1,110 @@
+"""A run as JSON, under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
+
+Ours come after them: the service, how requests were split, the same figures of each replica, what was predicted, and
+how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_serve.bench.figures import METRICS, Figures, Spread, by_replica, figures_of
+from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.outcome import Outcome, Run
+from hpc_serve.bench.prediction import Prediction
+
+_CHAT = "/v1/chat/completions"
+
+
+def run_json(
+    run: Run,
+    *,
+    goals_ms: Mapping[str, float] | None = None,
+    prediction: Prediction | None = None,
+    failed_checks: Mapping[int, str] | None = None,
+    is_detailed: bool = False,
+) -> dict[str, Any]:
+    """One run. With `is_detailed` it holds each request, as with vLLM's --save-detailed."""
+    figures = figures_of(run.outcomes, run.duration_s, goals_ms=goals_ms)
+    is_chat = bool(run.requests) and run.requests[0].path == _CHAT
+    rate = "inf" if math.isinf(run.request_rate) else run.request_rate
+    answer: dict[str, Any] = {
+        "date": run.date,
+        "endpoint_type": "openai-chat" if is_chat else "openai",
+        "backend": "openai-chat" if is_chat else "openai",
+        "label": run.service,
+        "model_id": run.model,
+        "tokenizer_id": None,
+        "num_prompts": len(run.requests),
+        "request_rate": rate,
+        "burstiness": "inf" if math.isinf(run.burstiness) else run.burstiness,
+        "max_concurrency": run.max_concurrency,
+        **_figures_json(figures),
+    }
+    if is_detailed:
+        answer |= _details(run.outcomes)
+    answer |= _times_json(figures)
+    if run.max_concurrency is not None:
+        answer |= _spread_json("client_queue_time", figures.times["client_queue_time"])
+    shares = {name: figures_of(part, run.duration_s, goals_ms=goals_ms) for name, part in by_replica(run).items()}
+    return answer | {
+        "service": run.service,
+        "workload": run.workload,
+        "split": run.split,
+        "interrupted": run.interrupted,
+        "resent": figures.resent,
+        "failed_checks": None if failed_checks is None else len(failed_checks),
+        "replicas": {name: {**_figures_json(part), **_times_json(part)} for name, part in shares.items()},
+        "predicted": None if prediction is None else prediction.keys(),
+        "client_busy": run.own_share.busy,
+        "client_late_ms": 1e3 * run.own_share.late_s,
+        "notes": notes_on(run),
+    }
+
+
+def _figures_json(figures: Figures) -> dict[str, Any]:
+    return {
+        "duration": figures.duration_s,
+        "completed": figures.completed,
+        "failed": figures.failed,
+        "total_input_tokens": figures.total_input,
+        "total_output_tokens": figures.total_output,
+        "request_throughput": figures.request_rate,
+        "request_goodput": figures.goodput,
+        "output_throughput": figures.output_rate,
+        "total_token_throughput": figures.total_rate,
+        "max_output_tokens_per_s": figures.peak_output_rate,
+        "max_concurrent_requests": figures.peak_concurrency,
+    }
+
+
+def _times_json(figures: Figures) -> dict[str, float]:
+    return {key: value for name in METRICS for key, value in _spread_json(name, figures.times[name]).items()}
+
+
+def _spread_json(name: str, spread: Spread) -> dict[str, float]:
+    keys = {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
+    return keys | {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
+
+
+def _details(outcomes: tuple[Outcome, ...]) -> dict[str, list[Any]]:
+    """A list for each kind of value, with one place for each request."""
+    return {
+        "input_lens": [outcome.input_len for outcome in outcomes],
+        "output_lens": [outcome.output_len for outcome in outcomes],
+        "ttfts": [outcome.ttft_s for outcome in outcomes],
+        "itls": [list(outcome.itls_s) for outcome in outcomes],
+        "latencies": [outcome.latency_s for outcome in outcomes],
+        "start_times": [outcome.start_s for outcome in outcomes],
+        "queue_times": [outcome.queue_s for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+        "replica_names": [outcome.replica for outcome in outcomes],
+    }
+
+
+def document(results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
+    """One result as itself, as vLLM saves it; several as a list."""
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,107 @@
+"""The service that is measured, through the client's own transport: verified connections, its pool, its retries.
+
+A stream that breaks is a failure here and is not continued: what follows would be another replica's time. With
+`equally` replicas take turns, whatever each can take; otherwise the pool chooses, as for any client.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Set
+from typing import Any
+
+import anyio.to_thread
+
+from hpc_serve.bench.answers import error_text
+from hpc_serve.bench.outcome import Split
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.sdk import http
+from hpc_serve.client.transport import AsyncServiceTransport
+from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.store import ServiceStore
+
+_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
+# An answer may take as long as it takes. The client bounds the time to connect.
+_EXTENSIONS = {"timeout": {"connect": None, "read": None, "write": None, "pool": None}}
+
+
+class BenchError(HpcServeError):
+    """The service cannot be measured so; the text says why."""
+
+
+class BenchWatch(ServiceWatch):
+    """A watch of a service whose replicas take turns while `takes_turns`."""
+
+    takes_turns = False
+    _turns = itertools.count()
+
+    def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+        """The replica whose turn it is among those that were not tried; else the one that the pool chooses."""
+        if not self.takes_turns:
+            return super().pick(tried)
+        names = sorted(replica.name for replica in self.pool.others(tried))
+        others = {name for name in names if name != names[next(self._turns) % len(names)]} if names else set()
+        return super().pick(tried | others)
+
+
+class BenchService:
+    """One service, for one event loop. `replicas` are the names of those that are ready."""
+
+    def __init__(self, store: ServiceStore, name: str, split: Split) -> None:
+        self.name = name
+        self.split: Split = split
+        self._watch = BenchWatch(store, name)
+        self._transport = AsyncServiceTransport(self._watch, resume=False)
+        self.take_turns(split == "equally")
+
+    @property
+    def model(self) -> str:
+        return self._watch.model
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(sorted(replica.name.removesuffix(".json") for replica in self._watch.pool.others(frozenset())))
+
+    @property
+    def last_replica(self) -> str:
+        """Who answered last in this task."""
+        return self._watch.last_replica.name or ""
+
+    def take_turns(self, takes_turns: bool) -> None:
+        self._watch.takes_turns = takes_turns
+
+    async def ready(self, wait: Wait = None) -> None:
+        """Return once all replicas are known that are ready. Raises what `connect` raises."""
+        await wait_for_replica_async(self._watch, WaitPolicy(wait))
+        await anyio.to_thread.run_sync(self._watch.refresh)
+
+    async def send(self, path: str, body: bytes) -> http.Response:
+        """The answer to a request; its body was not read. Raises what the client's transport raises."""
+        headers = {**_HEADERS, "content-length": str(len(body))}
+        request = http.Request("POST", f"http://service{path}", headers=headers, content=body, extensions=_EXTENSIONS)
+        return await self._transport.handle_async_request(request)
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of a whole answer. Raises BenchError if it is a refusal."""
+        response = await self.send(path, json.dumps(body).encode())
+        try:
+            data = await response.aread()
+        finally:
+            await response.aclose()
+        if response.status_code != 200:
+            raise BenchError(f"{self.name} answered {path} with HTTP {response.status_code}: {refusal(data)}")
+        return json.loads(data)
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+
+def refusal(data: bytes) -> str:
+    """What the body of a refusal says, in one line."""
+    try:
+        return error_text(json.loads(data))
+    except ValueError:
+        return " ".join(data.decode(errors="replace").split())[:300]

@@ -1,0 +1,147 @@
+"""Makes one run after the other: each service, each workload, each pace; every run with prompts of its own.
+
+A cache of prefixes would answer prompts of the run before. Before a run each replica answers one request that does not
+count, as `vllm bench serve` sends one first: what is wrong with the requests is told then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from hpc_serve.bench.arrivals import arrival_times
+from hpc_serve.bench.load import Order, ask, send_all
+from hpc_serve.bench.outcome import BenchRequest, Run, Split
+from hpc_serve.bench.service import BenchError, BenchService
+from hpc_serve.bench.texts import EngineTexts
+from hpc_serve.bench.workload import MADE, Workload, make_requests
+from hpc_serve.client.wait import Wait
+from hpc_serve.rendezvous.store import ServiceStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How requests come: at a rate (requests/s; inf: all at once), so many under way at most (None: no bound)."""
+
+    max_concurrency: int | None
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What is to be run. `count` is the number of runs."""
+
+    services: tuple[str, ...]
+    workloads: tuple[Workload, ...]
+    paces: tuple[Pace, ...]
+    split: Split = "client"
+    wait: Wait = None
+
+    @property
+    def count(self) -> int:
+        return len(self.services) * len(self.workloads) * len(self.paces)
+
+
+class Watcher:
+    """Is told how far a sweep is. This one tells nobody."""
+
+    def preparing(self, service: str, workload: Workload) -> None:
+        """Requests are made."""
+
+    def began(self, service: str, workload: Workload, count: int, pace: Pace) -> None:
+        """A run of `count` requests begins."""
+
+    def ended_one(self) -> None:
+        """A request has ended."""
+
+
+async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, watcher: Watcher) -> AsyncIterator[Run]:
+    """Run after run. After `stop` comes the run under way, with what it had by then, and no other.
+
+    Raises what `connect` raises, InvalidRequestError, BenchError.
+    """
+    number = 0
+    for name in sweep.services:
+        service = BenchService(store, name, sweep.split)
+        try:
+            await service.ready(sweep.wait)
+            for workload in sweep.workloads:
+                for pace in sweep.paces:
+                    number += 1
+                    own = replace(workload, seed=workload.seed * 1_000_003 + number)
+                    watcher.preparing(name, own)
+                    requests = await _unless(stop, _prepare(service, own))
+                    if requests is not None:
+                        yield await _run(service, own, requests, pace, stop, watcher)
+                    if stop.is_set():
+                        return
+        finally:
+            await service.close()
+
+
+async def _prepare(service: BenchService, workload: Workload) -> tuple[BenchRequest, ...]:
+    """The requests of a run, once each replica has answered one that does not count."""
+    if workload.dataset in MADE and workload.count is not None:
+        first, *requests = await make_requests(replace(workload, count=workload.count + 1), EngineTexts(service))
+    else:
+        requests = list(await make_requests(workload, EngineTexts(service)))
+        first = requests[0]
+    service.take_turns(True)
+    try:
+        for place in range(len(service.replicas)):
+            outcome = await ask(service, Order(place=place, request=first, at_s=0.0))
+            if not outcome.is_answered:
+                raise BenchError(f"{service.name} does not answer the first request: {outcome.error}")
+    finally:
+        service.take_turns(service.split == "equally")
+    return tuple(requests)
+
+
+async def _run(
+    service: BenchService,
+    workload: Workload,
+    requests: tuple[BenchRequest, ...],
+    pace: Pace,
+    stop: asyncio.Event,
+    watcher: Watcher,
+) -> Run:
+    times = arrival_times(len(requests), pace.request_rate, pace.burstiness, workload.seed)
+    orders = [Order(place=place, request=one, at_s=at_s) for place, (one, at_s) in enumerate(zip(requests, times))]
+    date, replicas = time.strftime("%Y%m%d-%H%M%S"), service.replicas
+    watcher.began(service.name, workload, len(orders), pace)
+    sent = await send_all(service, orders, max_concurrency=pace.max_concurrency, stop=stop, on_end=watcher.ended_one)
+    return Run(
+        service=service.name,
+        model=service.model,
+        workload=workload.title,
+        requests=requests,
+        outcomes=sent.outcomes,
+        duration_s=sent.ended_s - sent.began_s,
+        max_concurrency=pace.max_concurrency,
+        request_rate=pace.request_rate,
+        burstiness=pace.burstiness,
+        split=service.split,
+        replicas=replicas,
+        own_share=sent.own_share,
+        interrupted=sent.interrupted,
+        date=date,
+    )
+
+
+async def _unless(stop: asyncio.Event, making: Coroutine[Any, Any, T]) -> T | None:
+    """What a coroutine returns; None, and it is cancelled, once it is to stop."""
+    task, stopping = asyncio.create_task(making), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        stopping.cancel()
+        task.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
