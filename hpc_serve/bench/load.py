@@ -6,12 +6,12 @@ A failure is an outcome like another. When it is told to stop, what had ended by
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpc_serve.bench.answers import AnswerReader
 from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare
@@ -49,40 +49,40 @@ async def send_all(
     on_end: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Send them all, `max_concurrency` at once (None: no bound). Returns early, with what there is, after `stop`."""
-    limit: contextlib.AbstractAsyncContextManager[object]
-    limit = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else contextlib.nullcontext()
     outcomes: list[Outcome] = []
+    arrived: asyncio.Queue[tuple[Order, float] | None] = asyncio.Queue()
+    senders = min(max_concurrency or len(orders), len(orders))
 
-    async def send(order: Order) -> None:
-        arrived_s = time.perf_counter()
-        async with limit:
-            outcomes.append(await ask(service, order, arrived_s))
-        on_end()
-
-    async def send_in_time() -> None:
-        tasks = []
+    async def come() -> None:
         for order in orders:
             if (left_s := began_s + order.at_s - time.perf_counter()) > 0:
                 await asyncio.sleep(left_s)
-            tasks.append(group.create_task(send(order)))
-        await asyncio.gather(*tasks)
+            arrived.put_nowait((order, time.perf_counter()))
+        for _ in range(senders):
+            arrived.put_nowait(None)
+
+    async def send() -> None:
+        while (next_one := await arrived.get()) is not None:
+            outcomes.append(await ask(service, *next_one))
+            on_end()
 
     meter = OwnShareMeter()
     gc.collect()
     gc.freeze()  # a collection that goes through all prompts would make the loop late
-    stopping = asyncio.create_task(stop.wait())
-    group = _Tasks()
     meter.start()
     began_s = time.perf_counter()
-    sending = group.create_task(send_in_time())
+    tasks = [asyncio.create_task(work()) for work in (come, *[send] * senders)]
+    sending: asyncio.Future[Any] = asyncio.gather(*tasks)
+    stopping: asyncio.Future[Any] = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({sending, stopping}, return_when=asyncio.FIRST_COMPLETED)
         ended_s = time.perf_counter()
         if sending.done():
             sending.result()
     finally:
-        stopping.cancel()
-        await group.end()
+        for task in (sending, stopping):
+            task.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
         gc.unfreeze()
     return Sent(
         outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
@@ -91,25 +91,6 @@ async def send_all(
         own_share=meter.stop(),
         interrupted=len(outcomes) < len(orders),
     )
-
-
-class _Tasks:
-    """Tasks that end together."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def create_task(self, coroutine: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def end(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def ask(service: BenchService, order: Order, arrived_s: float | None = None) -> Outcome:

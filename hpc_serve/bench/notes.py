@@ -34,8 +34,9 @@ def _own_share(run: Run) -> list[str]:
         ]
     if late_s >= MOST_LATE_S:
         return [
-            f"This program woke up to {1e3 * late_s:.0f} ms late, though it was busy {busy:.0%} of the time: other "
-            "programs use this machine's cores, and times are too long by up to that much. Run it on a quieter node."
+            f"One time in twenty this program woke {1e3 * late_s:.0f} ms late or later, though it was busy {busy:.0%} "
+            "of the time: other programs use this machine's cores, and times are too long by as much. Run it on a "
+            "quieter node."
         ]
     return []
 

@@ -77,6 +77,7 @@ def _figures_json(figures: Figures) -> dict[str, Any]:
         "total_token_throughput": figures.total_rate,
         "max_output_tokens_per_s": figures.peak_output_rate,
         "max_concurrent_requests": figures.peak_concurrency,
+        "rtfx": 0.0,  # of speech; vLLM writes it for every model
     }
 
 

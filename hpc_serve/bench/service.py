@@ -43,8 +43,10 @@ class BenchWatch(ServiceWatch):
         if not self.takes_turns:
             return super().pick(tried)
         names = sorted(replica.name for replica in self.pool.others(tried))
-        others = {name for name in names if name != names[next(self._turns) % len(names)]} if names else set()
-        return super().pick(tried | others)
+        if not names:
+            return super().pick(tried)
+        chosen = names[next(self._turns) % len(names)]
+        return super().pick(tried | (set(names) - {chosen}))
 
 
 class BenchService:

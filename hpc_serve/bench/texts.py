@@ -78,18 +78,19 @@ async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[in
 
 async def _filled(text: str, length: int, count: Callable[[str], Awaitable[int]]) -> str:
     """A text that is a little too short, with a few more letters."""
-    best, missing = text, length - await count(text)
+    missing = length - await count(text)
+    nearest, still_missing = text, missing
     for filler in _FILLERS:
-        for number in range(1, max(missing, 0) + 1):
+        for number in range(1, missing + 1):
             longer = text + filler * number
             left = length - await count(longer)
             if left == 0:
                 return longer
             if left < 0:
                 break
-            if left < missing:
-                best, missing = longer, left
-    return best
+            if left < still_missing:
+                nearest, still_missing = longer, left
+    return nearest
 
 
 def _question(text: str) -> list[dict[str, Any]]:

@@ -1,0 +1,75 @@
+"""A service of stub engines, and runs of requests against it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare, Run
+from hpc_serve.bench.prompts import Lengths
+from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
+from hpc_serve.bench.workload import Workload
+from tests.support.stubs import StubService
+from tests.unit.client.conftest import service
+
+assert service  # a fixture of the client's tests
+
+Measure = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def measure(service: StubService) -> Measure:
+    """The runs of one service. Takes fields of the workload, and `at_once`, `rate`, `split`, `watcher`, `stop`."""
+
+    def run(
+        *,
+        at_once: tuple[int | None, ...] = (4,),
+        rate: float = float("inf"),
+        split: Any = "client",
+        watcher: Watcher | None = None,
+        stop: asyncio.Event | None = None,
+        **fields: Any,
+    ) -> list[Run]:
+        workload = Workload(**{"lengths": Lengths(input_len=30, output_len=5), "count": 20, **fields})
+        paces = tuple(Pace(max_concurrency=most, request_rate=rate) for most in at_once)
+        sweep = Sweep(services=(service.service,), workloads=(workload,), paces=paces, split=split)
+
+        async def collect() -> list[Run]:
+            runs = make_runs(service.store, sweep, stop=stop or asyncio.Event(), watcher=watcher or Watcher())
+            return [run async for run in runs]
+
+        return asyncio.run(collect())
+
+    return run
+
+
+def make_outcome(**fields: Any) -> Outcome:
+    """An answer of 3 tokens: the first after 0.1 s, the others 0.02 s and 0.04 s later."""
+    usual: dict[str, Any] = {"place": 0, "input_len": 10, "output_len": 3, "ttft_s": 0.1, "itls_s": (0.02, 0.04)}
+    usual |= {"latency_s": 0.16, "start_s": 100.0, "replica": "1-r0-0"}
+    return Outcome(**{**usual, **fields})
+
+
+def make_run(*outcomes: Outcome, **fields: Any) -> Run:
+    """A run of two seconds whose requests asked for what `make_outcome` is."""
+    body = {"prompt": [1] * 10, "max_tokens": 3, "ignore_eos": True}
+    request = BenchRequest(path="/v1/completions", body=body, input_len=10, output_len=3)
+    usual: dict[str, Any] = {
+        "service": "405b",
+        "model": "m",
+        "workload": "random 10/3",
+        "requests": (request,) * len(outcomes),
+        "outcomes": outcomes,
+        "duration_s": 2.0,
+        "max_concurrency": 2,
+        "request_rate": float("inf"),
+        "burstiness": 1.0,
+        "split": "client",
+        "replicas": ("1-r0-0",),
+        "own_share": OwnShare(busy=0.1, late_s=0.001),
+        "date": "20261122-130000",
+    }
+    return Run(**{**usual, **fields})

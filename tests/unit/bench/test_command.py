@@ -1,0 +1,91 @@
+"""`hpc-serve bench` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.cli.main import run
+from tests.support.patience import PATIENCE_S, wait_until
+
+SMALL = ("--lengths", "40/6", "--num-prompts", "12")
+
+
+def test_one_run_is_shown_and_saved(service, tmp_path, capsys):
+    service.start()
+    saved = tmp_path / "figures.json"
+    assert run(["bench", "405b", *SMALL, "--max-concurrency", "4", "--save", str(saved), "--detailed"]) == 0
+    printed = capsys.readouterr().out
+    assert "Successful requests:                     12" in printed
+    assert "100-r0-0" in printed
+    result = json.loads(saved.read_text())
+    assert (result["completed"], result["max_concurrency"], len(result["ttfts"])) == (12, 4, 12)
+
+
+def test_a_sweep_is_a_table_and_a_list(service, tmp_path, capsys):
+    service.start()
+    saved = tmp_path / "summary.json"
+    words = ["--lengths", "40/6,20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--goodput", "ttft:60000"]
+    assert run(["bench", *words, "--save", str(saved)]) == 0  # the one service that there is
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split()[:4] == ["service", "replicas", "workload", "pace"]
+    assert [line.split()[3] for line in printed[1:5]] == ["40/6", "40/6", "20/3", "20/3"]
+    assert [one["request_goodput"] > 0 for one in json.loads(saved.read_text())] == [True] * 4
+
+
+def test_json_is_all_that_stdout_holds(service, capsys):
+    service.start()
+    assert run(["bench", "405b", *SMALL, "--request-rate", "500", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["request_rate"], result["max_concurrency"]) == (500.0, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--lengths", "5"], "'5' are no lengths"),
+        (["--max-concurrency", "0"], "--max-concurrency 0: write numbers above 0"),
+        (["--request-rate", "x"], "--request-rate x"),
+        (["--dataset-name", "custom"], "--dataset-name custom needs --dataset-path"),
+        (["--dataset-name", "chat", "--dataset-path", "f"], "chat is made and has no --dataset-path"),
+        (["--dataset-path", "f", "--lengths", "1/2"], "A file has its own prompts"),
+        (["--output-len", "5"], "--output-len is for files"),
+        (["--extra-body", "[1]"], "no JSON object"),
+        (["--goodput", "itl:5"], "--goodput itl:5"),
+    ],
+)
+def test_words_that_cannot_be_are_told_before_anything_is_asked(words, told, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path))
+    assert run(["bench", "405b", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(service, tmp_path):
+    service.start("--stub-work-log", str(tmp_path / "work"), "--stub-word-s", "0.02")
+    (tmp_path / "work").mkdir()
+    saved = tmp_path / "figures.json"
+    argv = [sys.executable, "-m", "hpc_serve.cli", "bench", "405b", "--lengths", "40/6", "--num-prompts", "2000"]
+    environ = {**os.environ, "HPC_SERVE_HOME": str(service.store.home)}
+    process = subprocess.Popen([*argv, "--max-concurrency", "1", "--save", str(saved)], env=environ)
+    try:
+        wait_until(lambda: ended(tmp_path / "work") >= 5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+        process.wait()
+    result = json.loads(saved.read_text())
+    assert result["interrupted"]
+    assert result["completed"] >= 3  # one was the first, which does not count, and one may be under way
+    assert result["failed"] == 0
+
+
+def ended(folder: Path) -> int:
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    return sum('"event": "begun"' not in line for line in lines)

@@ -1,0 +1,110 @@
+"""The figures by hand, as `vllm bench serve` defines them, and its keys."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.bench.figures import by_replica, figures_of, percentile, spread, tpot_s
+from hpc_serve.bench.results import document, run_json
+from tests.unit.bench.conftest import make_outcome, make_run
+
+QUICK = make_outcome()
+SLOW = make_outcome(
+    place=1, output_len=5, ttft_s=0.25, itls_s=(0.1, 0.2, 0.1, 0.8), latency_s=1.45, start_s=100.5, replica="2-r0-0"
+)
+FAILED = make_outcome(place=2, error="HTTP 500: no", replica="")
+
+
+def test_rates_count_answered_requests_alone():
+    figures = figures_of([QUICK, SLOW, FAILED], 2.0)
+    assert (figures.completed, figures.failed) == (2, 1)
+    assert (figures.total_input, figures.total_output) == (20, 8)
+    assert (figures.request_rate, figures.output_rate, figures.total_rate) == (1.0, 4.0, 14.0)
+    assert figures.goodput is None
+
+
+def test_times_are_those_of_vllm():
+    times = figures_of([QUICK, SLOW, FAILED], 2.0).times
+    assert tpot_s(QUICK) == pytest.approx(0.03)
+    assert tpot_s(SLOW) == pytest.approx(0.3)
+    assert times["ttft"].mean == pytest.approx(175)
+    assert times["tpot"].median == pytest.approx(165)
+    assert times["tpot"].std == pytest.approx(135)
+    assert times["itl"].mean == pytest.approx(1e3 * 1.26 / 6)
+    assert times["itl"].median == pytest.approx(100)
+    assert times["e2el"].percentiles[99.0] == pytest.approx(160 + 0.99 * 1290)
+
+
+def test_an_answer_of_one_token_has_no_time_per_token():
+    one = make_outcome(output_len=1, itls_s=(), latency_s=0.1)
+    times = figures_of([one, QUICK], 1.0).times
+    assert times["tpot"].mean == pytest.approx(30)
+    assert times["ttft"].mean == pytest.approx(100)
+
+
+def test_peaks_are_of_one_second_from_the_first_request_on():
+    figures = figures_of([QUICK, SLOW], 2.0)
+    assert figures.peak_output_rate == 5  # three of QUICK, and of SLOW those at 0.75 and 0.85
+    assert figures.peak_concurrency == 2
+    later = figures_of([QUICK, make_outcome(place=1, start_s=105.0)], 6.0)
+    assert (later.peak_output_rate, later.peak_concurrency) == (3, 1)
+
+
+def test_goals_are_met_together():
+    figures = figures_of([QUICK, SLOW], 2.0, goals_ms={"ttft": 400, "tpot": 100})
+    assert figures.goodput == 0.5
+
+
+def test_nothing_answered_is_all_zero():
+    figures = figures_of([FAILED], 2.0)
+    assert (figures.completed, figures.output_rate, figures.peak_output_rate) == (0, 0.0, 0.0)
+    assert figures.times["ttft"].mean == 0.0
+
+
+def test_percentiles_lie_between_values():
+    assert percentile([1.0], 99) == 1.0
+    assert percentile([1.0, 2.0], 25) == 1.25
+    assert spread([0.001 * number for number in range(101)]).percentiles[99.0] == pytest.approx(99)
+
+
+def test_replicas_without_an_answer_are_there():
+    run = make_run(QUICK, SLOW, FAILED, replicas=("1-r0-0", "2-r0-0", "3-r0-0"))
+    assert {name: len(part) for name, part in by_replica(run).items()} == {
+        "1-r0-0": 1,
+        "2-r0-0": 1,
+        "3-r0-0": 0,
+        "": 1,
+    }
+
+
+def test_the_json_has_all_keys_of_vllm_and_their_values():
+    keys = run_json(make_run(QUICK, SLOW, FAILED), is_detailed=True)
+    assert keys["output_throughput"] == 4.0
+    assert keys["p99_ttft_ms"] == pytest.approx(248.5)
+    assert keys["ttfts"] == [0.1, 0.25, 0.1]
+    assert keys["errors"] == ["", "", "HTTP 500: no"]
+    assert keys["request_rate"] == "inf"
+    assert keys["replicas"]["2-r0-0"]["completed"] == 1
+    assert json.loads(json.dumps(document([keys]))) == keys
+    assert document([keys, keys]) == [keys, keys]
+    assert vllm_keys() <= set(keys)
+
+
+def vllm_keys() -> set[str]:
+    """The keys of a result of generation in the installed vLLM, from its source: its import takes ten seconds."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    tree = ast.parse((Path(found.origin).parent / "benchmarks" / "serve.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            keys = {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+            if {"total_output_tokens", "ttfts"} <= keys:
+                times = {f"{what}_{name}_ms" for name in ("ttft", "tpot", "itl") for what in ("mean", "median", "p99")}
+                return keys | times | {"date", "backend", "model_id", "num_prompts", "request_rate", "max_concurrency"}
+    raise AssertionError("vLLM's benchmark has no such result any more")

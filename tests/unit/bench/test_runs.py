@@ -1,0 +1,153 @@
+"""Runs against stub engines: lengths, replicas, failures, an end before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from hpc_serve.bench.figures import by_replica, figures_of
+from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.prompts import Lengths
+from hpc_serve.bench.service import BenchError
+from hpc_serve.bench.sweep import Watcher
+from hpc_serve.errors import InvalidRequestError, ServiceNotFoundError
+
+
+def lengths_got(run) -> set[tuple[int, int]]:
+    return {(outcome.input_len, outcome.output_len) for outcome in run.outcomes}
+
+
+@pytest.mark.parametrize("dataset", ["random", "chat", "prefix_repetition"])
+def test_lengths_asked_for_are_lengths_got(service, measure, dataset):
+    service.start()
+    (run,) = measure(dataset=dataset, lengths=Lengths(input_len=120, output_len=9), prefix_len=50, num_prefixes=4)
+    assert lengths_got(run) == {(120, 9)}
+    assert [outcome.place for outcome in run.outcomes] == list(range(20))
+    assert not run.interrupted
+    assert not any("as long as" in note for note in notes_on(run))
+
+
+def test_runs_of_a_sweep_have_prompts_of_their_own(service, measure):
+    service.start()
+    runs = measure(at_once=(1, 3))
+    assert [run.max_concurrency for run in runs] == [1, 3]
+    assert not {str(one.body) for one in runs[0].requests} & {str(one.body) for one in runs[1].requests}
+    assert [run.requests for run in measure(at_once=(1, 3))] == [run.requests for run in runs]
+
+
+def test_so_many_at_once_and_no_more(service, measure, tmp_path):
+    service.start("--stub-work-log", str(tmp_path))
+    measure(at_once=(3,), count=12)
+    (log,) = tmp_path.glob("*.jsonl")
+    most = under_way = 0
+    for line in log.read_text().splitlines():
+        under_way += 1 if json.loads(line)["event"] == "begun" else -1
+        most = max(most, under_way)
+    assert most <= 3
+
+
+def test_a_rate_has_its_time(service, measure):
+    service.start()
+    (run,) = measure(at_once=(None,), rate=100.0)
+    assert run.duration_s >= 20 / 100.0
+    assert figures_of(run.outcomes, run.duration_s).completed == 20
+
+
+def test_equal_shares_of_uneven_replicas(service, measure):
+    service.start()
+    service.start("--stub-first-s", "0.05")
+    (run,) = measure(split="equally")
+    shares = by_replica(run)
+    assert {name: len(part) for name, part in shares.items()} == {"100-r0-0": 10, "101-r0-0": 10}
+    quick, slow = (figures_of(shares[name], run.duration_s).times["ttft"].median for name in sorted(shares))
+    assert quick < slow
+
+
+def test_the_client_routes_where_nothing_else_is_asked(service, measure):
+    service.start()
+    service.start()
+    (run,) = measure()
+    assert sum(map(len, by_replica(run).values())) == 20
+    assert set(by_replica(run)) == {"100-r0-0", "101-r0-0"} == set(run.replicas)
+
+
+def test_failures_are_counted_and_named(service, measure):
+    """An engine that dies in the middle of its fifth answer; the first does not count."""
+    service.start("--stub-die-at-request", "5")
+    (run,) = measure(at_once=(1,), count=10)
+    figures = figures_of(run.outcomes, run.duration_s)
+    assert (figures.completed, figures.failed) == (3, 7)
+    assert sum(int(note.split()[0]) for note in notes_on(run) if " failed: " in note) == 7
+
+
+def test_requests_that_cannot_be_answered_are_told_at_once(service, measure):
+    service.start("--stub-error", "400")
+    with pytest.raises(BenchError, match="does not answer the first request: HTTP 400: a stubbed error"):
+        measure()
+
+
+def test_a_service_that_is_not_there(measure):
+    with pytest.raises(ServiceNotFoundError):
+        measure()
+
+
+def test_a_stop_keeps_what_was_measured_and_ends_the_sweep(service, measure):
+    service.start()
+    stop = asyncio.Event()
+
+    class Stopping(Watcher):
+        ended = 0
+
+        def ended_one(self) -> None:
+            self.ended += 1
+            if self.ended == 5:
+                stop.set()
+
+    (run,) = measure(at_once=(1, 2), count=200, watcher=Stopping(), stop=stop)
+    assert run.interrupted
+    assert 5 <= len(run.outcomes) < 200
+    assert figures_of(run.outcomes, run.duration_s).failed == 0
+    assert "The run was interrupted" in notes_on(run)[0]
+
+
+def test_a_stop_while_requests_are_made_leaves_no_run(service, measure):
+    service.start()
+    stop = asyncio.Event()
+
+    class Stopping(Watcher):
+        def preparing(self, service, workload) -> None:
+            stop.set()
+
+    assert measure(watcher=Stopping(), stop=stop) == []
+
+
+def test_a_file_of_ones_own(service, measure, tmp_path):
+    service.start("--stub-words", "3")
+    path = tmp_path / "mine.jsonl"
+    lines = [{"prompt": "why?", "output_tokens": 8}, {"messages": [{"role": "user", "content": "how?"}]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    (run,) = measure(dataset="custom", path=path, lengths=None, count=None, ignore_eos=False)
+    assert run.workload == "mine.jsonl"
+    assert lengths_got(run) == {(4, 3), (len("<user>how?\n<assistant>"), 3)}
+    assert notes_on(run) == [] or "late" in notes_on(run)[0]
+    (longer,) = measure(dataset="custom", path=path, lengths=None, count=5, output_len=6, ignore_eos=True)
+    assert {outcome.output_len for outcome in longer.outcomes} == {6}
+
+
+def test_conversations_are_taken_as_vllm_takes_them(service, measure, tmp_path):
+    service.start()
+    path = tmp_path / "sharegpt.json"
+    texts = [("a question", "an answer"), ("why", "an answer"), ("x" * 1025, "an answer"), ("a question", "no")]
+    conversations = [[{"value": prompt}, {"value": answer}] for prompt, answer in texts]
+    path.write_text(json.dumps([{"conversations": turns} for turns in conversations]))
+    (run,) = measure(dataset="sharegpt", path=path, lengths=None, count=None)
+    assert lengths_got(run) == {(len("a question"), len("an answer"))}
+    assert len(run.outcomes) == 1
+
+
+def test_a_file_that_is_not_there(service, measure, tmp_path):
+    service.start()
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        measure(dataset="custom", path=tmp_path / "none.jsonl", lengths=None)
