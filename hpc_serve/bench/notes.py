@@ -30,7 +30,7 @@ def _own_share(run: Run) -> list[str]:
     if busy >= MOST_BUSY:
         return [
             f"This program was busy {busy:.0%} of the time: the figures are its own, and the service may be faster. "
-            "Use --processes, or run it on several nodes at once."
+            "Run it on several nodes at once, each with a part of the load."
         ]
     if late_s >= MOST_LATE_S:
         return [
