@@ -61,8 +61,6 @@ def test_equal_shares_of_uneven_replicas(service, measure):
     (run,) = measure(split="equally")
     shares = by_replica(run)
     assert {name: len(part) for name, part in shares.items()} == {"100-r0-0": 10, "101-r0-0": 10}
-    quick, slow = (figures_of(shares[name], run.duration_s).times["ttft"].median for name in sorted(shares))
-    assert quick < slow
 
 
 def test_the_client_routes_where_nothing_else_is_asked(service, measure):
