@@ -208,6 +208,7 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "submitted": _when(status.submitted_at) if status.started_at is None else "",
         "started": _when(status.started_at),
         "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
+        "caches": status.cache,
         "time left": status.time_left or "",
         "successor": status.successor,
         **(work_rows(status, work) if work is not None else {}),

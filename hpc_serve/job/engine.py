@@ -20,7 +20,7 @@ from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, che
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, PartFailedError, RunEnd, drain_s_after_signal, failure
-from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
 from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids, read_bytes
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
@@ -31,6 +31,7 @@ from hpc_serve.vllm.start_progress import StartProgress
 _log = logging.getLogger(__name__)
 _FIRST_REQUEST_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.5
+_CACHE_RULE = "compile-cache"
 _GRACE_S = 10.0
 _HUNG_GRACE_S = 5.0
 _LEFTOVERS_GRACE_S = 1.0
@@ -56,6 +57,7 @@ class Engine:
         self._progress = StartProgress()
         self._watch: EngineWatch | None = None
         self._restart: Restart | None = None
+        self._has_old_cache = node.cache.is_warm
         self.child: Child | None = None
 
     @property
@@ -72,16 +74,21 @@ class Engine:
         self._parts.add(StopOrder.ENGINE, self._stop)
         while True:
             outcome, ready_s = await self._run_once(environ)
-            restart = restarts.after_end(ready_s)
-            if restart is None:
+            may_be_cache = self._may_be_cache(outcome, ready_s)
+            restart = None if may_be_cache else restarts.after_end(ready_s)
+            if restart is None and not may_be_cache:
                 raise PartFailedError(_after_restarts(outcome, restarts.total))
             await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
             if self._run_end.is_decided:
                 raise PartFailedError(outcome)
-            self._restart = restart
-            self._publish_restart(restart, outcome, restarts.total)
+            if restart is not None:
+                self._restart = restart
+                self._publish_restart(restart, outcome, restarts.total)
             await self._clear_up()
-            await asyncio.sleep(restart.wait_s)
+            if restart is not None:
+                await asyncio.sleep(restart.wait_s)
+            else:
+                self._discard_cache(outcome)
             self._endpoint = move_endpoint(self._node, self._endpoint)
             self._keeper.update(port=self._endpoint.record.port)
             environ = self._node.environ_of_restart(environ)
@@ -116,7 +123,8 @@ class Engine:
             give_up_s=options.hang_s,
             keeper=self._keeper,
         )
-        self._restart = None
+        self._restart, self._has_old_cache = None, False
+        await asyncio.to_thread(self._node.cache.note_ready)
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
         reason = await self._watch.run()
@@ -161,6 +169,30 @@ class Engine:
         await end_marked(mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
         listed = node_dir.read_segments(self._node.node_dir)
         await asyncio.to_thread(lambda: shared_memory.remove({*unlisted, *listed}))
+
+    def _may_be_cache(self, outcome: Outcome, ready_s: float | None) -> bool:
+        """Whether the engine may have failed by damaged caches: it was never ready with them, and no cause is known.
+
+        An engine on several nodes has caches on all of them; it is not started again.
+        """
+        if not self._has_old_cache or ready_s is not None or outcome.exit_code == PORT_CLASH_EXIT_CODE:
+            return False
+        cause = self.child.cause if self.child is not None else None
+        is_other = cause is not None and cause.is_known and cause.name != _CACHE_RULE
+        return not is_other and self._node.allocation.num_nodes == 1
+
+    def _discard_cache(self, outcome: Outcome) -> None:
+        """Remove the caches of earlier starts. Raises PartFailedError if that is not possible."""
+        self._has_old_cache = False
+        cache = self._node.cache
+        stage = "starting the engine again, without the caches of earlier starts"
+        _log.warning("%s in %s, since it may have failed by them: %s", stage, cache.path, outcome.reason)
+        try:
+            cache.discard()
+        except OSError as error:
+            raise PartFailedError(replace(outcome, reason=f"{outcome.reason} ({cache.path}: {error})")) from error
+        words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
+        self._keeper.update(stage=stage, progress=None, cache=words)
 
     def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
         _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)

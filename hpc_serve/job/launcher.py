@@ -10,13 +10,15 @@ from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.cache_key import cache_key
+from hpc_serve.job.engine_cache import EngineCache, open_cache, private_cache
 from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import DirOwner
 from hpc_serve.job.run_dir import remove_run_dir
 from hpc_serve.job.sweep import private_node_dir
 from hpc_serve.stand_in import find_stand_in
-from hpc_serve.vllm.command import choose_backend, read_command
+from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 
 _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS"),
@@ -39,20 +41,35 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     owner = DirOwner(run_mark=f"{node_dir.name}-{allocation.node_rank}", run_dir=run_dir)
     with _removed_run_dir(run_dir), private_node_dir(node_dir, owner):
         command = read_command(words, stand_in=find_stand_in(environ))
-        node = Node(
-            options=options,
-            allocation=allocation,
-            command=command,
-            backend=choose_backend(options.backend, command, allocation.num_nodes),
-            head=environ["HPC_SERVE_HEAD_ADDRESS"],
-            head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
-            silence_s=_silence_s(environ),
-            node_dir=node_dir,
-            run_mark=owner.run_mark,
-            token=read_token(environ),
-            environ=environ,
-        )
-        return asyncio.run(_run(node))
+        backend = choose_backend(options.backend, command, allocation.num_nodes)
+        with run_cache(options, allocation, command, backend, environ) as cache:
+            node = Node(
+                options=options,
+                allocation=allocation,
+                command=command,
+                backend=backend,
+                head=environ["HPC_SERVE_HEAD_ADDRESS"],
+                head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
+                silence_s=_silence_s(environ),
+                node_dir=node_dir,
+                cache=cache,
+                run_mark=owner.run_mark,
+                token=read_token(environ),
+                environ=environ,
+            )
+            return asyncio.run(_run(node))
+
+
+def run_cache(
+    options: LaunchOptions, allocation: Allocation, command: ServeCommand, backend: str, environ: Mapping[str, str]
+) -> contextlib.AbstractContextManager[EngineCache]:
+    """Where the engine keeps what it compiles on this node."""
+    node_dir = Path(environ["HPC_SERVE_NODE_TMP"])
+    if allocation.num_nodes > 1 and backend == "ray":
+        # vLLM gives its workers on all nodes the head's path of caches, which may not be locked, or ours, there.
+        return contextlib.nullcontext(private_cache(node_dir, "an engine over Ray on several nodes"))
+    key = cache_key(command, options.device, allocation.num_nodes)
+    return open_cache(key, node_dir, environ, first=allocation.share.index)
 
 
 async def _run(node: Node) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.engine_cache import EngineCache
 from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, node_address
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.job.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.rendezvous.ownership import require
 from hpc_serve.trust.peers import make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
@@ -73,6 +73,7 @@ class Node:
     head_ports: HeadPorts
     silence_s: float
     node_dir: Path
+    cache: EngineCache
     run_mark: str
     token: str
     environ: Mapping[str, str]
@@ -139,11 +140,7 @@ class Node:
         write_private(self.settings_file, "".join(f"{name}: {it}\n" for name, it in settings.items() if it is not None))
 
     def child_environ(self, *, address: str) -> dict[str, str]:
-        """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set.
-
-        Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR.
-        """
-        cache = self._cache_dir()
+        """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set."""
         ours = {
             **mark_environ(self.run_mark),
             "TMPDIR": str(self.node_dir),
@@ -155,10 +152,7 @@ class Node:
         defaults = {
             # Our deadline extends with progress. vLLM's own, 600 s, is too short for 405B.
             "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
-            # Nodes that compile into one shared folder corrupt each other's caches.
-            "VLLM_CACHE_ROOT": str(cache / "vllm"),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
+            **self.cache.environ(),
         }
         if interface := interface_of(address):
             names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -184,21 +178,6 @@ class Node:
         run_dir = Path(self.environ["HPC_SERVE_JOB_DIR"])
         peer = make_peer_files(run_dir, self.node_dir / "tls", addresses=(address,))
         return ray_environ(self.child_environ(address=address), peer)
-
-    def _cache_dir(self) -> Path:
-        named = self.environ.get("HPC_SERVE_CACHE_DIR")
-        if not named:
-            return self.node_dir / "cache"
-        require(
-            Path(named),
-            "own",
-            called=f"HPC_SERVE_CACHE_DIR={named} on {self.allocation.node_name}",
-            advice="The engine runs the compiled code that it finds there: set it to a folder of your own, below "
-            "folders that only you and root can write to, or leave it unset.",
-        )
-        share = self.allocation.share
-        # vLLM's cache is not made for several engines that fill it at once.
-        return Path(named) if share.count == 1 else Path(named) / f"replica-{share.index}"
 
 
 def ray_dir(node_dir: str) -> str:

@@ -18,7 +18,7 @@ from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.process import Child, end_marked, start_child
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
-_PORT_CLASH_EXIT_CODE = 75
+PORT_CLASH_EXIT_CODE = 75
 _LEFTOVERS_GRACE_S = 1.0
 
 
@@ -96,7 +96,7 @@ class Parts:
         lines = tuple(child.last_log_lines)
         reason = child.failure_reason
         if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
-            code, reason = _PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
+            code, reason = PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
 
     async def take_down(self, *, most_grace_s: float = math.inf) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_serve.diagnose.causes import first_cause
+from hpc_serve.diagnose.causes import Finding, first_cause
 from hpc_serve.diagnose.evidence import LogEvidence
 
 _NUM_LAST_LINES = 30
@@ -60,10 +60,15 @@ class Child:
         return 128 - code if code is not None and code < 0 else code
 
     @property
+    def cause(self) -> Finding | None:
+        """The cause of its end that its lines tell, if any."""
+        return first_cause([self._evidence])
+
+    @property
     def failure_reason(self) -> str:
         """How the child ended, and the cause that its lines tell, if any."""
         ending = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
-        cause = first_cause([self._evidence])
+        cause = self.cause
         return f"{self.name} {ending}" + (f": {cause.sentence}" if cause else "")
 
     async def wait(self) -> int:

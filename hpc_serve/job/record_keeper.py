@@ -67,6 +67,7 @@ def first_record(node: Node) -> EndpointRecord:
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
         gpus_per_node=node.options.gpus_per_node,
+        cache=node.cache.words,
         lease_s=LEASE_S,
     )
 

@@ -50,6 +50,7 @@ class EndpointRecord:
     started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
     failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
+    `cache` says whether the engine found code that an earlier start had compiled, and where.
     `replica` counts the `replicas_per_job` replicas of its job from 0.
     """
 
@@ -87,6 +88,7 @@ class EndpointRecord:
     host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
     state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
     engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
+    cache: str = field(default="", metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     version: int = VERSION
 

@@ -44,6 +44,7 @@ class Run:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HPC_SERVE_")}
         environ |= {
             "HPC_SERVE_HOME": str(self.store.home),
+            "HPC_SERVE_CACHE_SIZE": "0",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **(variables or {}),
         }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.job.allocation import Allocation
+from hpc_serve.job.engine_cache import private_cache
 from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node
 from hpc_serve.sizes import GIB
@@ -36,6 +37,7 @@ def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve 
         head_ports=HeadPorts(control=1, torch_master=3),
         silence_s=60,
         node_dir=node_dir,
+        cache=private_cache(node_dir, "a test"),
         run_mark="m",
         token="secret",
         environ={},

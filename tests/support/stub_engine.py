@@ -129,6 +129,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
     parser.add_argument("--stub-hold-file", help="while this file exists, loading does not get past the first shard")
     parser.add_argument("--stub-fail", metavar="TEXT", help="print TEXT as an error while loading and exit with 1")
+    parser.add_argument("--stub-fail-warm", metavar="TEXT", help="the same with what an earlier start has compiled")
     parser.add_argument("--stub-exit-after-s", type=float, help="exit so many seconds after the server is up")
     parser.add_argument("--stub-exit-code", type=int, default=1, help="the exit code of those deaths")
     parser.add_argument("--stub-die-at-request", type=int, help="die in the middle of the Nth completion")
@@ -177,6 +178,10 @@ def load(options: argparse.Namespace) -> None:
     """Look as if weights were loaded; returns when the server may start."""
     say("this is a stub engine: it serves no model")
     say(f"Starting to load model {options.model}...")
+    compiled = Path(os.environ.get("VLLM_CACHE_ROOT", "/nonexistent")) / "graph"
+    if compiled.exists():
+        say(f"Directly load AOT compilation from path {compiled}")
+        options.stub_fail = options.stub_fail or options.stub_fail_warm
     for done in range(SHARDS + 1):
         shards = f"Loading safetensors checkpoint shards: {100 * done // SHARDS:3d}% Completed | {done}/{SHARDS}"
         print(f"{shards} [00:00<00:00,  1.00it/s]", file=sys.stderr, flush=True)
@@ -189,6 +194,9 @@ def load(options: argparse.Namespace) -> None:
             time.sleep(STEP_S)
         if done < SHARDS:
             time.sleep(options.stub_load_s / SHARDS)
+    with contextlib.suppress(OSError):
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        compiled.write_text("compiled")
     say("Model loading took 0.0 GiB memory and 0.000000 seconds")
     say("GPU KV cache size: 1,024 tokens")
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")

@@ -22,6 +22,7 @@ def environ(tmp_path):
         "HPC_SERVE_CLUSTER": "local",
         "HPC_SERVE_JOB_ID": "local-1",
         "HPC_SERVE_TMPDIR": "/tmp",
+        "HPC_SERVE_CACHE_SIZE": "0",
     }
 
 

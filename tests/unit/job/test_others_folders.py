@@ -13,6 +13,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
 from hpc_serve.job import node_dir
 from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.engine_cache import open_cache
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.node import LaunchOptions, read_token
 from hpc_serve.job.prepare import prepare
@@ -87,14 +88,20 @@ def test_a_node_local_root_without_a_sticky_bit_is_refused(open_folder):
 
 
 def test_compiled_code_is_not_loaded_from_where_others_can_put_it(environ, open_folder, tmp_path):
+    exports = {**environ, **prepared(environ)}
+    options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     for named in (open_folder, open_folder / "cache"):
         with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_CACHE_DIR=\S+ on \S+ is not used"):
-            make_node(tmp_path, environ={**environ, "HPC_SERVE_CACHE_DIR": str(named)}).child_environ(
-                address="127.0.0.1"
+            launch(
+                options,
+                ["vllm", "serve", "8b"],
+                read_allocation(environ),
+                {**exports, "HPC_SERVE_CACHE_DIR": str(named)},
             )
     own = tmp_path / "cache"
-    child = make_node(tmp_path, environ={**environ, "HPC_SERVE_CACHE_DIR": str(own)}).child_environ(address="127.0.0.1")
-    assert child["VLLM_CACHE_ROOT"] == str(own / "vllm")
+    with open_cache("0" * 16, tmp_path / "node", {"HPC_SERVE_CACHE_DIR": str(own)}) as cache:
+        child = make_node(tmp_path, cache=cache).child_environ(address="127.0.0.1")
+    assert child["VLLM_CACHE_ROOT"] == str(own / f"{'0' * 16}-0" / "vllm")
 
 
 @pytest.mark.parametrize("who", ["everybody writes the file", "everybody writes the folder", "a stranger's folder"])
@@ -112,7 +119,7 @@ def test_a_strangers_words_for_the_engine_are_not_taken(environ, tmp_path, who):
         pytest.skip("only root can give files away")
     else:
         os.chown(model, STRANGER, STRANGER)
-    exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model)}
+    exports = {**environ, **prepared(environ), "HPC_SERVE_MODEL": str(model), "HPC_SERVE_CACHE_SIZE": "0"}
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=0)
     with pytest.raises(InvalidRequestError, match=r"hpc-serve-args\.txt is not used: .* after --"):
         launch(options, ["vllm", "serve", "8b"], read_allocation(environ), exports)

@@ -9,9 +9,11 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.launcher import run_cache
 from hpc_serve.job.node import LaunchOptions
 from hpc_serve.job.share import Share, near_one_another
 from hpc_serve.sizes import GIB
+from hpc_serve.vllm.command import read_command
 from tests.support.nodes import ALLOCATION, make_node
 
 UUIDS = "GPU-8d1f,GPU-0a2b,GPU-77cc,GPU-1234"
@@ -98,9 +100,17 @@ def test_a_process_takes_its_cores(monkeypatch):
 
 def test_engines_on_one_node_do_not_fill_one_cache(tmp_path: Path):
     tmp_path.chmod(0o700)
-    allocation = replace(ALLOCATION, num_nodes=1, share=Share(index=1, count=2))
-    node = make_node(tmp_path, allocation=allocation, environ={"HPC_SERVE_CACHE_DIR": str(tmp_path / "cache")})
-    assert node.child_environ(address="127.0.0.1")["VLLM_CACHE_ROOT"] == str(tmp_path / "cache" / "replica-1" / "vllm")
+    environ = {"HPC_SERVE_CACHE_DIR": str(tmp_path / "cache"), "HPC_SERVE_NODE_TMP": str(tmp_path / "node")}
+    options = LaunchOptions(service="8b", backend="mp", gpus_per_node=1)
+    command = read_command(["vllm", "serve", "m"])
+    roots = []
+    for index in (0, 1):
+        allocation = replace(ALLOCATION, num_nodes=1, share=Share(index=index, count=2))
+        with run_cache(options, allocation, command, "mp", environ) as cache:
+            node = make_node(tmp_path, allocation=allocation, cache=cache)
+            roots.append(node.child_environ(address="127.0.0.1")["VLLM_CACHE_ROOT"])
+    (key,) = {Path(root).parent.name.rpartition("-")[0] for root in roots}
+    assert roots == [str(tmp_path / "cache" / f"{key}-{index}" / "vllm") for index in (0, 1)]
 
 
 def test_fewer_gpus_than_the_script_says_are_told_of_each_replica(tmp_path: Path):

