@@ -117,6 +117,7 @@ class ControlServer:
             name=_text(hello, "name"),
             address=_text(hello, "address"),
             silence_s=self._silence_s,
+            cache=_text(hello, "cache") if "cache" in hello else "",
         )
         proof = _proof(self._token, "head", _text(hello, "nonce"))
         await write_message(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
@@ -124,7 +125,14 @@ class ControlServer:
 
 
 async def connect(
-    head: tuple[str, int], token: str, *, rank: int, name: str, own_address: Callable[[], str], deadline_s: float
+    head: tuple[str, int],
+    token: str,
+    *,
+    rank: int,
+    name: str,
+    own_address: Callable[[], str],
+    deadline_s: float,
+    cache: str = "",
 ) -> Link:
     """Connect to the head's launcher, and try until it listens.
 
@@ -135,6 +143,7 @@ async def connect(
     nothing.
     """
     deadline = time.monotonic() + deadline_s
+    about: Message = {"rank": rank, "name": name, "cache": cache[:_MAX_HELLO_TEXT]}
     wrong_answers = 0
     error: Exception | None = None
     proving = asyncio.Lock()
@@ -142,7 +151,7 @@ async def connect(
     try:
         while True:
             if len(tries) < _MAX_TRIES_AT_ONCE:
-                tries.add(asyncio.ensure_future(_try_to_connect(head, token, rank, name, own_address, proving)))
+                tries.add(asyncio.ensure_future(_try_to_connect(head, token, about, own_address, proving)))
             done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
                 try:
@@ -170,7 +179,7 @@ async def connect(
 
 
 async def _try_to_connect(
-    head: tuple[str, int], token: str, rank: int, name: str, own_address: Callable[[], str], proving: asyncio.Lock
+    head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
 ) -> Link:
     """One try. Raises OSError or asyncio.TimeoutError if nobody was reached.
 
@@ -182,7 +191,7 @@ async def _try_to_connect(
         greeting = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
         await proving.acquire()
         try:
-            proof = _prove_to_head(reader, writer, greeting, token.encode(), rank, name, head, own_address())
+            proof = _prove_to_head(reader, writer, greeting, token.encode(), head, {**about, "address": own_address()})
             return await asyncio.wait_for(proof, _HANDSHAKE_TIMEOUT_S)
         except BaseException:
             proving.release()
@@ -213,13 +222,11 @@ async def _prove_to_head(
     writer: asyncio.StreamWriter,
     greeting: Message,
     token: bytes,
-    rank: int,
-    name: str,
     head: tuple[str, int],
-    address: str,
+    about: Message,
 ) -> Link:
     ours = secrets.token_hex(16)
-    hello = {"rank": rank, "name": name, "address": address, "nonce": ours}
+    hello = {**about, "nonce": ours}
     await write_message(writer, hello | {"proof": _proof(token, "node", _text(greeting, "nonce"))})
     answer = await read_message(reader)
     if not _is_proof(answer, _proof(token, "head", ours)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,10 @@ _SETTLE_S = 1.0
 
 
 class Engine:
-    """The engine of one run. `workers_read_bytes` says what the run's processes on the other nodes have read so far."""
+    """The engine of one run. `workers_read_bytes` says what the run's processes on the other nodes have read so far.
+
+    `on_ready` is called each time it has become ready.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,11 @@ class Engine:
         run_end: RunEnd,
         *,
         workers_read_bytes: Callable[[], int],
+        on_ready: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, run_end
-        self._workers_read_bytes = workers_read_bytes
+        self._workers_read_bytes, self._on_ready = workers_read_bytes, on_ready
         self._progress = StartProgress()
         self._watch: EngineWatch | None = None
         self._restart: Restart | None = None
@@ -124,7 +128,7 @@ class Engine:
             keeper=self._keeper,
         )
         self._restart, self._has_old_cache = None, False
-        await asyncio.to_thread(self._node.cache.note_ready)
+        await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
         reason = await self._watch.run()

@@ -75,10 +75,13 @@ def private_cache(node_dir: Path, reason: str) -> EngineCache:
 
 
 @contextlib.contextmanager
-def open_cache(key: str, node_dir: Path, environ: Mapping[str, str], *, first: int = 0) -> Iterator[EngineCache]:
+def open_cache(
+    key: str, node_dir: Path, environ: Mapping[str, str], *, first: int = 0, on_several_nodes: bool = False
+) -> Iterator[EngineCache]:
     """The caches of an engine with this key, for as long as the context lasts.
 
-    Of several folders of the key it is the first that no other run uses, from number `first` on.
+    Of several folders of the key it is the first that no other run uses, from number `first` on. An engine on several
+    nodes that does not become ready leaves nothing: which node's caches are damaged is not known.
     Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR, or for a setting that is none.
     """
     limit_bytes = _limit_bytes(environ)
@@ -88,7 +91,7 @@ def open_cache(key: str, node_dir: Path, environ: Mapping[str, str], *, first: i
     try:
         root = _root(environ)
         limit_bytes = limit_bytes or _default_limit_bytes(root)
-        cache = _lock_cache(root, key, first)
+        cache = _lock_cache(root, key, first, is_ready_until_it_fails=not on_several_nodes)
     except (OSError, _UnusableError) as error:
         _log.warning("what the engine compiles is not kept for the next start: %s", error)
         yield private_cache(node_dir, str(error))
@@ -108,7 +111,7 @@ class _UnusableError(Exception):
     """No folder that outlives the run can be used safely."""
 
 
-def _lock_cache(root: Path, key: str, first: int) -> EngineCache:
+def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
     folder = lock_folder(root, key, first=first)
     if folder is None:
         raise _UnusableError(f"other runs use all folders of this engine in {root}")
@@ -117,6 +120,8 @@ def _lock_cache(root: Path, key: str, first: int) -> EngineCache:
         ready_on = _read(folder.path / READY)
         if ready_on == machine_key():
             words, is_warm = f"warm, from {folder.path} on this node", True
+            if not is_ready_until_it_fails:
+                (folder.path / READY).unlink()
         else:
             # Another machine, or an engine that did not become ready: what it left may be half written.
             why = "no engine was ready with it yet" if ready_on is None else "it was of another kind of machine"

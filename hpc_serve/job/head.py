@@ -64,7 +64,13 @@ class Head:
         self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
         self._ray_nodes = RayNodes({})
         self._engine = Engine(
-            node, keeper, endpoint, self._parts, self._run_end, workers_read_bytes=lambda: self._workers.read_bytes
+            node,
+            keeper,
+            endpoint,
+            self._parts,
+            self._run_end,
+            workers_read_bytes=lambda: self._workers.read_bytes,
+            on_ready=self._keep_cache,
         )
 
     async def run(self, listener: socket.socket) -> int:
@@ -123,16 +129,35 @@ class Head:
         )
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
+        keeps_cache = self._agree_on_cache()
+        node = self._node
         if node.backend == "ray":
             environ = node.ray_environ(address=node.internal_head)
             gcs = await self._start_ray(environ)
             environ["RAY_ADDRESS"] = gcs
-            await self._workers.start_all(gcs)
+            await self._workers.start_all(gcs, keeps_cache=keeps_cache)
             await self._wait_for_ray_nodes(environ)
         else:
             environ = node.child_environ(address=node.internal_head)
-            await self._workers.start_all(None)
+            await self._workers.start_all(None, keeps_cache=keeps_cache)
         await self._engine.serve(environ)
+
+    def _agree_on_cache(self) -> bool:
+        """Whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them, so all
+        nodes must have that folder, and its lock; without Ray each node has its own."""
+        cache = self._node.cache
+        if cache.folder is None:
+            return False
+        if self._node.backend == "ray" and not self._workers.have_cache(str(cache.path)):
+            self._node = self._node.without_kept_cache(f"not every node has {cache.path} for this run")
+            self._keeper.update(cache=self._node.cache.words)
+            return False
+        return True
+
+    async def _keep_cache(self) -> None:
+        """The engine is ready: the next start may use what it has compiled."""
+        await asyncio.to_thread(self._node.cache.note_ready)
+        await self._workers.tell_ready()
 
     async def _wait_for_workers(self) -> None:
         total = self._node.allocation.num_nodes

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.cache_key import cache_key
-from hpc_serve.job.engine_cache import EngineCache, open_cache, private_cache
+from hpc_serve.job.engine_cache import EngineCache, open_cache
 from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import DirOwner
@@ -41,13 +41,12 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     owner = DirOwner(run_mark=f"{node_dir.name}-{allocation.node_rank}", run_dir=run_dir)
     with _removed_run_dir(run_dir), private_node_dir(node_dir, owner):
         command = read_command(words, stand_in=find_stand_in(environ))
-        backend = choose_backend(options.backend, command, allocation.num_nodes)
-        with run_cache(options, allocation, command, backend, environ) as cache:
+        with run_cache(options, allocation, command, environ) as cache:
             node = Node(
                 options=options,
                 allocation=allocation,
                 command=command,
-                backend=backend,
+                backend=choose_backend(options.backend, command, allocation.num_nodes),
                 head=environ["HPC_SERVE_HEAD_ADDRESS"],
                 head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
                 silence_s=_silence_s(environ),
@@ -61,15 +60,16 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
 
 
 def run_cache(
-    options: LaunchOptions, allocation: Allocation, command: ServeCommand, backend: str, environ: Mapping[str, str]
+    options: LaunchOptions, allocation: Allocation, command: ServeCommand, environ: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[EngineCache]:
     """Where the engine keeps what it compiles on this node."""
-    node_dir = Path(environ["HPC_SERVE_NODE_TMP"])
-    if allocation.num_nodes > 1 and backend == "ray":
-        # vLLM gives its workers on all nodes the head's path of caches, which may not be locked, or ours, there.
-        return contextlib.nullcontext(private_cache(node_dir, "an engine over Ray on several nodes"))
-    key = cache_key(command, options.device, allocation.num_nodes)
-    return open_cache(key, node_dir, environ, first=allocation.share.index)
+    return open_cache(
+        cache_key(command, options.device, allocation.num_nodes),
+        Path(environ["HPC_SERVE_NODE_TMP"]),
+        environ,
+        first=allocation.share.index,
+        on_several_nodes=allocation.num_nodes > 1,
+    )
 
 
 async def _run(node: Node) -> int:

@@ -28,7 +28,8 @@ class LinkLostError(HpcServeError):
 class Link:
     """One end of an open connection.
 
-    `rank`, `name` and `address` describe the node at the other end. `read_bytes` is what that node's processes had
+    `rank`, `name` and `address` describe the node at the other end; `cache` is its folder of caches, if it has one that
+    outlives the run. `read_bytes` is what that node's processes had
     read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
     """
 
@@ -41,8 +42,9 @@ class Link:
         name: str,
         address: str,
         silence_s: float,
+        cache: str = "",
     ) -> None:
-        self.rank, self.name, self.address = rank, name, address
+        self.rank, self.name, self.address, self.cache = rank, name, address, cache
         self._silence_s = silence_s
         self.read_bytes = 0
         self._reader, self._writer = reader, writer

@@ -6,13 +6,13 @@ What is started, and when, is decided by the launcher's role (`head`, `worker`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.engine_cache import EngineCache
+from hpc_serve.job.engine_cache import EngineCache, private_cache
 from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, node_address
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
@@ -165,6 +165,10 @@ class Node:
             defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
         given = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}  # of another Ray
         return {**defaults, **given, **ours}
+
+    def without_kept_cache(self, reason: str) -> Node:
+        """The same where the engine's caches go with the run."""
+        return replace(self, cache=private_cache(self.node_dir, reason))
 
     def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of an engine that is started again, from that of its last start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from hpc_serve.job.control import connect
@@ -32,6 +33,7 @@ async def run_worker(node: Node) -> int:
         name=node.allocation.node_name,
         own_address=lambda: _own_address(node),
         deadline_s=node.options.join_s,
+        cache=str(node.cache.path) if node.cache.folder is not None else "",
     )
     parts = Parts(node.run_mark, run_end)
     parts.run_in_background(link.send_heartbeats(lambda: read_bytes(node.run_mark)))
@@ -49,12 +51,20 @@ async def run_worker(node: Node) -> int:
 
 
 async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) -> None:
-    """Start this node's part at the head's "go". Any other message, and the loss of the head, end the run here."""
+    """Start this node's part at the head's "go", and keep the engine's caches when it says that the engine is ready.
+
+    Any other message, and the loss of the head, end the run here.
+    """
     try:
         message = await link.receive()
         if message["kind"] == "go":
+            if not message.get("keeps_cache"):
+                node = node.without_kept_cache("the head says so")
             parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, str(message.get("gcs")))))
-            await link.receive()
+            message = await link.receive()
+        while message["kind"] == "ready":
+            await asyncio.to_thread(node.cache.note_ready)
+            message = await link.receive()
         run_end.stop("the head ended the run")
     except LinkLostError as error:
         run_end.stop(str(error))

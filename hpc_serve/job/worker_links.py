@@ -56,10 +56,22 @@ class WorkerLinks:
         self._parts.run_in_background(self._fail_with(link))
         self._on_join(link)
 
-    async def start_all(self, gcs: str | None) -> None:
-        """Tell every worker to start its part. `gcs` is the "address:port" of Ray's GCS, where there is Ray."""
+    def have_cache(self, path: str) -> bool:
+        """Whether every worker has the lock of this folder of caches on its own node."""
+        return all(link.cache == path for link in self._links.values())
+
+    async def start_all(self, gcs: str | None, *, keeps_cache: bool) -> None:
+        """Tell every worker to start its part. `gcs` is the "address:port" of Ray's GCS, where there is Ray.
+
+        Without `keeps_cache` the engine uses no folder of caches that outlives the run.
+        """
         for link in self._links.values():
-            await link.send("go", gcs=gcs)
+            await link.send("go", gcs=gcs, keeps_cache=keeps_cache)
+
+    async def tell_ready(self) -> None:
+        """Tell every worker that the engine is ready."""
+        for link in self._links.values():
+            await link.send("ready")
 
     async def _fail_with(self, link: Link) -> None:
         """Wait until the worker reports a failure or is lost, and fail the run."""

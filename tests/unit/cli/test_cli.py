@@ -40,6 +40,7 @@ STATUS_KEYS = {
     *(
         "state_since",
         "engine_restarts",
+        "cache",
         "name",
         "replicas_per_job",
         "log_dir",
@@ -424,11 +425,13 @@ def test_status_of_one_service_says_it_all(store, capsys):
 
 def test_status_says_since_when_an_engine_is_unresponsive(store, capsys):
     words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0, "engine_restarts": 2}
+    words["cache"] = "warm, from /tmp/c on this node"
     store.write(make_record(service="8b", cluster="local", state="unresponsive", stage="unresponsive", **words))
     assert run(["status", "8b"]) == 0
     out = capsys.readouterr().out
     assert "  state      unresponsive: its engine leaves /health unanswered\n" in out
     assert "  restarts   2, of the engine in place\n" in out
+    assert "  caches     warm, from /tmp/c on this node\n" in out
     assert re.search(r"^  since      2027-01-\d\d \d\d:\d\d:\d\d$", out, re.MULTILINE)
 
 

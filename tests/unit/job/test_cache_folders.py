@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -167,7 +168,8 @@ def test_only_folders_of_caches_are_removed(root):
 
 def test_a_lock_that_was_removed_meanwhile_is_made_anew(root, monkeypatch):
     """Between the opening of a lock's file and the lock somebody may remove folder and file."""
-    flock, removed = fcntl.flock, []
+    flock = fcntl.flock
+    removed: list[int] = []
 
     def remove_first(descriptor, operation):
         if not removed:
@@ -184,7 +186,7 @@ def test_a_lock_that_was_removed_meanwhile_is_made_anew(root, monkeypatch):
 def test_a_removal_that_is_interrupted_leaves_nothing_that_counts_as_ready(root, monkeypatch):
     path = used_before(root, at_s=1.0)
     (path / READY).write_text("")
-    monkeypatch.setattr(cache_folders.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     remove_unused(root, limit_bytes=1 << 40)
     assert path.exists()
     assert not (path / READY).exists()

@@ -46,7 +46,7 @@ def over_a_connection(scenario, *, server_token="secret", client_token="secret",
 
 def test_messages_go_both_ways_and_name_the_node():
     async def scenario(head, node):
-        assert (head.rank, head.name, head.address) == (1, "n2", "10.0.0.2")
+        assert (head.rank, head.name, head.address, head.cache) == (1, "n2", "10.0.0.2", "")
         await head.send("go")
         await node.send("failed", part="ray worker", exit_code=9)
         return await node.receive(), await head.receive()

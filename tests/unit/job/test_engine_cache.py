@@ -64,6 +64,16 @@ def test_what_an_engine_left_that_was_not_ready_is_not_used(environ, node_dir):
     assert start(environ, node_dir)[0] is True, "a start that was cancelled has damaged nothing"
 
 
+def test_on_several_nodes_a_start_that_fails_leaves_nothing(environ, node_dir):
+    def warm(*, is_ready: bool) -> bool:
+        with open_cache(KEY, node_dir, environ, on_several_nodes=True) as cache:
+            if is_ready:
+                cache.note_ready()
+            return cache.is_warm
+
+    assert [warm(is_ready=ready) for ready in (True, True, False, True, False)] == [False, True, True, False, True]
+
+
 def test_code_for_another_processor_is_not_used(environ, node_dir, monkeypatch):
     start(environ, node_dir)
     monkeypatch.setattr(engine_cache, "machine_key", lambda: "another")

@@ -130,6 +130,7 @@ class FakeLink:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.name, self.address, self.read_bytes = rank, f"n{rank}", f"10.0.0.{rank}", 5
+        self.cache = f"/caches/{min(rank, 2)}"
         self.is_closed = False
 
     async def receive(self):
@@ -153,6 +154,7 @@ def test_a_rank_that_is_unknown_or_taken_is_refused():
         await asyncio.sleep(0.01)
         assert (len(workers), workers.absent_ranks, workers.read_bytes) == (1, [2], 5)
         assert workers.names == {"10.0.0.1": "n1"}
+        assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
         return joined, [link.is_closed for link in links], links
 
     joined, closed, links = asyncio.run(run())

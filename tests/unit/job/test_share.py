@@ -106,7 +106,7 @@ def test_engines_on_one_node_do_not_fill_one_cache(tmp_path: Path):
     roots = []
     for index in (0, 1):
         allocation = replace(ALLOCATION, num_nodes=1, share=Share(index=index, count=2))
-        with run_cache(options, allocation, command, "mp", environ) as cache:
+        with run_cache(options, allocation, command, environ) as cache:
             node = make_node(tmp_path, allocation=allocation, cache=cache)
             roots.append(node.child_environ(address="127.0.0.1")["VLLM_CACHE_ROOT"])
     (key,) = {Path(root).parent.name.rpartition("-")[0] for root in roots}

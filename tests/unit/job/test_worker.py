@@ -11,6 +11,7 @@ import pytest
 
 from hpc_serve.job import outcome as outcome_module
 from hpc_serve.job.control import ControlServer
+from hpc_serve.job.engine_cache import open_cache
 from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.network import HeadPorts, listen_on
 from hpc_serve.job.process import marked_pids
@@ -25,7 +26,7 @@ def over_a_connection(tmp_path, monkeypatch):
     """Runs a worker beside `scenario(head's link)`; `command` is the code of `ray` or `vllm` on its PATH."""
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
 
-    def run(scenario, code: str | None, *, backend: str = "ray"):
+    def run(scenario, code: str | None, *, backend: str = "ray", **changes):
         if code is not None:
             script = tmp_path / ("ray" if backend == "ray" else "vllm")
             arguments = tmp_path / "arguments"
@@ -46,6 +47,7 @@ def over_a_connection(tmp_path, monkeypatch):
                 head_ports=ports,
                 run_mark=f"test-{os.getpid()}-worker",
                 environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
+                **changes,
             )
             links: asyncio.Queue[Link] = asyncio.Queue()
             server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
@@ -100,6 +102,38 @@ def test_without_ray_it_starts_the_engine_without_a_server(over_a_connection, tm
         "serve m -pp 2 --distributed-executor-backend mp --nnodes 2 --node-rank 1 --master-addr 127.0.0.1" in arguments
     )
     assert arguments.endswith("--headless")
+
+
+SAYS_WHERE = "print(os.environ['VLLM_CACHE_ROOT'], file=open(os.environ['VLLM_HOST_IP'] + '.said', 'w'), flush=True)"
+
+
+@pytest.mark.parametrize("keeps_cache", [True, False])
+def test_caches_outlive_the_run_if_the_head_says_so_and_count_once_the_engine_is_ready(
+    over_a_connection, tmp_path, monkeypatch, keeps_cache
+):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o700)
+    caches = {"HPC_SERVE_CACHE_DIR": str(tmp_path / "caches")}
+
+    async def scenario(link):
+        await link.send("go", keeps_cache=keeps_cache)
+        await wait_for_arguments(tmp_path)
+        said = tmp_path / "127.0.0.1.said"
+        while not said.exists() or not said.read_text().endswith("\n"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        for _ in range(2):  # an engine that is started again in place becomes ready again
+            await link.send("ready")
+        await link.send("stop")
+        with pytest.raises(LinkLostError):
+            await link.receive()
+        return link.cache, said.read_text().strip()
+
+    with open_cache("0" * 16, tmp_path, caches, on_several_nodes=True) as cache:
+        (told, used), code = over_a_connection(scenario, f"{SAYS_WHERE}\n{RUNS}", backend="mp", cache=cache)
+    assert (told, code) == (str(cache.path), 0)
+    assert used == str((cache.path if keeps_cache else tmp_path / "cache") / "vllm")
+    with open_cache("0" * 16, tmp_path, caches, on_several_nodes=True) as cache:
+        assert cache.is_warm == keeps_cache
 
 
 def test_the_end_of_its_part_is_told_and_it_stays_until_the_head_stops(over_a_connection):

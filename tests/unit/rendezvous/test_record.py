@@ -46,6 +46,7 @@ FULL = EndpointRecord(
     host_id="1b4e28ba-2fa1-11d2-883f-0016d3cca427 4026531840",
     state_since=2.0,
     engine_restarts=3,
+    cache="warm, from /tmp/hpc-serve-cache-1000/0123456789abcdef-0 on this node",
     replicas_per_job=4,
 )
 
@@ -55,7 +56,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id,
-state_since, engine_restarts, replicas_per_job"""
+state_since, engine_restarts, cache, replicas_per_job"""
 
 
 def changed(**values):
@@ -77,7 +78,13 @@ def test_a_newer_versions_fields_are_ignored():
     assert EndpointRecord.from_json(text) == replace(FULL, version=2)
 
 
-ADDED_LATER: dict[str, Any] = {"host_id": None, "state_since": None, "engine_restarts": 0, "replicas_per_job": 1}
+ADDED_LATER: dict[str, Any] = {
+    "host_id": None,
+    "state_since": None,
+    "engine_restarts": 0,
+    "cache": "",
+    "replicas_per_job": 1,
+}
 
 
 @pytest.mark.parametrize("name", ADDED_LATER)
