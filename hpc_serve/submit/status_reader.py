@@ -113,6 +113,8 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
     records = _last_runs(found)
     jobs = {record.name: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
     probes = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.name])])
+    silent = [record for record in records if record.name in probes and probes[record.name].status == "no answer"]
+    probes |= _probe(store, found.service, silent)  # one answer that is missed says little: a machine may stand still
     unwell = [record.job_id for record in records if record.name in probes and not probes[record.name].is_well]
     if unwell:  # the job may have been told to stop since its record was read
         slurm.ask_again_for(unwell)

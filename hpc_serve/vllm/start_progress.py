@@ -14,14 +14,18 @@ _WAITING = re.compile(
 )
 # Ray's processes read some hundred bytes a second when nothing happens; the slowest useful load is far from this.
 _LOADS_BYTES_PER_S = MIB
+# No look takes so long. If more time has passed the launcher stood still, and its engine perhaps as well: a suspended
+# job.
+_LONGEST_LOOK_S = 60.0
 
 
 class StartProgress:
-    """When a start last made progress, by the monotonic clock."""
+    """When a start last made progress, by the monotonic clock. Times in which nobody looked do not count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._progress_at, self._read_bytes = clock(), 0
+        self._looked_at = self._progress_at
 
     @property
     def idle_s(self) -> float:
@@ -34,6 +38,10 @@ class StartProgress:
             self._progress_at = self._clock()
 
     def note_read_bytes(self, read_bytes: int) -> None:
-        """Count what all processes have read so far as progress, if it is as much as a load reads."""
+        """Count what all processes have read so far as progress, if it is as much as a load reads: one look."""
+        now = self._clock()
+        if now - self._looked_at > _LONGEST_LOOK_S:
+            self._progress_at = now
+        self._looked_at = now
         if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
             self._progress_at, self._read_bytes = self._clock(), read_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pwd
+import select
 import signal
 import sys
 import warnings  # noqa: F401  # execvpe imports it late, when the standard library may be out of sight
@@ -30,7 +31,7 @@ def join_namespaces(init_pid: str) -> None:
         os.close(descriptor)
 
 
-def become(user_id: int, folder: str, foreground: bool) -> None:
+def become(user_id: int, folder: str, foreground: bool, parent_lives: int) -> None:
     if not foreground:
         os.setsid()
     account = pwd.getpwuid(user_id)
@@ -38,6 +39,8 @@ def become(user_id: int, folder: str, foreground: bool) -> None:
     os.setgid(account.pw_gid)
     os.setuid(user_id)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([parent_lives], [], [], 0)[0]:  # it was killed before
+        os._exit(1)
     os.umask(0o022)
     os.chdir(folder)
 
@@ -49,10 +52,12 @@ def main(arguments: list[str]) -> None:
     foreground = "--foreground" in flags
     join_namespaces(init_pid)
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    parent_lives, i_live = os.pipe()  # readable once this process has ended
     child = os.fork()
     if child == 0:
         try:
-            become(int(user_id), folder, foreground)
+            os.close(i_live)
+            become(int(user_id), folder, foreground, parent_lives)
             for number in FORWARDED:  # a shell that starts the tests with `&` has them ignored, by all below it
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

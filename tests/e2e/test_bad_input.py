@@ -28,6 +28,7 @@ def alice(cluster, alice_env):
 def home(alice, tmp_path_factory):
     """A HPC_SERVE_HOME of alice's own for one test."""
     made = alice.run("mktemp", "--directory", f"{alice.home}/home-XXXXXX")
+    assert made.returncode == 0, made.stderr
     path = Path(made.stdout.strip())
     yield path
     shutil.rmtree(path)

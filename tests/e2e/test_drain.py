@@ -1,7 +1,7 @@
 """A planned end loses no request: streams under way finish, new requests are refused or go to another replica.
 
-Real Slurm; the engine is the stub, whose streams last as long as a test wants. Four streams of 15 s are under way at
-each end.
+Real Slurm; the engine is the stub. Four streams stand still after some words while a file exists: they are under way
+at each end, however slow this test is, and go on once a new request was refused.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from tests.e2e.jobs import User, stub_script
 pytestmark = [pytest.mark.slurm]
 
 STREAMS_PROGRAM = Path(__file__).with_name("streams.py")
-WORDS, WORD_S = 60, 0.25
+WORDS, WORD_S, HELD_AFTER = 20, 0.1, 5
 STREAMS = 4
 ENDS_WITHIN_S = 300.0
 
 
-def serve(alice: User, service: str, *, edit=str) -> str:
-    text = stub_script(service, "--stub-words", str(WORDS), "--stub-word-s", str(WORD_S))
-    job_id = alice.sbatch(alice.write(f"{service}.sh", edit(text)))
+def serve(alice: User, service: str) -> tuple[str, Path]:
+    """A service's job, and the file that holds its streams."""
+    held = alice.write(f"{service}.held", "")
+    holds = ("--stub-hang-file", str(held), "--stub-hang-after", str(HELD_AFTER))
+    text = stub_script(service, "--stub-words", str(WORDS), "--stub-word-s", str(WORD_S), *holds)
+    job_id = alice.sbatch(alice.write(f"{service}.sh", text))
     alice.wait_until_ready(service, job_id)
-    return job_id
+    return job_id, held
 
 
-def begin_streams(alice: User, service: str):
+def begin_streams(alice: User, service: str, *held: Path):
     """A user's program with streams under way."""
-    program = alice.cluster.popen(
-        [sys.executable, str(STREAMS_PROGRAM), service, str(STREAMS)], user="alice", env=dict(alice.environ)
-    )
+    argv = [sys.executable, str(STREAMS_PROGRAM), service, str(STREAMS), *map(str, held)]
+    program = alice.cluster.popen(argv, user="alice", env=dict(alice.environ))
     said = program.stdout.readline()
     assert said.strip() == "begun", said + program.stdout.read()
     return program
@@ -68,8 +70,8 @@ def notice(alice: User, service: str, job_id: str) -> None:
 )
 def test_a_planned_end_loses_no_stream(alice, end, who):
     service = f"drain-{end.__name__}"
-    job_id = serve(alice, service)
-    program = begin_streams(alice, service)
+    job_id, held = serve(alice, service)
+    program = begin_streams(alice, service, held)
     end(alice, service, job_id)
     result = result_of(program)
     assert result["streams"] == [[WORDS, "stop"]] * STREAMS
@@ -85,7 +87,7 @@ def test_a_planned_end_loses_no_stream(alice, end, who):
 
 
 def test_stop_now_ends_a_drain(alice):
-    job_id = serve(alice, "drain-now")
+    job_id, _ = serve(alice, "drain-now")
     program = begin_streams(alice, "drain-now")
     notice(alice, "drain-now", job_id)
     alice.wait_for_record("drain-now", job_id, lambda record: record["stage"] == f"finishing {STREAMS} requests", 120)

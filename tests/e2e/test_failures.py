@@ -66,7 +66,7 @@ def test_an_engine_that_dies_while_loading(alice):
 def test_a_load_that_stands_still_ends_though_ray_goes_on_reading(alice):
     layout = {"tensor_parallel_size": 2, "backend": "ray"}
     script = alice.write("still.sh", stub_script("still", "--stub-hang-loading", **layout))
-    job_id = alice.sbatch(script, env={"HPC_SERVE_STALL_S": "10"})
+    job_id = alice.sbatch(script, env={"HPC_SERVE_STALL_S": "20"})
     record = failed(alice, "still", job_id)
     assert record["failed_part"] == "engine"
     assert "s while loading weights: the engine logs nothing new and reads nothing" in record["reason"]
@@ -100,20 +100,25 @@ def test_a_node_that_never_joins_is_named_after_a_deadline(alice):
     assert "no launcher from node rank 1" in record["reason"]
 
 
-def test_a_node_whose_ray_cannot_start_is_named(alice):
-    """On the second node alone, `ray` ends at once."""
-    broken = alice.write(
-        "bin/ray",
-        '#!/bin/bash\n[[ $SLURM_NODEID == 0 ]] || { echo "no such library"; exit 9; }\nexec "$REAL_RAY" "$@"\n',
+def with_another_ray(alice: User, folder: str, node: int, instead: str):
+    """Edits a script: on one of its nodes, `ray` is another program, in a folder of that name."""
+    ray = alice.write(
+        f"{folder}/ray", f'#!/bin/bash\n[[ $SLURM_NODEID != {node} ]] || {instead}\nexec "$REAL_RAY" "$@"\n'
     )
-    broken.chmod(0o755)
+    ray.chmod(0o755)
 
-    def with_broken_ray(script: str) -> str:
+    def edit(script: str) -> str:
         before, attempts, after = script.partition("\nfor attempt in")
         assert attempts
-        return f"{before}\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={broken.parent}:$PATH{attempts}{after}"
+        return f"{before}\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={ray.parent}:$PATH{attempts}{after}"
 
-    job_id = submit(alice, "noray", edit=with_broken_ray)
+    return edit
+
+
+def test_a_node_whose_ray_cannot_start_is_named(alice):
+    """On the second node alone, `ray` ends at once."""
+    edit = with_another_ray(alice, "broken-ray", 1, '{ echo "no such library"; exit 9; }')
+    job_id = submit(alice, "noray", edit=edit)
     record = failed(alice, "noray", job_id)
     assert record["failed_part"].startswith("ray worker on ")
     assert record["exit_code"] == 9
@@ -174,14 +179,18 @@ def end_at_once(alice: User) -> None:
 @contextlib.contextmanager
 def frozen(alice: User, host: str):
     """All that the user runs on a host stands still."""
-    pids = on(alice, host)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    pids: set[int] = set()
     try:
+        while fresh := set(on(alice, host)) - pids:  # one may have ended meanwhile, or begun another
+            pids |= fresh
+            for pid in fresh:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
         yield
     finally:
         for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_with_a_frozen_node(alice):
@@ -250,7 +259,8 @@ def test_cancelled_while_pending(alice):
 
 STAGES = {
     "nodes": (lambda record: record["stage"] == "waiting for the nodes' launchers", ()),
-    "ray": (lambda record: record["stage"] in ("starting Ray's head", "waiting for Ray nodes"), ()),
+    "ray-head": (lambda record: record["stage"] == "starting Ray's head", ()),
+    "ray": (lambda record: record["stage"] == "waiting for Ray nodes", ()),
     "loading": (is_loading, ("--stub-hang-loading",)),
     "ready": (lambda record: record["state"] == "ready", ()),
 }
@@ -258,8 +268,13 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_cancelled_in_every_stage(alice, stage):
+    """Each lasts until it is cancelled."""
     is_there, stub_args = STAGES[stage]
-    edit = on_one_node_only if stage == "nodes" else str
+    edit = {
+        "nodes": on_one_node_only,
+        "ray-head": with_another_ray(alice, "slow-head", 0, "exec sleep 600"),
+        "ray": with_another_ray(alice, "slow-worker", 1, "exec sleep 600"),
+    }.get(stage, str)
     job_id = submit(alice, f"cancel-{stage}", *stub_args, edit=edit)
     alice.wait_for_record(f"cancel-{stage}", job_id, is_there, 300)
     alice.cancel(job_id)

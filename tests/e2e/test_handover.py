@@ -32,8 +32,9 @@ LONG = "HPC_SERVE_FIVE_TIME_LIMITS"
 Jobs = dict[str, dict]
 
 
-def stub_words(*, load_s: int) -> str:
-    return f"--stub-greedy --stub-words {TOKENS} --stub-word-s {TOKEN_S} --stub-load-s {load_s}"
+def stub_words(*, load_s: int, hold_file: str = "") -> str:
+    hold = f" --stub-hold-file '{hold_file}'" if hold_file else ""
+    return f"--stub-greedy --stub-words {TOKENS} --stub-word-s {TOKEN_S} --stub-load-s {load_s}{hold}"
 
 
 @pytest.fixture
@@ -58,6 +59,12 @@ def times(alice: User, job_id: str) -> tuple[float, float]:
     return job.started_at, job.ended_at
 
 
+def lengthen(alice: User, job_id: str, minutes: int) -> None:
+    """Give a job a time limit of so many minutes."""
+    done = alice.cluster.run(["scontrol", "update", f"JobId={job_id}", f"TimeLimit={minutes}"], user="root")
+    assert done.returncode == 0, done.stderr
+
+
 def start_load(alice: User, service: str):
     """The load's program, once it has had answers, and its file of outcomes."""
     out = alice.home / "load" / f"{service}.jsonl"
@@ -74,7 +81,7 @@ def start_load(alice: User, service: str):
 @pytest.mark.parametrize(
     ("limits", "minutes", "load_s"),
     [
-        (1, 2, 20),
+        (1, 2, 4),
         pytest.param(
             5, 3, 40, marks=pytest.mark.skipif(not os.environ.get(LONG), reason=f"takes ten minutes: {LONG}=1 runs it")
         ),
@@ -82,20 +89,24 @@ def start_load(alice: User, service: str):
     ids=["one-limit", "five-limits"],
 )
 def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, load_s, show_table):
-    alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": stub_words(load_s=load_s)})
+    words = stub_words(load_s=load_s, hold_file=f"{alice.home}/hold-$HPC_SERVE_JOB_ID")
+    alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": words})
     service = f"kept-{limits}"
     model = ("8b", "--name", service, "--time", str(minutes), "--signal", "B:USR1@30")
     submitted = alice.hpc_serve_said("submit", *model, "--keep-up", *SMALL, "--json")
     first = json.loads(submitted)["job_id"]
+    second = f"{int(first) + 1}_0"
+    held = alice.write(f"hold-{second}", "")  # until `status` has told that it starts
     alice.hpc_serve_said("wait", service, "--timeout", "5m")
     program, out = start_load(alice, service)
     began_at = time.monotonic()
-    sentences: set[str] = set()
+    is_starting = f"{second} starting"
+    wait_for(lambda: jobs(alice, service)[first]["successor"] == is_starting, 60 * minutes, what=is_starting)
+    lengthen(alice, first, minutes + 1)  # on a slow machine, Slurm's notice would come before the successor is ready
+    held.unlink()
 
     def ended() -> list[dict]:
-        found = jobs(alice, service)
-        sentences.update(one["successor"] for one in found.values() if one["successor"])
-        return [one for one in found.values() if one["state"] in ("stopped", "failed")]
+        return [one for one in jobs(alice, service).values() if one["state"] in ("stopped", "failed")]
 
     # One limit: until it has passed. Five: until five jobs have ended in a row, each before its own.
     wait_for(lambda: len(ended()) >= limits, limits * (60 * minutes + 60), what=f"{limits} handovers", step_s=2.0)
@@ -117,8 +128,8 @@ def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, lo
             f"{one['job_id']:>8} ran {end - begun:4.0f} s  overlap {overlap_s:4.0f} s  start {start_s:5.1f} s"
             f"  ratio {overlap_s / start_s:.2f}"
         )
-        assert end - begun < 60 * minutes
-    assert f"{everything[1]['job_id']} starting" in sentences
+        assert end - begun < 60 * (minutes + 1 if one["job_id"] == first else minutes)
+    assert everything[1]["job_id"] == second
 
     outcome = count(service, read_lines(out), [], fault_at=began_at)
     show_table("\n".join([*rows, f"{outcome.sent} requests, {outcome.answered} answered, lost: {outcome.reasons}"]))
@@ -154,6 +165,7 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
         return jobs(alice, service)[first]["successor_job_id"]
 
     waiting = wait_for(successor, 180, what="a successor")
+    lengthen(alice, first, 4)  # the next one is due all the same, and has more time until Slurm's notice
     assert waiting == f"{int(first) + 1}_0"
     assert re.search(rf"successor +{waiting} pending", alice.hpc_serve_said("status", service))
     alice.cancel(waiting)
@@ -191,10 +203,10 @@ def test_jobs_submitted_ahead_take_over_from_each_other_and_end_with_the_service
     assert jobs(alice, service)[first]["successor"] == f"{second} pending, then {third}"
     released = alice.run("scontrol", "update", f"JobId={second}", "Dependency=")
     assert released.returncode == 0, released.stderr
-    wait_for(lambda: jobs(alice, service)[first]["state"] == "stopped", 120, what="the end of the first job")
+    wait_for(lambda: jobs(alice, service)[first]["state"] == "stopped", 300, what="the end of the first job")
     ends = jobs(alice, service)
     assert ends[first]["reason"].startswith(f"hpc-serve chain: job {second} has taken over")
     assert (ends[second]["state"], ends[second]["successor"]) == ("ready", f"{third} pending")
     alice.hpc_serve_said("stop", service)
-    assert not alice.run("squeue", "--noheader", "--user", "alice").stdout
-    wait_for(lambda: not alice.processes(), 60, what="no process left")
+    wait_for(lambda: queue_of(alice) == "", 180, what="an empty queue")
+    wait_for(lambda: not alice.processes(), 180, what="no process left")

@@ -108,7 +108,7 @@ def test_a_hung_engine_is_healthy_and_its_metrics_and_work_log_say_what_it_does(
     engine = engines("--stub-hang-file", str(hang), "--stub-work-log", str(tmp_path), "--stub-slots", "1")
     client = client_of(engine)
     with pytest.raises(openai.APITimeoutError):
-        client.completions.create(prompt=QUESTION, timeout=2.0, **GREEDY)
+        client.completions.create(prompt=QUESTION, timeout=openai.Timeout(60.0, read=2.0), **GREEDY)
     with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/health") as answer:
         assert answer.status == 200
     aborted = 'request_success_total{.*finished_reason="abort"}'
@@ -151,8 +151,11 @@ def test_at_sigterm_requests_under_way_get_the_shutdown_timeout_and_new_ones_500
     assert engine.process.wait(60) == 0
 
 
-def test_an_engine_whose_worker_ends_tells_each_client_and_ends(engines):
-    engine = engines("--stub-worker", "--stub-word-s", "0.05", "--stub-words", "1000", "--stub-dying-s", "5")
+def test_an_engine_whose_worker_ends_tells_each_client_and_ends(engines, tmp_path):
+    dying = tmp_path / "dying"
+    dying.touch()
+    answers = ("--stub-word-s", "0.05", "--stub-words", "1000000")
+    engine = engines("--stub-worker", *answers, "--stub-dying-file", str(dying))
     stream = client_of(engine).completions.create(prompt=QUESTION, stream=True, **GREEDY)
     next(stream)
     (worker,) = wait_for(lambda: _workers(engine.process.pid), 60, what="its worker")
@@ -161,6 +164,7 @@ def test_an_engine_whose_worker_ends_tells_each_client_and_ends(engines):
         list(stream)
     with pytest.raises(openai.InternalServerError, match="EngineCore encountered an issue"):
         client_of(engine).completions.create(prompt=QUESTION, **GREEDY)
+    dying.unlink()
     assert engine.process.wait(timeout=60) == 1
 
 

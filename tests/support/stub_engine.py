@@ -127,7 +127,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
     parser.add_argument("--stub-load-s", type=float, default=0.0, help="seconds of loading, spread over the shards")
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
-    parser.add_argument("--stub-hold-file", help="while this file exists, loading does not get past the first shard")
+    parser.add_argument(
+        "--stub-hold-file",
+        type=os.path.expandvars,
+        help="while this file exists, loading does not get past the first shard; $VARIABLES of the job are put in",
+    )
     parser.add_argument("--stub-fail", metavar="TEXT", help="print TEXT as an error while loading and exit with 1")
     parser.add_argument("--stub-fail-warm", metavar="TEXT", help="the same with what an earlier start has compiled")
     parser.add_argument("--stub-exit-after-s", type=float, help="exit so many seconds after the server is up")
@@ -156,6 +160,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--stub-worker", action="store_true", help="have a worker process, and end as vLLM when it ends"
     )
     parser.add_argument("--stub-dying-s", type=float, default=1.0, help="seconds from its worker's end to its own")
+    parser.add_argument("--stub-dying-file", help="while this file exists, it does not end with its worker")
     parser.add_argument("--stub-share-memory", action="store_true", help="leave a segment behind when killed, as vLLM")
     options, _ = parser.parse_known_args([*words, *shlex.split(os.environ.get("STUB_ENGINE_ARGS", ""))])
     if options.port is None and not options.headless:
@@ -345,6 +350,8 @@ class Engine(ThreadingHTTPServer):
         worker.wait()
         self.is_dead = True
         time.sleep(self.options.stub_dying_s)
+        while self.options.stub_dying_file and os.path.exists(self.options.stub_dying_file):
+            time.sleep(STEP_S)
         os._exit(self.options.stub_exit_code)
 
     def finish(self) -> None:

@@ -240,7 +240,8 @@ def test_an_error_of_the_engine_is_passed_on(service, gateway):
 # -- engines that are lost
 
 
-def test_a_stream_goes_on_at_another_replica(service, gateway):
+def test_a_stream_goes_on_at_another_replica(service, gateway, monkeypatch):
+    monkeypatch.setattr(exchange, "LOST_WAIT_S", 60.0)  # until the other one has begun, however long that takes
     service.start(*MORTAL, "--stub-word-s", "0.05")
     front = gateway()
     connection, response = front.stream()

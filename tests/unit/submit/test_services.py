@@ -478,6 +478,21 @@ class TestStatus:
         assert (status.state, status.stage) == ("draining", "stopping")
         assert not status.is_over
 
+    @pytest.mark.parametrize(("missed", "state"), [(1, "ready"), (2, "unresponsive")])
+    def test_one_answer_that_is_missed_makes_no_engine_unresponsive(self, store, slurm, monkeypatch, missed, state):
+        submitted_job(store)
+        record(store, state="ready", port=1)
+        slurm.queue(("7", "RUNNING", "None"))
+        answers: list[ProbeResult] = [ProbeResult(status="no answer")] * missed
+        well = ProbeResult(status="ready", host="127.0.0.1")
+        store.ensure_api_key("8b")
+        monkeypatch.setattr(
+            "hpc_serve.submit.status_reader.probe_records",
+            lambda records, key: {one.name: answers.pop() if answers else well for one in records},
+        )
+        assert the_one(store).state == state
+        assert not answers
+
     def test_a_silent_engine_is_worth_one_more_question_to_slurm(self, store, slurm, monkeypatch):
         store.ensure_api_key("8b")
         record(store, state="ready", port=1)

@@ -71,6 +71,21 @@ def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
     assert progress.idle_s < 2
 
 
+def test_a_time_in_which_nobody_looked_is_no_time_without_progress():
+    """A job that is suspended stands still as a whole."""
+    clock = Clock()
+    progress = StartProgress(clock)
+    clock.now = 30
+    progress.note_read_bytes(0)
+    assert progress.idle_s == 30
+    clock.now = 4_000
+    progress.note_read_bytes(0)
+    assert progress.idle_s == 0
+    clock.now = 4_050
+    progress.note_read_bytes(0)
+    assert progress.idle_s == 50
+
+
 @pytest.mark.parametrize(
     ("prompt", "generation", "running", "is_idle"),
     [("0.4", "0.4", 0, True), ("0.0", "1.0", 0, True), ("0.0", "7.2", 0, False), ("0.0", "0.1", 1, False)],
