@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor")
-@click.argument("target", metavar="SERVICE|JOB")
+@click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option(
     "--bundle",
     type=click.Path(dir_okay=False, path_type=Path),

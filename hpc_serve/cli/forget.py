@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.complete import service_names
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("forget")
-@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1)
+@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1, shell_complete=service_names)
 @click.option("--ended", is_flag=True, help="Everything that is over, of all services.")
 def forget_command(targets: Sequence[str], ended: bool) -> None:
     """Remove what is written about jobs that are over, so that `status` no longer shows them. Logs stay.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration, Size
 from hpc_serve.rendezvous.names import validate_service_name
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("gateway")
-@click.argument("services", nargs=-1)
+@click.argument("services", nargs=-1, shell_complete=service_names)
 @click.option("--socket", "socket_path", type=click.Path(path_type=Path), help="Listen on this Unix socket.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port, with a key; 0 for any free one.")
 @click.option("--host", help="With --port: the address to listen on; TLS for any but this host's own [127.0.0.1].")

@@ -15,13 +15,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import hpc_serve
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # name: (module, what it is called there, one line of help)
 COMMANDS = {
@@ -43,6 +46,8 @@ COMMANDS = {
     "env": ("hpc_serve.cli.talk", "env_command", "Print OPENAI_BASE_URL and OPENAI_API_KEY for other tools."),
     "gateway": ("hpc_serve.cli.gateway", "gateway_command", "Serve one address for services: a socket or a port."),
     "bench": ("hpc_serve.cli.bench", "bench_command", "Measure a service: throughput and latency."),
+    "targets": ("hpc_serve.cli.targets", "targets_command", "Tell Prometheus where the replicas are; a dashboard."),
+    "completion": ("hpc_serve.cli.complete", "completion_command", "Print what makes your shell complete words."),
     "demo": ("hpc_serve.cli.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
 }
 _INTERRUPTED = 130
@@ -65,6 +70,14 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        names = [
+            CompletionItem(name, help=line) for name, (_, _, line) in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
+from hpc_serve.cli.complete import model_names
 from hpc_serve.cli.values import Context, Duration, Replicas, Size
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
@@ -35,10 +36,11 @@ def not_empty(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 
 _PLAN_OPTIONS = (
-    click.argument("model_argument", metavar="[MODEL]", required=False),
+    click.argument("model_argument", metavar="[MODEL]", required=False, shell_complete=model_names),
     click.option(
         "--model",
         callback=not_empty,
+        shell_complete=model_names,
         help="Catalogue name (405b), Hugging Face id, folder, or a config.json; also as MODEL alone.",
     ),
     click.option(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration, Replicas
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -24,7 +25,7 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 
 
 @click.command("status")
-@click.argument("service", metavar="[SERVICE|JOB]", required=False)
+@click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
 @click.option("--all", "everything", is_flag=True, help="Also what ended before.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, as_json: bool) -> None:
@@ -64,7 +65,7 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
 
 
 @click.command("wait")
-@click.argument("service")
+@click.argument("service", shell_complete=service_names)
 @click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="So many of them [default: 1].")
 @click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
@@ -81,7 +82,7 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
 
 
 @click.command("logs")
-@click.argument("target", metavar="SERVICE|JOB")
+@click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option("--follow", "-f", is_flag=True, help="Go on with new lines until the job is over.")
 @click.option("--node", type=int, metavar="K", help="Only the launcher of the job's K-th node, from 0.")
 @click.option("--tail", "lines", type=click.IntRange(min=0), default=100, help="Last lines of a file [default: 100].")
@@ -119,7 +120,7 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
 
 
 @click.command("stop")
-@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1)
+@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1, shell_complete=service_names)
 @click.option(
     "--replica",
     "replicas",
@@ -163,7 +164,7 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
 
 
 @click.command("scale")
-@click.argument("service")
+@click.argument("service", shell_complete=service_names)
 @click.argument("replicas", type=Replicas(), metavar="N|MIN:MAX")
 @click.option(
     "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
@@ -196,7 +197,7 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float) 
 
 
 @click.command("wake")
-@click.argument("service")
+@click.argument("service", shell_complete=service_names)
 def wake_command(service: str) -> None:
     """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
 

@@ -99,3 +99,13 @@ def _write_changed(path: Path, text: str) -> None:
     except (OSError, HpcServeError):
         pass
     write_private(path, text)
+
+
+def authority_alone(home: Path) -> Path:
+    """The file of the authority's certificate and no other, made if it is missing, for programs that trust one file.
+
+    Raises StoreError (without an authority, too) or RecordError.
+    """
+    path = home / "authority" / "own.pem"
+    _write_changed(path, authority_certificate(home))
+    return path

@@ -1,0 +1,86 @@
+"""What Prometheus needs to read the metrics of replicas: its list of targets (file_sd), and how it asks them. Pure.
+
+A service's key goes to its own replicas alone, over TLS, to whoever shows a certificate of the home's authority.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.client.status import ReplicaStatus
+
+SERVICE_LABEL = "service"
+_SCRAPED = ("ready", "draining", "unresponsive")
+_ADDRESS = re.compile(r"[\w.-]+:[0-9]+|\[[0-9a-fA-F:.]+\]:[0-9]+")
+
+
+def target_groups(statuses: Iterable[ReplicaStatus]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The replicas as file_sd has them, in a fixed order; and why others that serve are left out."""
+    groups, problems = [], []
+    for status in sorted(statuses, key=lambda one: (one.service, one.job_id, one.replica)):
+        if status.state not in _SCRAPED or status.record is None or status.host is None:
+            continue
+        address = _address(status.host, status.record.port)
+        if status.record.certificate is None:
+            problems.append(
+                f"{status.service} (job {status.name}) is left out: it serves without TLS (--no-tls), so Prometheus "
+                "would send its key to whoever answers there."
+            )
+        elif not _ADDRESS.fullmatch(address):
+            problems.append(f"{status.service} (job {status.name}) is left out: {address} is no address.")
+        else:
+            groups.append({"targets": [address], "labels": _labels(status)})
+    return groups, problems
+
+
+def targets_text(groups: Sequence[dict[str, Any]]) -> str:
+    return json.dumps(groups, indent=2, ensure_ascii=False) + "\n"
+
+
+def scrape_config(services: Iterable[tuple[str, Path]], *, targets_file: Path, authority_file: Path) -> str:
+    """The part of prometheus.yml for services, each with the file of its key.
+
+    A job of Prometheus has one key, so there is one for each service, which keeps that service's targets alone.
+    """
+    lines = ["scrape_configs:"]
+    for service, key_file in services:
+        lines += [
+            f"  - job_name: {_quoted(f'hpc-serve-{service}')}",
+            "    scheme: https",
+            "    follow_redirects: false",
+            "    authorization:",
+            f"      credentials_file: {_quoted(key_file)}",
+            "    tls_config:",
+            f"      ca_file: {_quoted(authority_file)}",
+            "    file_sd_configs:",
+            f"      - files: [{_quoted(targets_file)}]",
+            "    relabel_configs:",
+            f"      - source_labels: [{SERVICE_LABEL}]",
+            f"        regex: {_quoted(re.escape(service))}",
+            "        action: keep",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _labels(status: ReplicaStatus) -> dict[str, str]:
+    labels = {
+        SERVICE_LABEL: status.service,
+        "slurm_job": status.job_id,
+        "replica": status.name,
+        "node": status.nodes[0].name if status.nodes else "",
+        "model": status.model,
+    }
+    return {name: value for name, value in labels.items() if value}
+
+
+def _quoted(value: object) -> str:
+    """A string of YAML, which those of JSON are."""
+    return json.dumps(str(value))

@@ -1,0 +1,70 @@
+"""`logs --follow --node`: one node's file alone, also where it appears late and grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpc_serve.cli.main import run
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit import job_logs, log_files
+from tests.support.stubs import make_record
+
+
+@pytest.fixture
+def logs(stand_ins, tmp_path, monkeypatch):
+    """The folder of logs of a job of two nodes, and what happens before each time that its end is asked for."""
+    monkeypatch.setattr(log_files, "_POLL_S", 0.01)
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
+    steps = list[Callable[[], None]]()
+
+    def end_of(store, status):
+        left = iter(steps)
+
+        def is_over() -> bool:
+            step = next(left, None)
+            if step is not None:
+                step()
+            return step is None
+
+        return is_over
+
+    monkeypatch.setattr(job_logs, "end_of", end_of)
+    return store.log_dir("8b"), steps
+
+
+def append(path, text: str):
+    def write() -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    return write
+
+
+def test_one_node_is_followed_from_before_its_file_is_there(logs, capsys):
+    folder, steps = logs
+    node0, node1 = folder / "7-node0.log", folder / "7-node1.log"
+    node0.write_text("of the head\n")
+    steps += [append(node1, "first\nhalf"), append(node0, "more of the head\n"), append(node1, " a line\n\x1b[2Jlast")]
+    assert run(["logs", "8b", "--follow", "--node", "1"]) == 0
+    assert capsys.readouterr().out == f"==> {node1} <==\nfirst\nhalf a line\n\\x1b[2Jlast\n"
+
+
+def test_without_a_node_all_files_are_followed_each_under_its_name(logs, capsys):
+    folder, steps = logs
+    batch, node0 = folder / "7.log", folder / "7-node0.log"
+    batch.write_text("old\nscript\n")
+    steps += [append(node0, "head\n"), append(batch, "script again\n")]
+    assert run(["logs", "8b", "--follow", "--tail", "1"]) == 0
+    out = f"==> {batch} <==\nscript\n\n==> {node0} <==\nhead\n\n==> {batch} <==\nscript again\n"
+    assert capsys.readouterr().out == out
+
+
+def test_a_node_that_is_not_there_is_said(logs, capsys):
+    folder, _ = logs
+    (folder / "7-node0.log").write_text("x\n")
+    assert run(["logs", "8b", "--node", "3"]) == 1
+    assert "has no logs of node 3" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""What Prometheus and Grafana are given: a list of targets, how each is asked, a dashboard."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpc_serve.cli import targets
+from hpc_serve.cli.main import run
+from hpc_serve.client.scrape import scrape_config, target_groups
+from hpc_serve.client.status import ProbeResult, ReplicaStatus, assess_replica
+from hpc_serve.rendezvous.record import NodeRecord
+from hpc_serve.trust.authority import authority_certificate
+from hpc_serve.vllm.options import load_data
+from tests.support.patience import be_patient
+from tests.support.stubs import StubService, make_record
+
+WELL = ProbeResult(status="ready", host="10.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def place(stand_ins, monkeypatch):
+    be_patient(monkeypatch)
+    return stand_ins
+
+
+@pytest.fixture
+def live(tmp_path):
+    service = StubService(tmp_path / "home", "8b")
+    service.start(service="8b", job_id="7", nodes=(NodeRecord(name="n1", address="10.0.0.1"),))
+    yield service
+    service.close()
+
+
+def ready(**fields) -> ReplicaStatus:
+    fields = {"certificate": "PEM", "port": 8000, "hosts": ("10.0.0.1",), **fields}
+    host = fields["hosts"][0]
+    return assess_replica(make_record(**fields), probe=ProbeResult(status="ready", host=host))
+
+
+def test_each_replica_is_a_target_with_labels(live, capsys):
+    assert run(["targets"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)
+    assert group == {
+        "targets": [f"127.0.0.1:{live.engines[0].port}"],
+        "labels": {
+            "service": "8b",
+            "slurm_job": "7",
+            "replica": "7",
+            "node": "n1",
+            "model": "meta-llama/Llama-3.1-405B-Instruct",
+        },
+    }
+
+
+def test_one_that_does_not_answer_for_a_while_stays_and_one_that_is_over_goes():
+    statuses = [
+        ready(job_id="1", service="b"),
+        ready(job_id="2", service="a", hosts=("fe80::1",)),
+        assess_replica(make_record(job_id="3", certificate="PEM"), probe=ProbeResult(status="no answer")),
+        assess_replica(make_record(job_id="4", certificate="PEM", state="stopped")),
+        assess_replica(make_record(job_id="5", certificate="PEM", state="starting")),
+        ReplicaStatus(service="c", job_id="6", state="pending"),
+    ]
+    groups, problems = target_groups(statuses)
+    assert [group["labels"]["slurm_job"] for group in groups] == ["3", "2", "1"]
+    assert groups[1]["targets"] == ["[fe80::1]:8000"]
+    assert problems == []
+
+
+def test_a_key_goes_to_nobody_who_cannot_be_told_from_others():
+    statuses = [ready(certificate=None), ready(job_id="9", hosts=("a/b@evil",)), ready(job_id="10", hosts=("x\n",))]
+    groups, problems = target_groups(statuses)
+    assert groups == []
+    assert sum("serves without TLS" in problem for problem in problems) == 1
+    assert sum("is no address" in problem for problem in problems) == 2
+
+
+def test_the_file_is_written_whole_and_again_when_replicas_come(live, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "targets.json"
+    pauses = iter([None, None])
+
+    def pause(seconds: float) -> None:
+        if next(pauses, "end") == "end":
+            raise KeyboardInterrupt
+        live.start(service="8b", job_id=f"{len(live.engines)}0")
+
+    monkeypatch.setattr(targets, "_pause", pause)
+    assert run(["targets", "8b", "--output", str(output), "--watch"]) == 130
+    assert [len(group["targets"]) for group in json.loads(output.read_text())] == [1, 1, 1]
+    assert capsys.readouterr().err.count("targets in") == 3
+    assert [path.name for path in tmp_path.glob("*targets*")] == ["targets.json"]
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "targets.json"
+    pauses = iter([0o777, 0o700])
+
+    def pause(seconds: float) -> None:
+        mode = next(pauses, None)
+        if mode is None:
+            raise KeyboardInterrupt
+        (live.store.home / "services").chmod(mode)
+
+    monkeypatch.setattr(targets, "_pause", pause)
+    assert run(["targets", "--output", str(output), "--watch"]) == 130
+    assert "warning:" in capsys.readouterr().err
+    assert len(json.loads(output.read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--watch"], "--watch needs the file's name"),
+        (["--scrape-config"], "--scrape-config needs the file's name"),
+        (["--output", "nowhere/x.json"], "there is no folder"),
+        (["--scrape-config", "--output", "x.json"], "There are no services yet"),
+    ],
+)
+def test_what_cannot_be_done_is_said(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["targets", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_service_that_is_not_there_is_a_warning(live, capsys):
+    assert run(["targets", "70b"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == []
+    assert "warning: there is no service 70b" in err
+
+
+def test_the_configuration_has_one_job_for_each_key(live, tmp_path, capsys):
+    live.store.ensure_api_key("70b")
+    output = tmp_path / 'a "quoted" name.json'
+    assert run(["targets", "--scrape-config", "--output", str(output)]) == 0
+    first, second = yaml.safe_load(capsys.readouterr().out)["scrape_configs"]
+    assert (first["job_name"], second["job_name"]) == ("hpc-serve-70b", "hpc-serve-8b")
+    assert second["authorization"] == {"credentials_file": str(live.key_file)}
+    assert (second["scheme"], second["follow_redirects"]) == ("https", False)
+    assert second["file_sd_configs"] == [{"files": [str(output)]}]
+    (relabel,) = second["relabel_configs"]
+    assert relabel == {"source_labels": ["service"], "regex": "8b", "action": "keep"}
+    authority = Path(second["tls_config"]["ca_file"])
+    assert authority.read_text() == authority_certificate(live.store.home)
+    assert live.key_file.read_text().strip() not in output.name
+
+
+def test_a_service_with_a_dot_keeps_its_own_targets_alone():
+    text = scrape_config([("llama-3.1", Path("/k"))], targets_file=Path("/t"), authority_file=Path("/a"))
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    pattern = job["relabel_configs"][0]["regex"]
+    assert re.fullmatch(pattern, "llama-3.1")
+    assert not re.fullmatch(pattern, "llama-301")
+
+
+def names_of_the_dashboard() -> set[str]:
+    text = json.dumps(load_data("grafana.json"))
+    return set(re.findall(r"vllm:\w+", text))
+
+
+def test_every_metric_of_the_dashboard_is_one_of_the_installed_vllm():
+    spec = importlib.util.find_spec("vllm")
+    if spec is None:
+        pytest.skip("vLLM is not installed")
+    folder = Path(spec.origin).parent / "v1"
+    known = {name for path in folder.rglob("*metrics/*.py") for name in re.findall(r'"(vllm:\w+)"', path.read_text())}
+    assert "vllm:num_requests_running" in known
+    used = names_of_the_dashboard()
+    assert len(used) > 10
+    assert {re.sub(r"_(total|bucket)$", "", name) for name in used} - known == set()
+
+
+def test_the_dashboard_is_printed_as_grafana_takes_it(capsys):
+    assert run(["targets", "--dashboard"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"].startswith("hpc-serve")
+    assert all(panel["targets"] and panel["title"] for panel in found["panels"])
+    for panel in found["panels"]:
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+            assert 'service=~"$service"' in target["expr"]
