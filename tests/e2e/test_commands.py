@@ -98,7 +98,14 @@ class TestSubmitOnTwoNodes:
 
 class TestOneNode:
     def test_ctrl_c_only_detaches_and_four_ranks_serve_without_ray(self, alice, tiny_models):
+        held = alice.write("held", "")  # the job runs, and nothing is ready, while this is there
+        environment = alice.home / "held-env" / "bin"
+        environment.mkdir(parents=True)
+        (environment / "activate").write_text(
+            f"while [[ -e {held} ]]; do sleep 0.2; done\nsource {sys.prefix}/bin/activate\n"
+        )
         small = {**alice.environ, "HPC_SERVE_MODEL": str(tiny_models / "70b"), "PYTHONUNBUFFERED": "1"}
+        small["HPC_SERVE_ENV"] = str(environment.parent)
         watching = alice.cluster.popen(
             ["hpc-serve", "submit", "--model", "70b", "--backend", "mp", "--wait", "--mem", "8G"],
             user="alice",
@@ -114,6 +121,7 @@ class TestOneNode:
         said = "".join(str(text) for text in watching.communicate(timeout=180))
         assert watching.returncode == 130
         assert "hpc-serve wait 70b" in said
+        held.unlink()
         done = alice.hpc_serve("wait", "70b", timeout=START_S)
         assert done.returncode == 0, done.stdout + done.stderr
         assert not [process for process in alice.processes() if "raylet" in process.argv[0]]

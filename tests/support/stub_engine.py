@@ -183,8 +183,9 @@ def load(options: argparse.Namespace) -> None:
     """Look as if weights were loaded; returns when the server may start."""
     say("this is a stub engine: it serves no model")
     say(f"Starting to load model {options.model}...")
-    compiled = Path(os.environ.get("VLLM_CACHE_ROOT", "/nonexistent")) / "graph"
-    if compiled.exists():
+    caches = os.environ.get("VLLM_CACHE_ROOT")
+    compiled = Path(caches) / "graph" if caches else None
+    if compiled is not None and compiled.exists():
         say(f"Directly load AOT compilation from path {compiled}")
         options.stub_fail = options.stub_fail or options.stub_fail_warm
     for done in range(SHARDS + 1):
@@ -199,9 +200,10 @@ def load(options: argparse.Namespace) -> None:
             time.sleep(STEP_S)
         if done < SHARDS:
             time.sleep(options.stub_load_s / SHARDS)
-    with contextlib.suppress(OSError):
-        compiled.parent.mkdir(parents=True, exist_ok=True)
-        compiled.write_text("compiled")
+    if compiled is not None:
+        with contextlib.suppress(OSError):
+            compiled.parent.mkdir(parents=True, exist_ok=True)
+            compiled.write_text("compiled")
     say("Model loading took 0.0 GiB memory and 0.000000 seconds")
     say("GPU KV cache size: 1,024 tokens")
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")
