@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+# sysexits.h calls it EX_UNAVAILABLE; 75 and 78 are from there too.
+PREFLIGHT_EXIT_CODE = 69
 _WORDS = {
+    PREFLIGHT_EXIT_CODE: "the preflight found that the engine could not start on these nodes",
     75: "a port or folder was taken at each of three starts",
     78: "no Python environment that it may use; HPC_SERVE_ENV or the site file names one",
     126: "a command could not be run",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
 from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.local_weights import cached_folder
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
@@ -94,17 +95,6 @@ def _with_quantization(found: FoundModel) -> FoundModel:
     if file is None or "quantization_config" in found.config or not file.is_file():
         return found
     return replace(found, config=with_quantization_file(found.config, _read_config(file)))
-
-
-def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
-    """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
-    folder = read_hub_settings(environ).cache / ("models--" + repository.replace("/", "--"))
-    try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = folder / "snapshots" / revision
-    return snapshot if revision and (snapshot / "config.json").is_file() else None
 
 
 def find_spec(

@@ -13,7 +13,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.log_setup import set_up_logging
-from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.node import LaunchOptions, PreflightMode
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.restarts import DEFAULT_RESTARTS
@@ -38,6 +38,7 @@ def main() -> int:
         metavar="N",
         help="how often an engine that was ready is started again in place",
     )
+    parser.add_argument("--preflight-only", action="store_true", help="look at the nodes, and start no engine")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve MODEL …")
     arguments = parser.parse_args()
     set_up_logging(sys.stdout)  # where the engine's lines go, so that all stay in their order
@@ -59,6 +60,7 @@ def main() -> int:
             canary_s=_seconds("HPC_SERVE_CANARY_S", None),
             hang_s=_seconds("HPC_SERVE_HANG_S", 60),
             engine_restarts=arguments.engine_restarts,
+            preflight="only" if arguments.preflight_only else _preflight(),
         )
         environ = share.narrow_devices(os.environ, needed=options.gpus_per_node if options.device == "GPU" else 0)
         share.take_cores()
@@ -68,6 +70,14 @@ def main() -> int:
         if allocation is not None and allocation.is_head:
             publish_failure(arguments.service, allocation, error, os.environ)
         return error.exit_code
+
+
+def _preflight() -> PreflightMode:
+    modes: dict[str, PreflightMode] = {"": "on", "on": "on", "warn": "warn", "off": "off"}
+    text = os.environ.get("HPC_SERVE_PREFLIGHT", "")
+    if text in modes:
+        return modes[text]
+    raise InvalidRequestError(f"HPC_SERVE_PREFLIGHT={text}: it must be on, warn (what it finds ends no start) or off.")
 
 
 @overload

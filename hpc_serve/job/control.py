@@ -186,7 +186,7 @@ async def _try_to_connect(
     Raises ValueError for a wrong answer, EOFError if whoever was reached gave none. `proving` stays locked after a
     success: the head takes one connection from a node.
     """
-    reader, writer = await asyncio.wait_for(_open(head, make_ticket(token.encode())), _HANDSHAKE_TIMEOUT_S)
+    reader, writer = await asyncio.wait_for(open_with_ticket(head, token), _HANDSHAKE_TIMEOUT_S)
     try:
         greeting = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
         await proving.acquire()
@@ -203,14 +203,15 @@ async def _try_to_connect(
         raise
 
 
-async def _open(head: tuple[str, int], ticket: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_with_ticket(address: tuple[str, int], token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a port that `Admission` guards. Raises OSError, ValueError."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         send_first_bytes_with_handshake(connection)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(connection, head)
-        await loop.sock_sendall(connection, ticket)
+        await loop.sock_connect(connection, address)
+        await loop.sock_sendall(connection, make_ticket(token.encode()))
         return await asyncio.open_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
     except BaseException:
         connection.close()

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_serve.errors import StoreError
+from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
 from hpc_serve.job.control import ControlServer
 from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.engine import Engine
-from hpc_serve.job.link import Link
+from hpc_serve.job.link import Link, Message
 from hpc_serve.job.network import hold_port, listen_on
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
 from hpc_serve.job.process import start_child
 from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, read_gcs_port, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
@@ -61,7 +63,10 @@ class Head:
         self._run_end = RunEnd(node.options.kill_wait_s)
         self._changed = asyncio.Event()
         self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
-        self._workers = WorkerLinks(node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker)
+        self._preflight: HeadPreflight | None = None
+        self._workers = WorkerLinks(
+            node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker, self._take_answer
+        )
         self._ray_nodes = RayNodes({})
         self._engine = Engine(
             node,
@@ -84,6 +89,8 @@ class Head:
             silence_s=node.silence_s,
             num_nodes=node.allocation.num_nodes,
         )
+        if node.options.preflight != "off":
+            self._preflight = HeadPreflight(node, self._parts.run_in_background)
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
@@ -129,6 +136,8 @@ class Head:
         )
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
+        if not await self._are_nodes_fit():
+            return
         keeps_cache = self._agree_on_cache()
         node = self._node
         if node.backend == "ray":
@@ -173,6 +182,22 @@ class Head:
             return f"{here} of {total} nodes have joined; no launcher from node rank {ranks} of the job's node list"
 
         await self._wait_until_complete(missing, part="nodes")
+
+    async def _are_nodes_fit(self) -> bool:
+        """Whether the engine shall be started, by the preflight. Raises PartFailedError where it could not start."""
+        node, preflight = self._node, self._preflight
+        if preflight is None:
+            return True
+        self._keeper.set_stage("looking at the nodes")
+        report = await preflight.report()
+        log_report(report)
+        await asyncio.to_thread(write_report, node, report)
+        found = [verdict.sentence for verdict in report.of_level("failed")]
+        if found and node.options.preflight != "warn":
+            raise failure("preflight", found[0], exit_code=PREFLIGHT_EXIT_CODE, last_log_lines=tuple(found))
+        if node.options.preflight == "only":
+            self._run_end.stop(report.summary)
+        return node.options.preflight != "only"
 
     async def _start_ray(self, environ: dict[str, str]) -> str:
         """Start Ray's head; returns the "address:port" of its GCS."""
@@ -235,7 +260,13 @@ class Head:
     def _publish_worker(self, link: Link) -> None:
         node = NodeRecord(name=link.name, address=link.address)
         self._keeper.update(nodes=(*self._keeper.record.nodes, node))
+        if self._preflight is not None:
+            self._preflight.ask(link)
         self._changed.set()
+
+    def _take_answer(self, link: Link, message: Message) -> None:
+        if self._preflight is not None:
+            self._preflight.take(link, message)
 
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:

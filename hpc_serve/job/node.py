@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
@@ -22,6 +23,8 @@ from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.trust.peers import make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
+PreflightMode = Literal["on", "warn", "off", "only"]
+"""warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
 _CANARY_S = 5.0
 _CANARY_ON_CPUS_S = 30.0
 
@@ -48,6 +51,7 @@ class LaunchOptions:
     canary_s: float | None = None
     hang_s: float = 60.0
     engine_restarts: int = DEFAULT_RESTARTS
+    preflight: PreflightMode = "on"
 
     @property
     def canary_limit_s(self) -> float:

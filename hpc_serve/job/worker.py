@@ -6,11 +6,12 @@ import asyncio
 import logging
 
 from hpc_serve.job.control import connect
-from hpc_serve.job.link import Link, LinkLostError
+from hpc_serve.job.link import Link, LinkLostError, Message
 from hpc_serve.job.network import node_address
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.preflight.node_side import answer_head
 from hpc_serve.job.process import read_bytes
 from hpc_serve.job.ray_cluster import worker_argv
 
@@ -51,12 +52,17 @@ async def run_worker(node: Node) -> int:
 
 
 async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) -> None:
-    """Start this node's part at the head's "go", and keep the engine's caches when it says that the engine is ready.
-
-    Any other message, and the loss of the head, end the run here.
+    """Do as the head says: answer "preflight" and "peers", then start this node's part at "go", and keep the engine's
+    caches at "ready". Any other message, and the loss of the head, end the run here.
     """
+    for_preflight: asyncio.Queue[Message] = asyncio.Queue()
     try:
-        message = await link.receive()
+        while (message := await link.receive())["kind"] in ("preflight", "peers"):
+            if message["kind"] == "preflight":
+                parts.run_in_background(_answer_preflight(node, link, for_preflight))
+            else:
+                for_preflight.put_nowait(message)
+        for_preflight.put_nowait(message)
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
                 node = node.without_kept_cache("the head says so")
@@ -68,6 +74,16 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) ->
         run_end.stop("the head ended the run")
     except LinkLostError as error:
         run_end.stop(str(error))
+
+
+async def _answer_preflight(node: Node, link: Link, messages: asyncio.Queue[Message]) -> None:
+    """An error here ends nothing: the head goes on without the answer."""
+    try:
+        await answer_head(node, link, messages)
+    except Exception:
+        _log.exception("the head's questions before the start could not be answered")
+        await link.send("facts")
+        await link.send("unreached")
 
 
 async def _start_part(node: Node, parts: Parts, gcs: str) -> None:

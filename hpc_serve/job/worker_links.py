@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from hpc_serve.job.link import Link, LinkLostError
+from hpc_serve.job.link import Link, LinkLostError, Message
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 
@@ -20,10 +20,21 @@ _WORKER_GRACE_S = 10.0
 
 
 class WorkerLinks:
-    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one."""
+    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one.
 
-    def __init__(self, num_nodes: int, parts: Parts, run_end: RunEnd, on_join: Callable[[Link], None]) -> None:
+    `on_answer` gets what a worker says that is no failure.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        parts: Parts,
+        run_end: RunEnd,
+        on_join: Callable[[Link], None],
+        on_answer: Callable[[Link, Message], None] = lambda link, message: None,
+    ) -> None:
         self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
+        self._on_answer = on_answer
         self._links: dict[int, Link] = {}
 
     def __len__(self) -> int:
@@ -76,7 +87,8 @@ class WorkerLinks:
     async def _fail_with(self, link: Link) -> None:
         """Wait until the worker reports a failure or is lost, and fail the run."""
         try:
-            message = await link.receive()
+            while (message := await link.receive()).get("kind") != "failed":
+                self._on_answer(link, message)
             outcome = Outcome(
                 failed_part=f"{message['part']} on {link.name}",
                 reason=str(message["reason"]),

@@ -109,6 +109,10 @@ def _field_type(hint: Any) -> _FieldType:
             fits=lambda value: isinstance(value, str),
             read=lambda value, source, path: printable(value),
         )
+    if hint is bool:
+        return _FieldType(
+            wanted="true or false", plural="any of true and false", fits=lambda value: type(value) is bool
+        )
     if hint is int:
         return _integer(Bounds())
     if hint is float:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.local_weights import PATTERNS, missing_weights
 from hpc_serve.plan import ServePlan
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.weights import PATTERNS, check_hub_weights, missing_weights
+from hpc_serve.submit.weights import check_hub_weights
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 

@@ -1,61 +1,26 @@
-"""Looks for a model's weights before its job is queued: in a folder, or in the Hugging Face cache.
+"""Looks for the weights of a hub's model before its job is queued.
 
-It reads names of files and the index of a checkpoint, and asks no network. What is missing is an error where the job
-could not fetch it, and else a sentence for the person who submits.
+What of them is missing is an error where the job could not fetch it, and else a sentence for the person who submits.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import cached_folder
 from hpc_serve.hub_requests import check_access
 from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.local_weights import cached_folder, missing_weights
 from hpc_serve.plan import ServePlan
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.vllm.arguments import names_in
 
-PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
 # With these the weights are elsewhere, or of another time, than where we look.
 _ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
-_SHOWN = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class MissingWeights:
-    """What a checkpoint lacks: `files` that its index names, or all of it if that is empty."""
-
-    files: tuple[str, ...] = ()
-    of: int = 0
-
-    @property
-    def words(self) -> str:
-        if not self.files:
-            return "none of its weights"
-        names = ", ".join(self.files[:_SHOWN]) + (" …" if len(self.files) > _SHOWN else "")
-        return f"only {self.of - len(self.files)} of its {self.of} files of weights ({names} missing)"
-
-
-def missing_weights(folder: Path | None) -> MissingWeights | None:
-    """What a folder lacks of a model's weights; None where they are all there. Raises OSError."""
-    if folder is None:
-        return MissingWeights()
-    for name in _INDEXES:
-        if (folder / name).is_file():
-            files = _indexed(folder / name)
-            missing = tuple(file for file in files if not (folder / file).is_file())
-            has_others = len(missing) == len(files) and _has_weights(folder)
-            return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
-    return None if _has_weights(folder) else MissingWeights()
 
 
 def check_hub_weights(
@@ -94,19 +59,6 @@ def check_hub_weights(
 def _is_on_the_hub(request: ServeRequest, model: str) -> bool:
     is_named = _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
     return is_named and request.load_format in _FROM_FILES
-
-
-def _indexed(index: Path) -> tuple[str, ...]:
-    """The files that an index names; none where it cannot be read, which is vLLM's to say."""
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return tuple(sorted({str(name) for name in names}))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return ()
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in PATTERNS)
 
 
 def _download(model: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.hub import cached_folder
+from hpc_serve.local_weights import cached_folder
 from hpc_serve.hub_settings import DEFAULT_ENDPOINT, read_hub_settings
 
 TOKEN = "hf_secretsecretsecret"

@@ -1,0 +1,200 @@
+"""What was seen on one node before its engine is started, and how it travels to the head: as JSON.
+
+A group of facts is None where it could not be gathered; `NodeFacts.problems` says why. What facts mean is decided in
+`checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from hpc_serve.rendezvous.fields import SignedInt, Timestamp
+
+Group = Literal["gpus", "memory", "folders", "limits", "weights", "software", "network"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """One GPU as its driver's tool lists it."""
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+    uncorrected_errors: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaDevice:
+    """One GPU as a process of this job sees it. `error` is that of its first allocation, "" if it works.
+
+    `free_bytes` is what is left of it beside that process.
+    """
+
+    name: str
+    capability: str
+    free_bytes: int
+    total_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaFacts:
+    """What CUDA's driver library says to a process of this job. `cuda_version` is 12080 for 12.8, 0 if unknown."""
+
+    error: str = ""
+    cuda_version: int = 0
+    devices: tuple[CudaDevice, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpusFacts:
+    """The GPUs of a node that this job sees. `tool` is the program that listed them, "" if there is none here.
+
+    `error` is what the tool said in place of a list. `listed` are all that it lists, `gpus` those of this job, None
+    where that cannot be told (MIG). `cuda` is None where no process tried CUDA.
+    """
+
+    tool: str
+    error: str = ""
+    driver: str = ""
+    visible: str | None = None
+    listed: int = 0
+    gpus: tuple[GpuFacts, ...] | None = None
+    cuda: CudaFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFacts:
+    """Memory and tasks of a node, in bytes. Limits are those of the job's cgroup, None without one."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
+    used_of_limit_bytes: int | None
+    shm_bytes: int
+    shm_free_bytes: int
+    shm_is_writable: bool
+    tasks_limit: int | None
+    tasks: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFacts:
+    """A folder that the engine writes to. `purpose` says what for; `free_files` is None where there is no limit."""
+
+    purpose: str
+    path: str
+    is_writable: bool
+    free_bytes: int
+    free_files: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitFacts:
+    """A limit of the launcher's process, as `ulimit` shows it; -1 is unlimited."""
+
+    soft: SignedInt
+    hard: SignedInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFacts:
+    """The model's weights as this node sees them. `source` is a folder, or a repository of the hub.
+
+    `folder` is where they are, "" if they are not here. `missing` says what is lacking, `damaged` which files cannot be
+    loaded. `hub_status` is the HTTP status of the hub's answer, None where it was not asked, 0 where it did not answer.
+    """
+
+    source: str
+    is_of_hub: bool = False
+    folder: str = ""
+    error: str = ""
+    missing: str = ""
+    damaged: tuple[str, ...] = ()
+    num_files: int = 0
+    total_bytes: int = 0
+    is_offline: bool = False
+    has_token: bool = False
+    hub_status: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareFacts:
+    """Versions by package, and what the engine's torch was built for. `missing_commands` are not on the PATH.
+
+    `socket_folder` is where the engine makes its sockets.
+    """
+
+    versions: Mapping[str, str]
+    torch_cuda: str = ""
+    torch_hip: str = ""
+    missing_commands: tuple[str, ...] = ()
+    socket_folder: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFacts:
+    """The interface towards the other nodes. `resolved` are the addresses of the node's own name, in their order."""
+
+    interface: str
+    speed_mbits: int | None
+    mtu: int | None
+    resolved: tuple[str, ...]
+    resolving_s: float
+    active_ib_ports: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """All that was seen on one node. `took_s` and `problems` are by group."""
+
+    name: str
+    address: str
+    gpus: GpusFacts | None = None
+    memory: MemoryFacts | None = None
+    folders: tuple[FolderFacts, ...] | None = None
+    limits: Mapping[str, LimitFacts] | None = None
+    weights: WeightsFacts | None = None
+    software: SoftwareFacts | None = None
+    network: NetworkFacts | None = None
+    took_s: Mapping[str, float] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """What the head knows of one node: `facts`, None if none came in time, and what was seen between the nodes.
+
+    The node's clock is `clock_ahead_s` before the head's, give or take `clock_error_s`. `unreached` are the nodes that
+    it could not connect to, with the error; None where that was not tried.
+    """
+
+    name: str
+    facts: NodeFacts | None
+    clock_ahead_s: float = 0.0
+    clock_error_s: float = 0.0
+    unreached: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockReading:
+    """The head's clock when it asked and when it heard, and the node's in between: seconds since the epoch."""
+
+    asked_at: Timestamp
+    told: Timestamp
+    heard_at: Timestamp
+
+    @property
+    def ahead_s(self) -> float:
+        return self.told - (self.asked_at + self.heard_at) / 2
+
+    @property
+    def error_s(self) -> float:
+        return max(0.0, self.heard_at - self.asked_at) / 2
+
+
+GROUPS: tuple[str, ...] = tuple(
+    one.name for one in fields(NodeFacts) if one.name not in ("name", "address", "took_s", "problems")
+)

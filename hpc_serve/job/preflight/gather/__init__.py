@@ -1,0 +1,1 @@
+"""What gathers the facts of a node: one function for each group, each in a thread of its own (`node_side`)."""

@@ -1,0 +1,169 @@
+"""The GPUs of a node: as the driver's tool lists them, and as a process of this job sees them (`cuda_probe`).
+
+A GPU that another program has just left may show its memory in use for a moment. So it is looked at again for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from hpc_serve.errors import RecordError
+from hpc_serve.job.preflight.facts import CudaFacts, GpuFacts, GpusFacts
+from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.rendezvous.fields import from_json_text
+from hpc_serve.sizes import MIB
+
+_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.used",
+    "driver_version",
+    "ecc.errors.uncorrected.volatile.total",
+)
+_NVIDIA = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+_ROCM = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
+_TOOL_S, _PROBE_S = 30.0, 60.0
+_FREED_WITHIN_S, _LOOK_AGAIN_S = 30.0, 2.0
+_BUSY = ("CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA_ERROR_OUT_OF_MEMORY")
+_LONGEST = 300
+
+
+def gather_gpus(needs: Needs, environ: Mapping[str, str], *, has_cuda_wheel: bool) -> GpusFacts | None:
+    """The GPUs of this node; None if the engine needs none. Raises OSError."""
+    if not needs.gpus:
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi", path=environ.get("PATH")):
+        facts = _from_nvidia(environ, visible)
+    elif shutil.which("rocm-smi", path=environ.get("PATH")):
+        return _from_rocm(environ)
+    else:
+        facts = GpusFacts(tool="", visible=visible)
+    if facts.tool or has_cuda_wheel:
+        cuda = _probe_until_free(needs, environ)
+        return GpusFacts(**{**vars(facts), "cuda": cuda})
+    return facts
+
+
+def _from_nvidia(environ: Mapping[str, str], visible: str | None) -> GpusFacts:
+    done = _run(_NVIDIA, environ, _TOOL_S)
+    if done.returncode:
+        return GpusFacts(tool="nvidia-smi", visible=visible, error=_last_line(done.stdout + done.stderr))
+    listed = parse_nvidia(done.stdout)
+    driver = next((row["driver_version"] for row in listed), "")
+    chosen = choose_visible(listed, visible)
+    gpus = None if chosen is None else tuple(map(_gpu, chosen))
+    return GpusFacts(tool="nvidia-smi", driver=driver, visible=visible, listed=len(listed), gpus=gpus)
+
+
+def parse_nvidia(text: str) -> list[dict[str, str]]:
+    """What nvidia-smi lists, a GPU each."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [dict(zip(_FIELDS, row)) for row in rows if len(row) == len(_FIELDS)]
+
+
+def choose_visible(listed: Sequence[Mapping[str, str]], visible: str | None) -> list[Mapping[str, str]] | None:
+    """Those that CUDA_VISIBLE_DEVICES names, by number or UUID; None where it names parts of GPUs."""
+    if visible is None:
+        return list(listed)
+    found = []
+    for word in filter(None, (word.strip() for word in visible.split(","))):
+        if word.startswith("MIG-"):
+            return None
+        found += [gpu for gpu in listed if gpu["index"] == word or (len(word) > 4 and gpu["uuid"].startswith(word))]
+    return found
+
+
+def _gpu(row: Mapping[str, str]) -> GpuFacts:
+    return GpuFacts(
+        name=row["name"],
+        total_bytes=_number(row["memory.total"]) * MIB,
+        used_bytes=_number(row["memory.used"]) * MIB,
+        uncorrected_errors=_number(row["ecc.errors.uncorrected.volatile.total"]),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0  # "[N/A]" where the GPU has no such thing
+
+
+def _from_rocm(environ: Mapping[str, str]) -> GpusFacts:
+    done = _run(_ROCM, environ, _TOOL_S)
+    visible = environ.get("HIP_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
+    if done.returncode:
+        return GpusFacts(tool="rocm-smi", error=_last_line(done.stdout + done.stderr))
+    gpus = parse_rocm(done.stdout)
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",")]
+        if not all(word.isdigit() for word in words):
+            return GpusFacts(tool="rocm-smi", listed=len(gpus), visible=visible)
+        gpus = [gpu for place, gpu in enumerate(gpus) if str(place) in words]
+    return GpusFacts(tool="rocm-smi", listed=len(gpus), visible=visible, gpus=tuple(gpus))
+
+
+def parse_rocm(text: str) -> list[GpuFacts]:
+    """What `rocm-smi --json` lists: an object of cards, whose keys differ by version."""
+    try:
+        cards = json.loads(text[text.index("{") :])
+    except ValueError:
+        return []
+    found = []
+    for name, card in sorted(cards.items()):
+        if name.startswith("card") and isinstance(card, dict):
+            values = {key.lower(): str(value) for key, value in card.items()}
+            series = next((value for key, value in values.items() if key in ("card series", "card model")), "AMD GPU")
+            total, used = values.get("vram total memory (b)", ""), values.get("vram total used memory (b)", "")
+            found.append(GpuFacts(name=series, total_bytes=_number(total), used_bytes=_number(used)))
+    return found
+
+
+def _probe_until_free(needs: Needs, environ: Mapping[str, str]) -> CudaFacts | None:
+    """Try CUDA, and again while a GPU is in use that somebody may be leaving."""
+    deadline = time.monotonic() + _FREED_WITHIN_S
+    while True:
+        facts = _probe(environ)
+        if facts is None or not is_in_use(facts, needs) or time.monotonic() > deadline:
+            return facts
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def is_in_use(facts: CudaFacts, needs: Needs) -> bool:
+    """Whether a GPU of the engine's is in use by another program, so that it may be free later."""
+    return any(
+        device.error.startswith(_BUSY) or device.free_bytes < device.total_bytes * needs.gpu_memory_utilization
+        for device in facts.devices[: needs.gpus]
+    )
+
+
+def _probe(environ: Mapping[str, str]) -> CudaFacts | None:
+    argv = (sys.executable, "-m", "hpc_serve.job.preflight.gather.cuda_probe")
+    try:
+        done = _run(argv, environ, _PROBE_S)
+        return from_json_text(CudaFacts, done.stdout, source="the probe of CUDA")
+    except (RecordError, subprocess.TimeoutExpired):
+        return None
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        start_new_session=True,
+        check=False,
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it ended with an error"])[-1][:_LONGEST]

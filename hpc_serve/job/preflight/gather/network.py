@@ -1,0 +1,46 @@
+"""The interface of a node towards the others, its InfiniBand ports, and what the node's own name resolves to."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from hpc_serve.job.network import interface_of
+from hpc_serve.job.preflight.facts import NetworkFacts
+
+_SYS = Path("/sys/class")
+_MOST_ADDRESSES = 8
+
+
+def gather_network(address: str, *, sys_class: Path = _SYS) -> NetworkFacts:
+    interface = interface_of(address) or ""
+    began_at = time.monotonic()
+    try:
+        answers = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        resolved = tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))[:_MOST_ADDRESSES]
+    except OSError:
+        resolved = ()
+    return NetworkFacts(
+        interface=interface,
+        speed_mbits=_number(sys_class / "net" / interface / "speed") if interface else None,
+        mtu=_number(sys_class / "net" / interface / "mtu") if interface else None,
+        resolved=resolved,
+        resolving_s=time.monotonic() - began_at,
+        active_ib_ports=_active_ib_ports(sys_class / "infiniband"),
+    )
+
+
+def _active_ib_ports(folder: Path) -> int:
+    try:
+        return sum("ACTIVE" in state.read_text() for state in folder.glob("*/ports/*/state"))
+    except OSError:
+        return 0
+
+
+def _number(path: Path) -> int | None:
+    try:
+        value = int(path.read_text())
+    except (OSError, ValueError):  # a virtual interface has no speed
+        return None
+    return value if value > 0 else None

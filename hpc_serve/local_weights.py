@@ -1,0 +1,121 @@
+"""Which of a model's weights are on this machine: in a folder, or in the Hugging Face cache.
+
+It reads names of files, the index of a checkpoint and the headers of its files, and asks no network. What follows from
+what is missing is decided by `submit` before the queue, and by the preflight in the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.hub_settings import read_hub_settings
+
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SHOWN = 3
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_READERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingWeights:
+    """What a checkpoint lacks: `files` that its index names, or all of it if that is empty."""
+
+    files: tuple[str, ...] = ()
+    of: int = 0
+
+    @property
+    def words(self) -> str:
+        if not self.files:
+            return "none of its weights"
+        names = ", ".join(self.files[:_SHOWN]) + (" …" if len(self.files) > _SHOWN else "")
+        return f"only {self.of - len(self.files)} of its {self.of} files of weights ({names} missing)"
+
+
+def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
+    """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
+    folder = read_hub_settings(environ).cache / ("models--" + repository.replace("/", "--"))
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / revision
+    return snapshot if revision and (snapshot / "config.json").is_file() else None
+
+
+def missing_weights(folder: Path | None) -> MissingWeights | None:
+    """What a folder lacks of a model's weights; None where they are all there. Raises OSError."""
+    if folder is None:
+        return MissingWeights()
+    for name in _INDEXES:
+        if (folder / name).is_file():
+            files = _indexed(folder / name)
+            missing = tuple(file for file in files if not (folder / file).is_file())
+            has_others = len(missing) == len(files) and _has_weights(folder)
+            return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
+    return None if _has_weights(folder) else MissingWeights()
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files of weights that an engine reads: those of the index, else all of the first kind there is.
+
+    Raises OSError.
+    """
+    for name in _INDEXES:
+        if (folder / name).is_file():
+            indexed = (folder / file for file in _indexed(folder / name))
+            if present := tuple(path for path in indexed if path.is_file()):
+                return present
+    for pattern in PATTERNS:
+        if found := tuple(sorted(folder.glob(pattern))):
+            return found
+    return ()
+
+
+def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
+    """What is wrong with which of the files: empty, unreadable, or shorter than a safetensors header says."""
+    with ThreadPoolExecutor(_READERS) as readers:  # each is a round trip to a shared filesystem
+        return tuple(f"{path.name} {words}" for path, words in zip(files, readers.map(_damage, files)) if words)
+
+
+def _damage(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return "is empty"
+            if path.suffix != ".safetensors":
+                return ""
+            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
+                return f"ends within its header, after {size:,} bytes"
+            header = json.loads(file.read(length))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        return "has a header that is not safetensors'"
+    try:
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return "has a header that is not safetensors'"
+    whole = _HEADER_LENGTH_BYTES + length + max(ends, default=0)
+    return f"has {size:,} of its {whole:,} bytes" if size < whole else ""
+
+
+def _indexed(index: Path) -> tuple[str, ...]:
+    """The files that an index names; none where it cannot be read, which is vLLM's to say."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return tuple(sorted({str(name) for name in names}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ()
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in PATTERNS)
