@@ -6,10 +6,11 @@ rule is.
 
 from __future__ import annotations
 
-from hpc_serve.diagnose.rules import environment, gpus, memory, model, network, ray, slurm
+from hpc_serve.diagnose.rules import environment, gpus, memory, model, network, preflight, ray, slurm
 from hpc_serve.diagnose.rules.rule import Kind, Rule
 
 RULES: tuple[Rule, ...] = (
+    *preflight.RULES,  # first: its words name what other rules know
     *memory.RULES,
     *model.RULES,
     *gpus.RULES,

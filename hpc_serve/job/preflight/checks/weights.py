@@ -44,7 +44,7 @@ def _more(seen: WeightsFacts) -> str:
 
 
 def _to_fetch(seen: WeightsFacts) -> Seen:
-    text = f"the cache holds {seen.missing or 'none of its weights'} of {seen.source}"
+    text = f"{seen.source}: the cache holds {seen.missing or 'none of its weights'}"
     get = f"`hf download {seen.source}`"
     if seen.is_offline:
         if seen.folder:  # there is a config: with another revision or a local patch it might do

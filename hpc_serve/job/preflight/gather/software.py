@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -31,6 +30,8 @@ def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_
 
 
 def _installed() -> dict[str, str]:
+    import importlib.metadata  # it takes long to import: this is done in a thread
+
     found = {}
     for package, names in _PACKAGES.items():
         for name in names:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,6 @@ def _of_folder(folder: Path, load_format: str) -> WeightsFacts | None:
             return None  # a file that some load format reads
         if not any((folder / name).is_file() for name in ("config.json", "params.json")):
             return WeightsFacts(source=str(folder), error="no config.json in it, as this node sees it")
-        (folder / "config.json").open("rb").close() if (folder / "config.json").is_file() else None
         return WeightsFacts(source=str(folder), **_of_files(folder, load_format))
     except OSError as error:
         return WeightsFacts(source=str(folder), error=f"it cannot be read ({error.strerror})")
@@ -75,20 +72,22 @@ def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
     }
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer: it would carry the token to another host."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 def ask_hub(settings: HubSettings, repository: str) -> int:
     """The HTTP status of the hub's answer for the model's config; 0 if it does not answer."""
+    import urllib.error  # most starts ask nobody, and it takes long to import
+    import urllib.request
+
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        """A redirect is an answer: to follow it would carry the token to another host."""
+
+        def redirect_request(self, *_: Any, **__: Any) -> None:
+            return None
+
     request = urllib.request.Request(f"{settings.endpoint}/{repository}/resolve/main/config.json", method="HEAD")
     if settings.token:
         request.add_header("Authorization", f"Bearer {settings.token}")
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_HUB_S) as answer:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=_HUB_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
