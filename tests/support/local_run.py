@@ -45,6 +45,7 @@ class Run:
         environ |= {
             "HPC_SERVE_HOME": str(self.store.home),
             "HPC_SERVE_CACHE_SIZE": "0",
+            "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody: no hub is asked for the weights that the stub does not need
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             **(variables or {}),
         }

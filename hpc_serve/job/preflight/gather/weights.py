@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,20 @@ def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
 
 
 def ask_hub(settings: HubSettings, repository: str) -> int:
-    """The HTTP status of the hub's answer for the model's config; 0 if it does not answer."""
-    import urllib.error  # most starts ask nobody, and it takes long to import
+    """The HTTP status of the hub's answer for the model's config; 0 if it does not answer in time.
+
+    A resolver has no limit of time, so this is done in a thread that may outlive the question.
+    """
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(_ask(settings, repository)), daemon=True)
+    thread.start()
+    thread.join(_HUB_S)
+    return next(iter(answers), 0)
+
+
+def _ask(settings: HubSettings, repository: str) -> int:
+    import http.client  # most starts ask nobody, and these take long to import
+    import urllib.error
     import urllib.request
 
     class NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -83,13 +96,13 @@ def ask_hub(settings: HubSettings, repository: str) -> int:
         def redirect_request(self, *_: Any, **__: Any) -> None:
             return None
 
-    request = urllib.request.Request(f"{settings.endpoint}/{repository}/resolve/main/config.json", method="HEAD")
-    if settings.token:
-        request.add_header("Authorization", f"Bearer {settings.token}")
     try:
+        request = urllib.request.Request(f"{settings.endpoint}/{repository}/resolve/main/config.json", method="HEAD")
+        if settings.token:
+            request.add_header("Authorization", f"Bearer {settings.token}")
         with urllib.request.build_opener(NoRedirect).open(request, timeout=_HUB_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return 0

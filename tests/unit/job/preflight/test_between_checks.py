@@ -1,0 +1,252 @@
+"""The checks between nodes, and the judgement over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.diagnose.causes import cause_in, find_causes, note_lines
+from hpc_serve.diagnose.evidence import LogEvidence
+from hpc_serve.job.preflight.checks import between
+from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
+from hpc_serve.job.preflight.judge import judge
+from hpc_serve.job.preflight.verdict import PreflightReport
+from hpc_serve.rendezvous.fields import from_json_text, to_json_text
+from hpc_serve.sizes import GIB
+from tests.unit.job.preflight.nodes import (
+    DEVICE,
+    FACTS,
+    GPUS,
+    MEMORY,
+    NEEDS,
+    NETWORK,
+    SOFTWARE,
+    VERSIONS,
+    WEIGHTS,
+    report,
+    with_cuda,
+)
+
+HEALTHY = (report("n1"), report("n2"), report("n3"))
+A100 = replace(DEVICE, name="NVIDIA A100-SXM4-40GB", total_bytes=40 * GIB)
+
+
+def software(**versions: str):
+    return replace(SOFTWARE, versions={**VERSIONS, **versions})
+
+
+def test_healthy_nodes_pass_every_check():
+    verdicts = judge(HEALTHY, NEEDS)
+    assert [(verdict.check, verdict.seen) for verdict in verdicts if verdict.level != "ok"] == []
+    assert verdicts[0].nodes == ("n1", "n2", "n3")
+
+
+def test_one_node_alone_has_nobody_to_reach():
+    verdicts = judge([report("n1")], replace(NEEDS, num_nodes=1, world_size=8))
+    unchecked = {verdict.check for verdict in verdicts if verdict.level != "ok"}
+    assert unchecked == {"reach", "links", "clocks", "versions"}
+
+
+UNREACHED = replace(report("n2"), unreached={"n3": "timed out", "n1": "timed out"})
+CASES = {
+    "a node does not reach another": (between.reach, UNREACHED, NEEDS, "failed", "cannot connect to n3 from 10.0.0.2"),
+    "the same with an interface of one's own": (
+        between.reach,
+        UNREACHED,
+        replace(NEEDS, has_own_gloo_interface=True),
+        "warning",
+        "1 others no better",
+    ),
+    "it was not tried": (between.reach, replace(report("n2"), unreached=None), NEEDS, "not checked", "not tried"),
+    "two nodes with one address": (
+        between.addresses,
+        report("n2", address="10.0.0.1"),
+        NEEDS,
+        "failed",
+        "2 nodes say that their address is 10.0.0.1",
+    ),
+    "a name that is the loopback's": (
+        between.addresses,
+        report("n2", network=replace(NETWORK, resolved=("127.0.1.1", "10.0.0.2"))),
+        NEEDS,
+        "warning",
+        "resolves to 127.0.1.1, 10.0.0.2, which no other node reaches",
+    ),
+    "a name of another network": (
+        between.addresses,
+        report("n2", network=replace(NETWORK, resolved=("192.168.0.2", "10.0.0.2"))),
+        NEEDS,
+        "warning",
+        "not to that first",
+    ),
+    "a name that nobody knows": (
+        between.addresses,
+        report("n2", network=replace(NETWORK, resolved=())),
+        NEEDS,
+        "warning",
+        "does not resolve",
+    ),
+    "a slow resolver": (
+        between.addresses,
+        report("n2", network=replace(NETWORK, resolved=("10.0.0.2",), resolving_s=5.0)),
+        NEEDS,
+        "warning",
+        "took 5.0 s to resolve",
+    ),
+    "another MTU": (between.links, report("n2", network=replace(NETWORK, mtu=1500)), NEEDS, "warning", "MTU 1500"),
+    "InfiniBand is down": (
+        between.links,
+        report("n2", network=replace(NETWORK, active_ib_ports=0)),
+        NEEDS,
+        "warning",
+        "0 InfiniBand ports are active, 4 on the others",
+    ),
+    "a clock that is behind": (
+        between.clocks,
+        replace(report("n2"), clock_ahead_s=-100.0, clock_error_s=0.5),
+        NEEDS,
+        "warning",
+        "100.0 s behind the head's",
+    ),
+    "a clock days behind": (
+        between.clocks,
+        replace(report("n2"), clock_ahead_s=-100_000.0),
+        NEEDS,
+        "failed",
+        "certificates are not valid",
+    ),
+    "a clock days ahead": (
+        between.clocks,
+        replace(report("n2"), clock_ahead_s=100_000.0),
+        NEEDS,
+        "warning",
+        "ahead of the head's",
+    ),
+    "a slow answer": (
+        between.clocks,
+        replace(report("n2"), clock_ahead_s=40.0, clock_error_s=40.0),
+        NEEDS,
+        "ok",
+        "s apart",
+    ),
+    "another kind of GPU": (
+        between.gpus_alike,
+        report("n2", gpus=with_cuda(devices=(A100,) * 8).gpus),
+        NEEDS,
+        "warning",
+        "NVIDIA A100-SXM4-40GB 40 GiB; most are NVIDIA H100 80GB HBM3 79 GiB",
+    ),
+    "another Ray": (between.versions, report("n2", software=software(ray="2.59.0")), NEEDS, "failed", "ray 2.59.0"),
+    "another Python": (
+        between.versions,
+        report("n2", software=software(python="3.11.9")),
+        NEEDS,
+        "failed",
+        "python 3.11.9 (head: 3.12.3)",
+    ),
+    "another patch of Python": (
+        between.versions,
+        report("n2", software=software(python="3.12.9")),
+        NEEDS,
+        "warning",
+        "python 3.12.9",
+    ),
+    "another Python without Ray": (
+        between.versions,
+        report("n2", software=software(python="3.11.9")),
+        replace(NEEDS, backend="mp"),
+        "warning",
+        "python 3.11.9",
+    ),
+    "another vLLM": (between.versions, report("n2", software=software(vllm="0.31.0")), NEEDS, "warning", "vllm 0.31.0"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_node_that_does_not_fit_is_named(name):
+    check, second, needs, level, words = CASES[name]
+    seen = check([report("n1"), second, report("n3")], needs)
+    assert seen["n2"].level == level, seen["n2"]
+    assert words in seen["n2"].text
+    assert bool(seen["n2"].cure) == (level in ("warning", "failed"))
+    if level != "failed" or check is not between.addresses:
+        assert seen["n3"].level == "ok"
+
+
+def test_slow_links_without_infiniband_are_said():
+    slow = replace(NETWORK, interface="eth0", speed_mbits=1000, active_ib_ports=0)
+    seen = between.links([report("n1", network=slow), report("n2", network=slow)], NEEDS)
+    assert (seen["n1"].level, seen["n2"].level) == ("warning", "warning")
+    assert "eth0 has 1 Gbit/s" in seen["n1"].text
+
+
+def test_a_verdict_names_the_nodes_that_it_is_about_and_the_slowest_time():
+    bad = replace(MEMORY, shm_is_writable=False)
+    nodes = [report("n1"), report("n2", memory=bad, took_s={"memory": 0.4}), report("n3", memory=bad)]
+    shm = next(verdict for verdict in judge(nodes, NEEDS) if verdict.check == "shm")
+    assert (shm.level, shm.nodes, shm.took_s) == ("failed", ("n2", "n3"), 0.4)
+    assert shm.sentence.startswith(
+        "preflight check shm: failed on n2, n3: /dev/shm is not there, or not writable. To do: "
+    )
+
+
+def test_of_many_nodes_some_are_named():
+    nodes = [report(f"n{number}", weights=replace(WEIGHTS, error="gone")) for number in range(1, 21)]
+    verdict = next(one for one in judge(nodes, replace(NEEDS, num_nodes=20)) if one.check == "weights")
+    assert verdict.where == "n1, n2, n3, n4, n5, n6, n7, n8 and 12 more"
+
+
+def test_a_node_that_says_nothing_fails_nothing():
+    silent = NodeReport(name="n2", facts=None)
+    verdicts = judge([report("n1"), silent], NEEDS)
+    assert {verdict.level for verdict in verdicts} <= {"ok", "not checked"}
+
+
+def test_no_facts_at_all_fail_nothing():
+    verdicts = judge([NodeReport(name="n1", facts=None), NodeReport(name="n2", facts=None)], NEEDS)
+    assert {verdict.level for verdict in verdicts} <= {"ok", "not checked"}
+
+
+def test_a_group_that_did_not_come_says_why():
+    nodes = [report("n1", weights=None, problems={"weights": "no answer within 20 s"})]
+    verdict = next(one for one in judge(nodes, NEEDS) if one.check == "weights")
+    assert (verdict.level, verdict.seen) == ("not checked", "no answer within 20 s")
+
+
+def test_facts_and_reports_travel_as_json():
+    assert from_json_text(NodeFacts, to_json_text(FACTS), source="facts") == FACTS
+    made = PreflightReport(verdicts=judge(HEALTHY, NEEDS), num_nodes=3, took_s=0.5, began_at=1.0)
+    assert PreflightReport.from_json(made.to_json(), source="report") == made
+    assert made.summary == "preflight of 3 nodes in 0.5 s: 18 ok"
+
+
+BROKEN = (
+    report("n1", gpus=replace(GPUS, cuda=replace(with_cuda().gpus.cuda, devices=(DEVICE,) * 7))),
+    report(
+        "n2",
+        weights=replace(WEIGHTS, missing="only 1 of its 2 files of weights (b missing)"),
+        software=software(ray="1"),
+    ),
+)
+
+
+def test_the_doctor_names_what_failed_first_with_its_cure():
+    failed = [verdict for verdict in judge(BROKEN, NEEDS) if verdict.level == "failed"]
+    assert [verdict.check for verdict in failed] == ["versions", "gpus", "weights"]
+    for verdict in failed:
+        found = cause_in(verdict.sentence)
+        assert found is not None
+        assert (found.name, found.cause) == ("preflight", f"on {verdict.where}: {verdict.seen}")
+        assert found.cure == verdict.cure
+
+
+def test_what_is_only_a_warning_is_no_cause_to_the_doctor():
+    log = LogEvidence("n1-node0.log")
+    for name in CASES:
+        check, second, needs, level, _ = CASES[name]
+        if level == "warning":
+            seen = check([report("n1"), second, report("n3")], needs)["n2"]
+            said = f"preflight check x: warning on n2: {seen.text}. To do: {seen.cure}"
+            note_lines(log, [f"2026-11-22 13:58:02 n1 WARNING hpc-serve: {said}"])
+    assert find_causes([log]) == ()

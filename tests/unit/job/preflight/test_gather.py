@@ -1,0 +1,324 @@
+"""What is gathered on a node: from files, from what the drivers' tools print, and from a stand-in of CUDA's library."""
+
+from __future__ import annotations
+
+import ctypes
+import http.server
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.hub_settings import HubSettings
+from hpc_serve.job.preflight.facts import CudaFacts
+from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
+from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
+
+# As drivers 535 and 570 print it.
+LISTED = """\
+0, GPU-6d1c1f3e-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 3, 535.183.01, 0
+1, GPU-7aa2b0c4-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 78000, 535.183.01, 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ["0", "1"]),
+        ("1", ["1"]),
+        ("GPU-7aa2b0c4", ["1"]),
+        ("1,0", ["1", "0"]),
+        ("", []),
+        ("5", []),
+        ("MIG-1", None),
+    ],
+)
+def test_the_gpus_of_this_job_are_those_that_it_may_see(visible, found):
+    chosen = gpus.choose_visible(gpus.parse_nvidia(LISTED), visible)
+    assert (chosen if chosen is None else [gpu["index"] for gpu in chosen]) == found
+
+
+def test_a_gpu_is_read_as_its_tool_lists_it():
+    second = gpus._gpu(gpus.parse_nvidia(LISTED)[1])
+    assert (second.name, second.uncorrected_errors) == ("NVIDIA H100 80GB HBM3", 2)
+    assert (second.total_bytes, second.used_bytes) == (81559 * 2**20, 78000 * 2**20)
+    assert gpus._number("[N/A]") == 0
+    assert gpus.parse_nvidia("No devices were found\n") == []
+
+
+def test_amd_gpus_are_read_whatever_the_case_of_the_keys():
+    cards = {
+        "card0": {
+            "Card Series": "AMD Instinct MI300X",
+            "VRAM Total Memory (B)": "206141652992",
+            "VRAM Total Used Memory (B)": "300",
+        },
+        "card1": {"Card series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992"},
+        "system": {"Driver version": "6.3"},
+    }
+    found = gpus.parse_rocm(f"WARNING: low power\n{json.dumps(cards)}")
+    assert [(gpu.name, gpu.total_bytes, gpu.used_bytes) for gpu in found] == [
+        ("AMD Instinct MI300X", 206141652992, 300),
+        ("AMD Instinct MI300X", 206141652992, 0),
+    ]
+    assert gpus.parse_rocm("no such thing") == []
+
+
+def test_a_gpu_that_somebody_may_be_leaving_is_looked_at_again():
+    assert not gpus.is_in_use(CUDA, NEEDS)
+    assert gpus.is_in_use(replace(CUDA, devices=(replace(DEVICE, free_bytes=0),)), NEEDS)
+    assert gpus.is_in_use(replace(CUDA, devices=(replace(DEVICE, error="CUDA_ERROR_DEVICE_UNAVAILABLE"),)), NEEDS)
+    assert not gpus.is_in_use(CudaFacts(error="CUDA_ERROR_NO_DEVICE"), NEEDS)
+
+
+def test_an_engine_on_cpus_has_no_gpus_looked_at():
+    assert gpus.gather_gpus(replace(NEEDS, gpus_per_node=0), {}, has_cuda_wheel=True) is None
+
+
+def test_a_node_without_any_tool_says_so(tmp_path):
+    facts = gpus.gather_gpus(NEEDS, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}, has_cuda_wheel=False)
+    assert facts is not None
+    assert (facts.tool, facts.visible, facts.cuda) == ("", "0", None)
+
+
+class FakeCuda:
+    """CUDA's driver library, as far as the probe calls it. `errors` are codes by function."""
+
+    def __init__(self, count: int = 2, *, forgets: bool = False, **errors: int) -> None:
+        self._count, self._forgets, self._errors = count, forgets, errors
+        self._memory: list[int] = []
+
+    def __getattr__(self, function):
+        def call(*arguments):
+            if code := self._errors.get(function):
+                return code
+            known = getattr(type(self), f"_{function}", None)
+            return (known(self, *arguments) if known is not None else 0) or 0
+
+        return call
+
+    def _cuDriverGetVersion(self, version):
+        version._obj.value = 12080
+
+    def _cuDeviceGetCount(self, count):
+        count._obj.value = self._count
+
+    def _cuDeviceGetName(self, name, size, device):
+        name.value = b"NVIDIA H100"
+
+    def _cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = {75: 9, 76: 0}[attribute]
+
+    def _cuMemGetInfo_v2(self, free, total):
+        free._obj.value, total._obj.value = 70, 80
+
+    def _cuMemcpyDtoH_v2(self, words, memory, size):
+        words[:] = [0 if self._forgets else cuda_probe._VALUE] * len(words)
+        assert size.value == ctypes.sizeof(words)
+
+    def _cuGetErrorName(self, code, name):
+        name._obj.value = b"CUDA_ERROR_NO_DEVICE" if code == 100 else None
+
+
+def test_the_probe_tries_each_gpu():
+    facts = cuda_probe.probe(FakeCuda())
+    assert (facts.error, facts.cuda_version) == ("", 12080)
+    assert [(one.name, one.capability, one.free_bytes, one.total_bytes, one.error) for one in facts.devices] == [
+        ("NVIDIA H100", "9.0", 70, 80, "")
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("cuda", "error", "of_device"),
+    [
+        (FakeCuda(cuInit=100), "CUDA_ERROR_NO_DEVICE", None),
+        (FakeCuda(1, cuDevicePrimaryCtxRetain=7), "", "error 7"),
+        (FakeCuda(1, forgets=True), "", "no error, but what was written is not what was read"),
+        (FakeCuda(0), "", None),
+    ],
+)
+def test_the_probe_says_what_failed(cuda, error, of_device):
+    facts = cuda_probe.probe(cuda)
+    assert facts.error == error
+    assert [one.error for one in facts.devices] == ([] if of_device is None else [of_device])
+
+
+def test_the_cgroups_of_both_versions_are_found(tmp_path):
+    found = machine.own_cgroups("4:memory:/slurm/job_1\n0::/system.slice/job\n", tmp_path)
+    assert found["memory"] == [tmp_path / "memory/slurm/job_1", tmp_path / "memory/slurm", tmp_path / "memory"]
+    assert found[""] == [tmp_path / "system.slice/job", tmp_path / "system.slice", tmp_path]
+
+
+def test_the_least_limit_on_the_way_up_counts(tmp_path):
+    for folder, limit in (("a/b", "max"), ("a", "4096"), (".", "8192")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text("1024\n")
+    cgroups = machine.own_cgroups("0::/a/b\n", tmp_path)
+    assert machine._least_limit(cgroups, "memory", ("memory.max", "memory.current")) == (4096, 1024)
+    assert machine._least_limit(cgroups, "pids", ("pids.max", "pids.current")) == (None, None)
+
+
+def test_this_machine_has_memory_and_limits():
+    memory = machine.gather_memory()
+    assert 0 < memory.available_bytes <= memory.total_bytes
+    assert memory.shm_is_writable
+    assert set(machine.gather_limits()) == {"memlock", "nofile", "nproc", "as"}
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
+    folder, other = machine.gather_folders({"caches": str(tmp_path / "a" / "b"), "logs": str(tmp_path)})
+    assert (folder.purpose, folder.is_writable, other.is_writable) == ("caches", True, True)
+    assert folder.free_bytes > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_torch_was_built_for_is_read_from_its_file():
+    cuda = "__version__ = '2.9.0'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
+    rocm = "cuda: Optional[str] = None\nhip: Optional[str] = '6.3.4'\n"
+    assert dict(software._BUILT_FOR.findall(cuda)) == {"cuda": "12.8"}
+    assert dict(software._BUILT_FOR.findall(rocm)) == {"hip": "6.3.4"}
+
+
+def test_commands_that_are_missing_are_named(tmp_path):
+    (tmp_path / "ray").write_text("#!/bin/sh\n")
+    (tmp_path / "ray").chmod(0o755)
+    facts = software.gather_software({"PATH": str(tmp_path)}, ["vllm", "ray"], "/tmp/hs")
+    assert facts.missing_commands == ("vllm",)
+    assert {"python", "hpc-serve"} <= set(facts.versions)
+
+
+def safetensors(size: int = 16) -> bytes:
+    header = json.dumps({"__metadata__": {}, "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "a.safetensors").write_bytes(safetensors())
+    (folder / "b.safetensors").write_bytes(safetensors())
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def gathered(model, **options):
+    facts = weights.gather_weights(str(model), {"HF_HOME": str(model.parent / "hf")}, load_format="auto", **options)
+    assert facts is not None
+    return facts
+
+
+def test_whole_weights_are_counted(model):
+    facts = gathered(model)
+    assert (facts.error, facts.missing, facts.damaged, facts.num_files) == ("", "", (), 2)
+    assert facts.total_bytes == 2 * len(safetensors())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (safetensors()[:-1], f"b.safetensors has {len(safetensors()) - 1} of its {len(safetensors())} bytes"),
+        (safetensors()[:20], "b.safetensors ends within its header, after 20 bytes"),
+        (b"", "b.safetensors is empty"),
+        (b"\x04" + bytes(7) + b"nope", "b.safetensors has a header that is not safetensors'"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "b.safetensors ends within its header, after 43 bytes"),
+    ],
+)
+def test_a_file_that_is_cut_short_is_named(model, content, words):
+    (model / "b.safetensors").write_bytes(content)
+    assert gathered(model).damaged == (words,)
+
+
+def test_a_file_that_no_index_names_is_not_read(model):
+    (model / "consolidated.safetensors").write_bytes(b"")
+    assert gathered(model).damaged == ()
+
+
+def test_files_that_are_missing_are_named(model):
+    (model / "b.safetensors").unlink()
+    assert gathered(model).missing == "only 1 of its 2 files of weights (b.safetensors missing)"
+
+
+def test_a_folder_that_is_not_there_is_an_error(model):
+    assert gathered(model / "none").error == "no such folder on this node"
+    (model / "config.json").unlink()
+    assert gathered(model).error == "no config.json in it, as this node sees it"
+
+
+def test_the_hub_is_asked_for_what_the_cache_lacks_alone(model):
+    asked: list[str] = []
+
+    def ask(settings, repository):
+        asked.append(repository)
+        return 401
+
+    def of_hub(**environ):
+        environ = {"HF_HOME": str(model.parent / "hf"), **environ}
+        return weights.gather_weights("acme/m", environ, load_format="auto", ask_hub=ask)
+
+    facts = of_hub()
+    assert (facts.folder, facts.hub_status, facts.has_token, asked) == ("", 401, False, ["acme/m"])
+    assert of_hub(HF_HUB_OFFLINE="1").hub_status is None
+    snapshot = model.parent / "hf" / "hub" / "models--acme--m"
+    (snapshot / "refs").mkdir(parents=True)
+    (snapshot / "refs" / "main").write_text("abc")
+    (snapshot / "snapshots").mkdir()
+    model.rename(snapshot / "snapshots" / "abc")
+    assert (of_hub(HF_TOKEN="x").num_files, asked) == (2, ["acme/m"])
+
+
+def test_what_is_neither_folder_nor_repository_is_not_looked_for(model):
+    assert weights.gather_weights("m", {}, load_format="auto") is None
+    assert weights.gather_weights("s3://bucket/model", {}, load_format="runai_streamer") is None
+    assert weights.gather_weights(str(model / "a.safetensors"), {}, load_format="gguf") is None
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub on this machine that redirects to another host, and keeps the headers that it got."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(weights, "_HUB_S", 60)
+    seen: list[str | None] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            seen.append(self.headers.get("Authorization"))
+            self.send_response(307 if self.path.startswith("/acme/m/") else 403)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_redirect_of_the_hub_is_an_answer_and_the_token_goes_nowhere_else(hub, tmp_path):
+    endpoint, seen = hub
+    settings = HubSettings(cache=tmp_path, endpoint=endpoint, is_offline=False, token="secret")
+    assert weights.ask_hub(settings, "acme/m") == 307
+    assert weights.ask_hub(replace(settings, token=None), "acme/gated") == 403
+    assert weights.ask_hub(replace(settings, endpoint="not an address"), "acme/m") == 0
+    assert seen == ["Bearer secret", None]
+
+
+def test_the_network_is_read_from_its_files(tmp_path):
+    for name, text in (
+        ("net/lo/speed", "-1"),
+        ("net/lo/mtu", "65536"),
+        ("infiniband/mlx5_0/ports/1/state", "4: ACTIVE"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    facts = network.gather_network("127.0.0.1", sys_class=tmp_path)
+    assert (facts.interface, facts.speed_mbits, facts.mtu, facts.active_ib_ports) == ("lo", None, 65536, 1)

@@ -1,0 +1,411 @@
+"""Each check of one node, over facts of a healthy node with one thing changed. The facts are stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.job.preflight.checks import gpus, node, weights
+from hpc_serve.job.preflight.facts import CudaFacts, GpusFacts, LimitFacts
+from hpc_serve.job.preflight.judge import NODE_CHECKS
+from hpc_serve.sizes import GIB, MIB
+from tests.unit.job.preflight.nodes import (
+    CUDA,
+    DEVICE,
+    FACTS,
+    FOLDER,
+    GPU,
+    GPUS,
+    LIMITS,
+    MEMORY,
+    NEEDS,
+    SOFTWARE,
+    VERSIONS,
+    WEIGHTS,
+    with_cuda,
+)
+
+NO_CUDA = replace(GPUS, cuda=None)
+FULL = replace(DEVICE, free_bytes=40 * GIB)
+VOLTA = replace(DEVICE, name="Tesla V100", capability="7.0")
+BLACKWELL = replace(DEVICE, name="NVIDIA B200", capability="10.0")
+CUDA_13 = replace(SOFTWARE, torch_cuda="13.0")
+HUB = replace(WEIGHTS, source="acme/m", is_of_hub=True, folder="", missing="none of its weights")
+ON_CPUS = replace(NEEDS, gpus_per_node=0, num_nodes=1, world_size=1, backend="mp")
+
+
+@pytest.mark.parametrize(("name", "group", "check"), NODE_CHECKS, ids=[check[0] for check in NODE_CHECKS])
+def test_a_healthy_node_passes(name, group, check):
+    seen = check(FACTS, NEEDS)
+    assert (seen.level, seen.cure) == ("ok", ""), seen
+
+
+@pytest.mark.parametrize(("name", "group", "check"), NODE_CHECKS, ids=[check[0] for check in NODE_CHECKS])
+def test_what_was_not_gathered_is_not_checked(name, group, check):
+    assert check(replace(FACTS, **{group: None}), NEEDS).level == "not checked"
+
+
+CASES = {
+    "a GPU is gone": (gpus.gpus_there, with_cuda(devices=(DEVICE,) * 7), NEEDS, "failed", "shows 7 GPUs"),
+    "more GPUs than needed": (gpus.gpus_there, with_cuda(devices=(DEVICE,) * 9), NEEDS, "ok", "9 GPUs"),
+    "no GPU is visible": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=replace(NO_CUDA, visible="", gpus=())),
+        NEEDS,
+        "failed",
+        "set and empty",
+    ),
+    "the driver's tool lists fewer": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=replace(NO_CUDA, gpus=(GPU,) * 7)),
+        NEEDS,
+        "warning",
+        "lists 7 GPUs",
+    ),
+    "the driver's tool fails": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=GpusFacts(tool="nvidia-smi", error="couldn't communicate with the NVIDIA driver")),
+        NEEDS,
+        "warning",
+        "couldn't communicate",
+    ),
+    "no tool": (gpus.gpus_there, replace(FACTS, gpus=GpusFacts(tool="")), NEEDS, "not checked", "nvidia-smi"),
+    "parts of GPUs": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=replace(NO_CUDA, visible="MIG-1", gpus=None)),
+        NEEDS,
+        "not checked",
+        "MIG-1",
+    ),
+    "an engine on CPUs": (gpus.gpus_there, FACTS, ON_CPUS, "not checked", "needs no GPUs"),
+    "no fabric manager": (
+        gpus.gpus_working,
+        with_cuda(devices=(replace(DEVICE, error="CUDA_ERROR_SYSTEM_NOT_READY"),)),
+        NEEDS,
+        "failed",
+        "GPU 0 (NVIDIA H100 80GB HBM3): CUDA says CUDA_ERROR_SYSTEM_NOT_READY",
+    ),
+    "no library": (
+        gpus.gpus_working,
+        with_cuda(error="no library libcuda.so.1: not found", devices=()),
+        NEEDS,
+        "failed",
+        "no library libcuda.so.1",
+    ),
+    "no library, and none needed": (
+        gpus.gpus_working,
+        replace(with_cuda(error="no library libcuda.so.1", devices=()), software=replace(SOFTWARE, torch_cuda="")),
+        NEEDS,
+        "warning",
+        "no library",
+    ),
+    "an error that is not known": (
+        gpus.gpus_working,
+        with_cuda(devices=(replace(DEVICE, error="error 12345"),)),
+        NEEDS,
+        "warning",
+        "error 12345",
+    ),
+    "memory errors": (
+        gpus.gpus_working,
+        replace(FACTS, gpus=replace(GPUS, gpus=(replace(GPU, uncorrected_errors=3),))),
+        NEEDS,
+        "warning",
+        "3 uncorrected memory errors",
+    ),
+    "a GPU in use": (gpus.gpus_free, with_cuda(devices=(FULL,)), NEEDS, "failed", "40.0 of 79.0 GiB free"),
+    "a GPU in use that need not be free": (
+        gpus.gpus_free,
+        with_cuda(devices=(FULL,)),
+        replace(NEEDS, sets_cache_bytes=True),
+        "warning",
+        "40.0 of 79.0",
+    ),
+    "a GPU in use beyond those needed": (gpus.gpus_free, with_cuda(devices=(*CUDA.devices, FULL)), NEEDS, "ok", "78.0"),
+    "a driver of an older CUDA": (gpus.driver, with_cuda(cuda_version=11080), NEEDS, "failed", "supports CUDA 11.8"),
+    "a driver of an older minor": (gpus.driver, with_cuda(cuda_version=12020), NEEDS, "warning", "CUDA 12.2"),
+    "a newer driver": (gpus.driver, with_cuda(cuda_version=13000), NEEDS, "ok", "CUDA 13.0"),
+    "a driver, and torch for ROCm": (
+        gpus.driver,
+        replace(FACTS, software=replace(SOFTWARE, torch_cuda="", torch_hip="6.3")),
+        NEEDS,
+        "not checked",
+        "no torch built for CUDA",
+    ),
+    "GPUs too old for the wheel": (
+        gpus.capability,
+        replace(with_cuda(devices=(VOLTA,)), software=CUDA_13),
+        NEEDS,
+        "failed",
+        "Tesla V100 has compute capability 7.0",
+    ),
+    "the same GPUs with an older wheel": (gpus.capability, with_cuda(devices=(VOLTA,)), NEEDS, "ok", "7.0"),
+    "no bfloat16": (
+        gpus.capability,
+        with_cuda(devices=(VOLTA,)),
+        replace(NEEDS, dtype="bfloat16"),
+        "failed",
+        "--dtype bfloat16 needs 8.0",
+    ),
+    "GPUs newer than the wheel": (
+        gpus.capability,
+        replace(with_cuda(devices=(BLACKWELL,)), software=replace(SOFTWARE, torch_cuda="12.6")),
+        NEEDS,
+        "warning",
+        "known to CUDA 12.8",
+    ),
+    "a folder that a node does not see": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, error="no such folder on this node")),
+        NEEDS,
+        "failed",
+        "/models/m: no such folder",
+    ),
+    "files are missing": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, missing="only 3 of its 4 files of weights (b missing)")),
+        NEEDS,
+        "failed",
+        "only 3 of its 4",
+    ),
+    "a file is cut short": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, damaged=("a.safetensors has 10 of its 20 bytes",))),
+        NEEDS,
+        "failed",
+        "has 10 of its 20 bytes",
+    ),
+    "random weights": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, missing="none of its weights")),
+        replace(NEEDS, load_format="dummy"),
+        "ok",
+        "random",
+    ),
+    "weights read in another way": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, missing="none of its weights")),
+        replace(NEEDS, load_format="tensorizer"),
+        "not checked",
+        "tensorizer",
+    ),
+    "offline without weights": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, is_offline=True)),
+        NEEDS,
+        "failed",
+        "HF_HUB_OFFLINE",
+    ),
+    "offline with some of the weights": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, is_offline=True, folder="/hf/m", missing="only 3 of its 4 files")),
+        NEEDS,
+        "warning",
+        "only 3 of its 4",
+    ),
+    "a gated model without a token": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, hub_status=401)),
+        NEEDS,
+        "failed",
+        "there is no token",
+    ),
+    "a gated model with another's token": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, hub_status=403, has_token=True)),
+        NEEDS,
+        "failed",
+        "your token may not read it",
+    ),
+    "a model that the hub does not have": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, hub_status=404)),
+        NEEDS,
+        "failed",
+        "HTTP 404",
+    ),
+    "a hub that does not answer": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, hub_status=0)),
+        NEEDS,
+        "warning",
+        "does not answer",
+    ),
+    "weights that the hub gives": (
+        weights.weights,
+        replace(FACTS, weights=replace(HUB, hub_status=302)),
+        NEEDS,
+        "warning",
+        "fetches them first",
+    ),
+    "a cgroup with less than Slurm says": (
+        node.memory,
+        replace(FACTS, memory=replace(MEMORY, limit_bytes=64 * GIB)),
+        NEEDS,
+        "warning",
+        "the job's cgroup allows 64.0 GiB, Slurm says that this job has 512.0",
+    ),
+    "more offloaded than there is": (
+        node.memory,
+        FACTS,
+        replace(NEEDS, offload_bytes=100 * GIB),
+        "failed",
+        "--cpu-offload-gb keeps 800.0 GiB",
+    ),
+    "little memory for many ranks": (
+        node.memory,
+        replace(FACTS, memory=replace(MEMORY, total_bytes=8 * GIB, limit_bytes=None)),
+        replace(NEEDS, memory_bytes=None),
+        "warning",
+        "the node has 8.0 GiB for 8 ranks",
+    ),
+    "no /dev/shm": (
+        node.shared_memory,
+        replace(FACTS, memory=replace(MEMORY, shm_is_writable=False)),
+        NEEDS,
+        "failed",
+        "not writable",
+    ),
+    "a full /dev/shm": (
+        node.shared_memory,
+        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=0)),
+        NEEDS,
+        "failed",
+        "0.0 of 64 MiB free",
+    ),
+    "a container's /dev/shm": (
+        node.shared_memory,
+        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB)),
+        NEEDS,
+        "warning",
+        "ranks of one node share memory",
+    ),
+    "a container's /dev/shm for one rank": (
+        node.shared_memory,
+        replace(FACTS, memory=replace(MEMORY, shm_bytes=64 * MIB, shm_free_bytes=64 * MIB)),
+        ON_CPUS,
+        "ok",
+        "GiB free",
+    ),
+    "a folder without room": (
+        node.folders,
+        replace(FACTS, folders=(FOLDER, replace(FOLDER, purpose="caches", path="/local", free_bytes=1000))),
+        NEEDS,
+        "failed",
+        "/local (caches) has 0.0 MiB free",
+    ),
+    "a folder without files": (
+        node.folders,
+        replace(FACTS, folders=(replace(FOLDER, free_files=0),)),
+        NEEDS,
+        "failed",
+        "no file free",
+    ),
+    "a folder of a quota that is used up": (
+        node.folders,
+        replace(FACTS, folders=(replace(FOLDER, is_writable=False),)),
+        NEEDS,
+        "failed",
+        "cannot be written to",
+    ),
+    "logs without room": (
+        node.folders,
+        replace(FACTS, folders=(replace(FOLDER, purpose="logs", is_writable=False, free_bytes=0),)),
+        NEEDS,
+        "warning",
+        "(logs) cannot be written to",
+    ),
+    "little room": (
+        node.folders,
+        replace(FACTS, folders=(replace(FOLDER, free_bytes=GIB),)),
+        NEEDS,
+        "warning",
+        "1.0 GiB free",
+    ),
+    "little locked memory": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)}),
+        NEEDS,
+        "warning",
+        "memlock is 65,536",
+    ),
+    "little locked memory on one node": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "memlock": LimitFacts(soft=65536, hard=65536)}),
+        replace(NEEDS, num_nodes=1),
+        "ok",
+        "no limit",
+    ),
+    "few files": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "nofile": LimitFacts(soft=1024, hard=1024)}),
+        NEEDS,
+        "warning",
+        "nofile is 1,024",
+    ),
+    "few processes": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=512, hard=1024)}),
+        NEEDS,
+        "warning",
+        "nproc is 512 (hard 1,024)",
+    ),
+    "a limited address space": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "as": LimitFacts(soft=64 * GIB, hard=-1)}),
+        NEEDS,
+        "warning",
+        "address space",
+    ),
+    "few tasks left": (
+        node.limits,
+        replace(FACTS, memory=replace(MEMORY, tasks_limit=1000, tasks=100)),
+        NEEDS,
+        "warning",
+        "room for 900 of 1000 tasks",
+    ),
+    "no tasks left": (
+        node.limits,
+        replace(FACTS, memory=replace(MEMORY, tasks_limit=100, tasks=90)),
+        NEEDS,
+        "failed",
+        "room for 10 of 100 tasks",
+    ),
+    "no command": (
+        node.commands,
+        replace(FACTS, software=replace(SOFTWARE, missing_commands=("vllm", "ray"))),
+        NEEDS,
+        "failed",
+        "no command vllm and ray",
+    ),
+    "a long path": (
+        node.paths,
+        replace(FACTS, software=replace(SOFTWARE, socket_folder="/scratch/" + "x" * 70)),
+        NEEDS,
+        "failed",
+        "116 characters, 107 are allowed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_check_names_what_it_saw_and_what_to_do(name):
+    check, facts, needs, level, words = CASES[name]
+    seen = check(facts, needs)
+    assert seen.level == level, seen
+    assert words in seen.text
+    assert not seen.text.endswith(".")
+    assert bool(seen.cure) == (level in ("warning", "failed"))
+    assert not seen.cure or seen.cure.endswith((".", ")"))
+
+
+def test_versions_of_healthy_nodes_are_shown():
+    assert node.commands(FACTS, NEEDS).text == ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
+
+
+def test_an_error_of_cuda_itself_counts_for_all_of_its_checks():
+    facts = replace(FACTS, gpus=replace(GPUS, cuda=CudaFacts(error="CUDA_ERROR_NO_DEVICE")))
+    assert gpus.gpus_working(facts, NEEDS).level == "failed"
+    assert gpus.gpus_there(facts, NEEDS).level == "ok"
+    assert gpus.gpus_free(facts, NEEDS).level == "not checked"

@@ -1,0 +1,148 @@
+"""The preflight of two nodes over a real control connection: what they send, and what the head makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.job import outcome as outcome_module
+from hpc_serve.job import worker as worker_module
+from hpc_serve.job.control import ControlServer
+from hpc_serve.job.network import HeadPorts, listen_on
+from hpc_serve.job.outcome import RunEnd
+from hpc_serve.job.parts import Parts
+from hpc_serve.job.preflight import head_side
+from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
+from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
+from hpc_serve.job.preflight.verdict import PreflightReport
+from hpc_serve.job.worker import run_worker
+from hpc_serve.job.worker_links import WorkerLinks
+from tests.support.nodes import ALLOCATION, make_node
+
+HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the second
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch):
+    """Runs the preflight of a head and a worker; returns the report and how the worker's run ended."""
+    monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
+    for name in ("vllm", "ray"):
+        (tmp_path / name).write_text("#!/bin/sh\nsleep 600\n")
+        (tmp_path / name).chmod(0o755)
+
+    async def meet():
+        ports = HeadPorts.choose()
+        listener = listen_on(ports.control)
+        environ = {
+            **{"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), "HPC_SERVE_LOG_DIR": str(tmp_path)},
+            "VLLM_RPC_BASE_PATH": "/tmp",  # pytest's own folders have long names
+        }
+        head = make_node(
+            tmp_path, head=HEAD, head_ports=ports, run_mark=f"test-{os.getpid()}-preflight", environ=environ
+        )
+        worker = replace(head, allocation=replace(ALLOCATION, node_rank=1, node_name="n2"))
+        run_end = RunEnd()
+        parts = Parts(head.run_mark, run_end)
+        joined = asyncio.Event()
+        preflight = HeadPreflight(head, parts.run_in_background)
+
+        def on_join(link):
+            preflight.ask(link)
+            joined.set()
+
+        workers = WorkerLinks(2, parts, run_end, on_join, preflight.take)
+        server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
+        await server.start(listener)
+        running = asyncio.create_task(run_worker(worker))
+        try:
+            await asyncio.wait_for(joined.wait(), 60)
+            report = await asyncio.wait_for(preflight.report(), 120)
+        finally:
+            server.close()
+            await parts.take_down()
+        code = await asyncio.wait_for(running, 60)
+        write_report(head, report)
+        return report, code
+
+    return lambda: asyncio.run(meet())
+
+
+def by_name(report):
+    return {verdict.check: verdict for verdict in report.verdicts}
+
+
+def test_both_nodes_are_looked_at_and_reach_each_other(two_nodes, tmp_path):
+    report, code = two_nodes()
+    verdicts = by_name(report)
+    assert code == 0
+    assert report.num_nodes == 2
+    assert (verdicts["reach"].level, verdicts["reach"].nodes) == ("ok", ("n1", "n2"))
+    assert verdicts["addresses"].level in ("ok", "warning"), verdicts["addresses"]  # the host's name is another's
+    assert (verdicts["clocks"].level, verdicts["versions"].level) == ("ok", "ok")
+    assert (verdicts["commands"].level, verdicts["commands"].nodes) == ("ok", ("n1", "n2"))
+    assert (verdicts["paths"].level, verdicts["disk"].took_s > 0) == ("ok", True)
+    written = tmp_path / "1-preflight.json"
+    assert PreflightReport.from_json(written.read_text(), source="report") == report
+    assert written.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_command_that_a_node_lacks_fails_the_check(two_nodes, tmp_path):
+    (tmp_path / "ray").unlink()
+    report, _ = two_nodes()
+    commands = by_name(report)["commands"]
+    assert (commands.level, commands.nodes) == ("failed", ("n1", "n2"))
+    assert commands.seen == "no command ray in this environment"
+
+
+def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch):
+    async def break_off(*arguments):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(worker_module, "answer_head", break_off)
+    report, code = two_nodes()
+    assert code == 0
+    paths = by_name(report)["paths"]
+    assert (paths.level, paths.nodes, paths.seen) == ("not checked", ("n2",), "the node sent no facts in time")
+
+
+def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes, monkeypatch):
+    note = head_side._note
+    monkeypatch.setattr(
+        head_side, "_note", lambda answers, message: note(answers, {**message, "facts": json.dumps({"name": 3})})
+    )
+    report, _ = two_nodes()
+    paths = by_name(report)["paths"]
+    assert (paths.level, paths.nodes) == ("not checked", ("n2",))
+
+
+def unreached(*peers: Peer, within_s: float = 60):
+    return asyncio.run(find_unreached(peers, "secret", within_s=within_s))
+
+
+def test_a_node_proves_that_it_is_the_one():
+    listener = PeerListener("n2", WORKER, "secret")
+    try:
+        assert unreached(listener.peer) == {}
+    finally:
+        listener.close()
+
+
+def test_a_node_that_does_not_listen_is_named():
+    with socket.socket() as bound:
+        bound.bind((WORKER, 0))
+        peer = Peer(name="n2", address=WORKER, port=bound.getsockname()[1])
+        assert list(unreached(peer, within_s=0.1)) == ["n2"]
+
+
+@pytest.mark.parametrize(("name", "token"), [("n3", "secret"), ("n2", "another")])
+def test_another_program_is_no_node(name, token):
+    listener = PeerListener(name, WORKER, token)
+    try:
+        assert list(unreached(replace(listener.peer, name="n2"), within_s=0.1)) == ["n2"]
+    finally:
+        listener.close()
