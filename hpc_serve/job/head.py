@@ -191,7 +191,7 @@ class Head:
         self._keeper.set_stage("looking at the nodes")
         report = await preflight.report()
         log_report(report)
-        await asyncio.to_thread(write_report, node, report)
+        await asyncio.to_thread(write_report, node, self._keeper.store, report)
         found = [verdict.sentence for verdict in report.of_level("failed")]
         if found and node.options.preflight != "warn":
             raise failure("preflight", found[0], exit_code=PREFLIGHT_EXIT_CODE, last_log_lines=tuple(found))

@@ -95,6 +95,15 @@ def drain_file_name(job_id: str, restart: int, replica: int) -> str:
     return record_file_name(job_id, restart, replica).removesuffix(".json") + ".drain"
 
 
+def preflight_file_name(job_id: str, restart: int, replica: int) -> str:
+    """The file with the report of that replica's preflight.
+
+    >>> preflight_file_name("123_4", 1, 0)
+    '123_4-r1-0.preflight'
+    """
+    return record_file_name(job_id, restart, replica).removesuffix(".json") + ".preflight"
+
+
 def successor_file_name(job_id: str, replica: int) -> str:
     """The file that says which job takes over from that replica. It is one for all runs of a job.
 

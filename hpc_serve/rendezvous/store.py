@@ -22,10 +22,17 @@ from hpc_serve.rendezvous.files import (
     write_private,
 )
 from hpc_serve.rendezvous.key_file import make_key, read_key
-from hpc_serve.rendezvous.names import array_of, is_record_file_name, is_service_name, validate_service_name
+from hpc_serve.rendezvous.names import (
+    array_of,
+    is_record_file_name,
+    is_service_name,
+    preflight_file_name,
+    validate_service_name,
+)
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
+_BESIDE_RECORDS = (".drain", ".successor", ".preflight")
 
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
@@ -164,7 +171,12 @@ class ServiceStore:
         folder, found = self.service_dir(service), self.read(service)
         removed = [folder / record.name for record in found.records if record.job_id == job_id]
         removed += [folder / "submitted" / job.name for job in found.submitted if job.job_id == job_id]
-        for path in removed:
+        reports = [
+            folder / preflight_file_name(job_id, record.restart, record.replica)
+            for record in found.records
+            if record.job_id == job_id
+        ]
+        for path in (*removed, *reports):
             remove_file(path)
         return len(removed)
 
@@ -172,7 +184,7 @@ class ServiceStore:
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:
         """Remove records that were not renewed for `older_than_s`, temporary files of writers that died,
-        requests to drain that nobody took back, and what is written about successors.
+        requests to drain that nobody took back, and what is written about successors and preflights.
 
         A submitted job of that age is removed only if `is_over` says so: it may still wait in the queue. Returns the
         number of files removed. Raises StoreError.
@@ -191,7 +203,10 @@ class ServiceStore:
             parent / name
             for parent in (folder, folder / "submitted")
             for name in list_folder(parent)
-            if (name.endswith((".drain", ".successor")) or (name.startswith(".") and name.endswith(".tmp")))
+            if (
+                name.endswith((".drain", ".successor", ".preflight"))
+                or (name.startswith(".") and name.endswith(".tmp"))
+            )
             and _modified_at(parent / name) < oldest
         ]
         for path in removed:

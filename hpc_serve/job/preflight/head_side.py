@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import RecordError, StoreError
@@ -21,10 +20,9 @@ from hpc_serve.job.preflight.facts import ClockReading, NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of, texts
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
-from hpc_serve.job.preflight.verdict import PreflightReport, report_file_name
 from hpc_serve.rendezvous.fields import from_json_text
-from hpc_serve.rendezvous.files import write_private
-from hpc_serve.rendezvous.names import replica_name
+from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file, write_preflight
+from hpc_serve.rendezvous.store import ServiceStore
 
 _log = logging.getLogger(__name__)
 _SPARE_S = 15.0
@@ -151,12 +149,12 @@ def log_report(report: PreflightReport) -> None:
         _log.error("%s", verdict.sentence)
 
 
-def write_report(node: Node, report: PreflightReport) -> None:
-    """Write the report into the folder of logs. A failure is logged: a full disk is a verdict of its own."""
+def write_report(node: Node, store: ServiceStore, report: PreflightReport) -> None:
+    """Write the report beside the record. A failure is logged: a service goes on when its home is full."""
     allocation = node.allocation
-    name = replica_name(allocation.job_id, allocation.share.index, allocation.share.count)
-    if folder := node.environ.get("HPC_SERVE_LOG_DIR"):
-        try:
-            write_private(Path(folder) / report_file_name(name), report.to_json())
-        except (StoreError, OSError) as error:
-            _log.warning("the preflight's report cannot be written: %s", error)
+    job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
+    path = preflight_file(store, node.options.service, job_id=job_id, restart=restart, replica=replica)
+    try:
+        write_preflight(path, report)
+    except StoreError as error:
+        _log.warning("the preflight's report cannot be written: %s", error)

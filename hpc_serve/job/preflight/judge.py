@@ -8,7 +8,8 @@ from hpc_serve.job.preflight.checks import gpus, node, weights
 from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.needs import Needs
-from hpc_serve.job.preflight.verdict import Seen, Verdict, not_checked, shortened, worst
+from hpc_serve.job.preflight.verdict import Seen, not_checked, shortened, worst
+from hpc_serve.rendezvous.preflight import Verdict
 
 NODE_CHECKS: tuple[tuple[str, str, Callable[[NodeFacts, Needs], Seen]], ...] = (
     ("commands", "software", node.commands),

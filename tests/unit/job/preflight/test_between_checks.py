@@ -11,8 +11,8 @@ from hpc_serve.diagnose.evidence import LogEvidence
 from hpc_serve.job.preflight.checks import between
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
-from hpc_serve.job.preflight.verdict import PreflightReport
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
+from hpc_serve.rendezvous.preflight import PreflightReport
 from hpc_serve.sizes import GIB
 from tests.unit.job.preflight.nodes import (
     DEVICE,

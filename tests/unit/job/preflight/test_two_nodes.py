@@ -19,9 +19,10 @@ from hpc_serve.job.parts import Parts
 from hpc_serve.job.preflight import head_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
-from hpc_serve.job.preflight.verdict import PreflightReport
 from hpc_serve.job.worker import run_worker
 from hpc_serve.job.worker_links import WorkerLinks
+from hpc_serve.rendezvous.preflight import read_preflight
+from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the second
@@ -56,6 +57,7 @@ def two_nodes(tmp_path, monkeypatch):
             joined.set()
 
         workers = WorkerLinks(2, parts, run_end, on_join, preflight.take)
+        ServiceStore(tmp_path / "home").ensure_service("8b")
         server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
         await server.start(listener)
         running = asyncio.create_task(run_worker(worker))
@@ -66,7 +68,7 @@ def two_nodes(tmp_path, monkeypatch):
             server.close()
             await parts.take_down()
         code = await asyncio.wait_for(running, 60)
-        write_report(head, report)
+        write_report(head, ServiceStore(tmp_path / "home"), report)
         return report, code
 
     return lambda: asyncio.run(meet())
@@ -86,8 +88,8 @@ def test_both_nodes_are_looked_at_and_reach_each_other(two_nodes, tmp_path):
     assert (verdicts["clocks"].level, verdicts["versions"].level) == ("ok", "ok")
     assert (verdicts["commands"].level, verdicts["commands"].nodes) == ("ok", ("n1", "n2"))
     assert (verdicts["paths"].level, verdicts["disk"].took_s > 0) == ("ok", True)
-    written = tmp_path / "1-preflight.json"
-    assert PreflightReport.from_json(written.read_text(), source="report") == report
+    written = tmp_path / "home" / "services" / "8b" / "1-r0-0.preflight"
+    assert read_preflight(written) == report
     assert written.stat().st_mode & 0o777 == 0o600
 
 
