@@ -134,7 +134,7 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
 
 
 def _folders(node: Node) -> dict[str, str]:
-    named = {"caches": node.environ.get("HPC_SERVE_CACHE_DIR"), LOGS: node.environ.get("HPC_SERVE_LOG_DIR")}
+    named = {"caches": str(node.cache.path), LOGS: node.environ.get("HPC_SERVE_LOG_DIR")}
     return {"temporary files": str(node.node_dir), **{purpose: path for purpose, path in named.items() if path}}
 
 
