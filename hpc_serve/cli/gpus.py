@@ -24,9 +24,9 @@ def gpus_command(word: str | None, as_json: bool) -> None:
     from hpc_serve.cli.tables import print_accelerators
     from hpc_serve.plan import catalog
     from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, accelerator_of
-    from hpc_serve.submit.site import find_site_file, load_site
+    from hpc_serve.submit.site_files import read_site
 
-    own = load_site(find_site_file(os.environ)).gpu
+    own = read_site(os.environ).gpu
     own_name = accelerator_of(own)["name"] if own else None
     entries = {entry["name"]: entry for entry in catalog.accelerator_entries().values()}
     found = [

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # name: (module, what it is called there, one line of help)
 COMMANDS = {
+    "init": ("hpc_serve.cli.init", "init_command", "Look at this cluster, and write its site file."),
+    "site": ("hpc_serve.cli.init", "site_command", "Show the settings of the site files that hold."),
     "models": ("hpc_serve.cli.models", "models_command", "List the models of the catalogue."),
     "gpus": ("hpc_serve.cli.gpus", "gpus_command", "List the accelerators that can be named."),
     "plan": ("hpc_serve.cli.plan", "plan_command", "Say what fits where, before anything is queued."),

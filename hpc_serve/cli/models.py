@@ -18,12 +18,12 @@ def models_command(word: str | None, as_json: bool) -> None:
     from hpc_serve.cli import show
     from hpc_serve.cli.tables import print_models
     from hpc_serve.plan import catalog
-    from hpc_serve.submit.site import find_site_file, load_site
+    from hpc_serve.submit.site_files import read_site
     from hpc_serve.submit.site_models import load_site_models
 
     own = [
         entry
-        for entry in load_site_models(load_site(find_site_file(os.environ)).models).values()
+        for entry in load_site_models(read_site(os.environ).models).values()
         if word is None or any(word.lower() in name.lower() for name in (entry.name, entry.model))
     ]
     found = [

@@ -100,10 +100,10 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     from hpc_serve.plan.choice.vllm_flags import read_fields
     from hpc_serve.plan.engine import EngineConfig, Workload
     from hpc_serve.plan.make import PlanRequest
-    from hpc_serve.submit.site import find_site_file, load_site
+    from hpc_serve.submit.site_files import read_site
     from hpc_serve.vllm.allowed import check_arguments
 
-    site, named = load_site(find_site_file(os.environ)), model_of(options)
+    site, named = read_site(os.environ), model_of(options)
     own, words = site_model(named, site), click.get_current_context().meta.get("engine_args", ())
     words = own.engine_args(words) if own else words
     check_arguments(words, allow_unknown=False)

@@ -65,9 +65,9 @@ def assumed_gpu_note() -> str | None:
 
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
-    from hpc_serve.submit.site import find_site_file, load_site
+    from hpc_serve.submit.site_files import read_site
 
-    site = load_site(find_site_file(environ, options["site"]))
+    site = read_site(environ, options["site"])
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     named, engine_args = model_of(options), click.get_current_context().meta.get("engine_args", ())
     own = site_model(named, site)

@@ -18,8 +18,11 @@ import yaml
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.request import Environment, JobSettings, variable_of
+from hpc_serve.submit.request import Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
+
+PYTHONS: tuple[EnvironmentKind, ...] = ("venv", "conda", "apptainer")
+"""The settings of which one says where Python is."""
 
 _PATHS = ("venv", "apptainer", "log_dir", "templates_dir", "models")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
@@ -70,7 +73,7 @@ class SiteProfile(SbatchOptions):
     def environment(self, environ: Mapping[str, str]) -> Environment:
         """Where the script finds Python; HPC_SERVE_ENV, if set, wins over the site's. Raises InvalidRequestError."""
         if not environ.get("HPC_SERVE_ENV"):
-            for kind in ("venv", "conda", "apptainer"):
+            for kind in PYTHONS:
                 if path := getattr(self, kind):
                     return Environment(kind=kind, path=path, modules=self.modules, binds=self.binds)
         return Environment(modules=self.modules)
@@ -81,27 +84,22 @@ class SiteProfile(SbatchOptions):
         return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
 
 
-def find_site_file(environ: Mapping[str, str], named: str | None = None) -> Path | None:
-    """The file named by `--site`, else by HPC_SERVE_SITE, else `~/.config/hpc-serve/site.yaml` if there is one."""
-    if chosen := named or environ.get("HPC_SERVE_SITE"):
-        return Path(chosen).expanduser()
-    default = Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpc-serve" / "site.yaml"
-    return default if default.exists() else None
+def load_site(path: Path) -> SiteProfile:
+    """Read one site file. Raises SiteFileError, naming file, line and setting."""
+    return SiteProfile(**read_settings(path))
 
 
-def load_site(path: Path | None) -> SiteProfile:
-    """Read a site file; without one every setting is unset. Raises SiteFileError, naming file, line and setting."""
-    if path is None:
-        return SiteProfile()
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings that a site file holds, by name, checked. Raises SiteFileError, naming file, line and setting."""
     try:
-        return _load(path)
+        return _read(path)
     except InvalidRequestError:
         raise
     except (OSError, ValueError, ArithmeticError, RecursionError) as error:  # a name too long, a number too large
         raise SiteFileError(f"site file {path} holds a value that cannot be used: {error}") from error
 
 
-def _load(path: Path) -> SiteProfile:
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         # Composed, not loaded: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
@@ -110,9 +108,9 @@ def _load(path: Path) -> SiteProfile:
         raise SiteFileError(f"site file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise SiteFileError(f"site file {path} is not YAML: {' '.join(str(error).split())}") from error
-    profile = SiteProfile(**dict(_settings(document, path)))
-    _check(profile, path)
-    return profile
+    settings = dict(_settings(document, path))
+    _check(SiteProfile(**settings), path)
+    return settings
 
 
 def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any]]:
@@ -158,7 +156,7 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
 
 
 def _check(profile: SiteProfile, path: Path) -> None:
-    named = [kind for kind in ("venv", "conda", "apptainer") if getattr(profile, kind)]
+    named = [kind for kind in PYTHONS if getattr(profile, kind)]
     if len(named) > 1:
         raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")
     if profile.templates_dir and not Path(profile.templates_dir).is_dir():

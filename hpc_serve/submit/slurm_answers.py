@@ -51,7 +51,7 @@ def _squeue_line(line: str) -> JobState:
         user=user,
         node_list=_value(node_list) or "",
         start_time=_value(start),
-        run_time_s=_duration_s(used),
+        run_time_s=duration_s(used),
         time_left=_value(left),
         submitted_at=_seconds(submitted),
         ended_at=_seconds(end),
@@ -187,7 +187,7 @@ def _value(value: str) -> str | None:
     return None if value in nothing else value
 
 
-def _duration_s(duration: str) -> float:
+def duration_s(duration: str) -> float:
     """Seconds of [D-][HH:]MM:SS; 0 for words such as INVALID."""
     if not re.fullmatch(r"[\d:-]+", duration):
         return 0.0

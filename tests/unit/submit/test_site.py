@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import SiteFileError
-from hpc_serve.submit.site import SiteProfile, find_site_file, load_site
+from hpc_serve.submit.site import SiteProfile, load_site
 
 FULL = """
 partition: gpu
@@ -121,13 +121,3 @@ def test_what_cannot_be_is_refused_with_its_place(tmp_path, text, words):
 def test_a_named_file_that_is_missing_is_an_error(tmp_path):
     with pytest.raises(SiteFileError, match="No such file"):
         load_site(tmp_path / "none.yaml")
-
-
-def test_which_file_is_read(tmp_path):
-    (tmp_path / "hpc-serve").mkdir()
-    site_file(tmp_path / "hpc-serve", "")
-    config = {"XDG_CONFIG_HOME": str(tmp_path)}
-    assert find_site_file(config) == tmp_path / "hpc-serve" / "site.yaml"
-    assert find_site_file(config | {"HPC_SERVE_SITE": "/a.yaml"}) == Path("/a.yaml")
-    assert find_site_file(config | {"HPC_SERVE_SITE": "/a.yaml"}, "/b.yaml") == Path("/b.yaml")
-    assert find_site_file({"XDG_CONFIG_HOME": "/nonexistent"}) is None

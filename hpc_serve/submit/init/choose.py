@@ -1,0 +1,249 @@
+"""Makes settings of a site file out of what is known of a cluster, each with its reason or its question. Pure.
+
+A setting is decided only if Slurm, or the machine, says it. Whatever a person must know is left as a question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
+from hpc_serve.submit.init.gpu_names import gpu_named
+from hpc_serve.submit.init.places import places
+from hpc_serve.submit.init.setting import Setting
+
+_LEAST_TIME_S = 3600.0
+_USUAL_TIME_S = 12 * 3600.0
+_USUAL_TIME = "12:00:00"
+_SHOWN = 6
+
+
+def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
+    """The settings in the order in which they are written."""
+    partition = choose_partition(facts)
+    kind = usual_node(partition) if partition else None
+    return (
+        _partition(facts, partition),
+        _account(facts, partition),
+        _qos(facts, partition),
+        _time(partition),
+        *_gpus(facts, partition, kind),
+        *_shares(facts, partition),
+        *_submission(facts, partition),
+        *places(facts),
+    )
+
+
+def choose_partition(facts: ClusterFacts) -> PartitionFacts | None:
+    """The partition to use: one with GPUs that the user may use, the default one first, then the largest."""
+    usable = [one for one in facts.partitions if one.is_up and _may_use(facts, one)]
+    with_gpus = [one for one in usable if one.gpu_nodes] or usable
+
+    def rank(one: PartitionFacts) -> tuple[bool, bool, int, float]:
+        limit_s = one.time_limit_s or math.inf
+        nodes = sum(node.number for node in one.gpu_nodes or one.nodes) or one.num_nodes
+        return (one.is_default, limit_s >= _LEAST_TIME_S, nodes, limit_s)
+
+    return max(with_gpus, key=rank, default=None)
+
+
+def _may_use(facts: ClusterFacts, partition: PartitionFacts) -> bool:
+    """Whether nothing that is known keeps the user out."""
+    if partition.allow_groups is not None and facts.groups and not set(partition.allow_groups) & set(facts.groups):
+        return False
+    accounts = {one.account for one in facts.associations if one.partition in (None, partition.name)}
+    if not facts.associations:
+        return True
+    allowed = accounts - set(partition.deny_accounts)
+    return bool(allowed if partition.allow_accounts is None else allowed & set(partition.allow_accounts))
+
+
+def usual_node(partition: PartitionFacts) -> NodeFacts | None:
+    """The kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
+    counted: Counter[NodeFacts] = Counter()
+    for node in partition.gpu_nodes or partition.nodes:
+        alike = NodeFacts(cpus=node.cpus, memory_mib=node.memory_mib, gpus=node.gpus, features=node.features)
+        counted[alike] += node.number
+    return max(counted, key=counted.__getitem__, default=None)
+
+
+def describe(partition: PartitionFacts) -> str:
+    """A partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days`."""
+    kind = usual_node(partition)
+    number = sum(node.number for node in partition.gpu_nodes or partition.nodes) or partition.num_nodes
+    words = [f"{number} node{'s' if number != 1 else ''}"]
+    if kind and kind.gpus:
+        words[0] += " of " + " and ".join(f"{gpus.count} {gpus.name or 'GPUs'}" for gpus in kind.gpus)
+    words += [f"{kind.cpus} CPUs"] if kind and kind.cpus else []
+    words += [f"{kind.memory_mib / 1024:,.0f} GiB"] if kind and kind.memory_mib else []
+    words += [f"at most {shown_limit(partition.time_limit_s)}"] if partition.time_limit_s else []
+    return ", ".join(words)
+
+
+def shown_limit(seconds: float) -> str:
+    """A time limit in words.
+
+    >>> shown_limit(7 * 86400), shown_limit(5400), shown_limit(14400)
+    ('7 days', '90 minutes', '4 hours')
+    """
+    for unit_s, unit in ((86400, "days"), (3600, "hours")):
+        if seconds >= 2 * unit_s and seconds % unit_s == 0:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 60:.0f} minutes"
+
+
+def _partition(facts: ClusterFacts, chosen: PartitionFacts | None) -> Setting:
+    others = [one for one in facts.partitions if one.is_up and one != chosen]
+    listed = "; ".join(f"{one.name} ({describe(one)})" for one in others[:_SHOWN])
+    more = f"; and {len(others) - _SHOWN} more, see `sinfo`" if len(others) > _SHOWN else ""
+    also = f" Also here: {listed}{more}." if others else ""
+    if chosen is None:
+        return Setting(key="partition", example="gpu", why=f"Which partition has the GPUs? Slurm showed none.{also}")
+    why = "Slurm's default" if chosen.is_default else "not Slurm's default"
+    gpus = "" if chosen.gpu_nodes else " No partition that you may use shows GPUs."
+    return Setting(key="partition", value=chosen.name, why=f"{describe(chosen)}; {why}.{gpus}{also}")
+
+
+def _account(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
+    accounts = _accounts(facts, partition)
+    is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "")
+    if not accounts:
+        reason = facts.unanswered.get("sacctmgr", "it lists none for you")
+        needs = " Slurm refuses jobs without one here." if is_enforced else " Without one Slurm takes its default."
+        return Setting(
+            key="account", example="my-project", why=f"Which account pays? sacctmgr did not tell: {reason}.{needs}"
+        )
+    value = facts.default_account if facts.default_account in accounts else accounts[0]
+    others = [one for one in accounts if one != value]
+    also = f" You may charge {', '.join(others)} too." if others else ""
+    by = "Your default account" if value == facts.default_account else "The first account that you may charge here"
+    return Setting(key="account", value=value, why=f"{by}, says sacctmgr.{also}")
+
+
+def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str]:
+    """The accounts that the user may charge in a partition."""
+    found = []
+    for one in facts.associations:
+        in_it = partition is None or one.partition in (None, partition.name)
+        refused = partition is not None and (
+            one.account in partition.deny_accounts
+            or (partition.allow_accounts is not None and one.account not in partition.allow_accounts)
+        )
+        if in_it and not refused:
+            found.append(one.account)
+    return list(dict.fromkeys(found))
+
+
+def _qos(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
+    account = _account(facts, partition).value
+    own = [one for one in facts.associations if one.account == account]
+    mine = list(dict.fromkeys(qos for one in own for qos in one.qos))
+    default = next((one.default_qos for one in own if one.default_qos), None)
+    allowed = partition.allow_qos if partition else None
+    usable = [qos for qos in mine if allowed is None or qos in allowed]
+    if allowed is not None and usable and default not in usable:
+        return Setting(
+            key="qos",
+            value=usable[0],
+            why=f"The partition takes {', '.join(allowed)} alone; of those you have {', '.join(usable)}.",
+        )
+    have = f"You have {', '.join(mine)}" + (f", by default {default}" if default else "") if mine else ""
+    why = f"{have}. Does a job here need another?" if have else "Does the site want a QOS to be named?"
+    return Setting(key="qos", example=(mine or ["normal"])[0], why=why)
+
+
+def _time(partition: PartitionFacts | None) -> Setting:
+    limit_s = partition.time_limit_s if partition else None
+    if limit_s is not None and limit_s < _USUAL_TIME_S:
+        minutes = int(limit_s // 60)
+        return Setting(
+            key="time",
+            value=f"{minutes // 60:02d}:{minutes % 60:02d}:00",
+            why=f"The partition's limit, {shown_limit(limit_s)}; hpc-serve asks for {_USUAL_TIME} otherwise. "
+            "`--keep-up` goes on across limits.",
+        )
+    longest = f" The partition allows {shown_limit(limit_s)}." if limit_s else ""
+    return Setting(
+        key="time", example=_USUAL_TIME, why=f"How long does a service run? {_USUAL_TIME} unless you say.{longest}"
+    )
+
+
+def _gpus(facts: ClusterFacts, partition: PartitionFacts | None, kind: NodeFacts | None) -> list[Setting]:
+    if kind is None or not kind.gpus:
+        why = "What do the nodes have? Slurm shows no GPUs; `hpc-serve gpus` lists the names, cpu among them."
+        return [Setting(key="gpu", example="h100-80gb", why=why)]
+    first = max(kind.gpus, key=lambda gpus: gpus.count)
+    name = gpu_named(first.name, kind.features) if first.name else None
+    if name is None:
+        called = f"calls them {first.name}, which the catalogue does not know" if first.name else "has no name"
+        why = f"Which GPU do the nodes have? Slurm {called}; `hpc-serve gpus` lists the names."
+        gpu = Setting(key="gpu", example="h100-80gb", why=why)
+    else:
+        others = f" It may be {' or '.join(name.others)}: `srun nvidia-smi` shows the memory." if name.others else ""
+        gpu = Setting(key="gpu", value=name.name, why=f"Slurm calls them {first.name}.{others}")
+    per_node = Setting(key="gpus_per_node", value=first.count, why=f"Gres of the nodes: {first.count} each.")
+    return [gpu, per_node, *_gpu_request(facts, partition, first.name)]
+
+
+def _gpu_request(facts: ClusterFacts, partition: PartitionFacts | None, slurm_name: str | None) -> list[Setting]:
+    """How Slurm is asked for them."""
+    select = facts.config.get("SelectType", "")
+    if select and not select.endswith("cons_tres"):
+        directive = Setting(
+            key="gpu_directive", value="gres", why=f"SelectType is {select}, which knows no --gpus-per-node."
+        )
+    else:
+        seen = f"SelectType {select} takes both" if select else "Slurm takes both as a rule"
+        directive = Setting(
+            key="gpu_directive",
+            example="gres",
+            why=f"How is Slurm asked for GPUs? --gpus-per-node unless you write gres; {seen}.",
+        )
+    names = {gpus.name for node in (partition.gpu_nodes if partition else ()) for gpus in node.gpus if gpus.name}
+    if slurm_name and len(names) > 1:
+        why = f"The partition has {', '.join(sorted(names))}; without a type Slurm may give any of them."
+        return [directive, Setting(key="gres_type", value=slurm_name, why=why)]
+    plugins = facts.config.get("JobSubmitPlugins", "")
+    asks = f" This site checks jobs ({plugins}), and may." if plugins not in ("", "(null)") else ""
+    example = slurm_name or "h100"
+    return [directive, Setting(key="gres_type", example=example, why=f"Must a job name the type of GPU?{asks}")]
+
+
+def _shares(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setting]:
+    if partition and partition.gives_whole_nodes:
+        why = "The partition gives whole nodes alone (OverSubscribe=EXCLUSIVE): take all cores and memory."
+        return [Setting(key="exclusive", value=True, why=why)]
+    return [
+        Setting(
+            key="exclusive",
+            example=True,
+            why="Whole nodes even for a service that needs a part? Several nodes are whole unless you write false.",
+        ),
+        Setting(
+            key="mem",
+            example="200G",
+            why="Memory of each node, where hpc-serve's own guess is not right. What a job writes to /dev/shm or to a "
+            "/tmp in memory counts as well.",
+        ),
+        Setting(key="constraint", example=_features(partition), why="Must nodes have a feature?"),
+    ]
+
+
+def _features(partition: PartitionFacts | None) -> str:
+    kind = usual_node(partition) if partition else None
+    return next(iter(kind.features), "h100") if kind else "h100"
+
+
+def _submission(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setting]:
+    """What Slurm lets jobs do."""
+    if partition and partition.submit_hosts:
+        why = f"AllocNodes of the partition is {partition.submit_hosts}: jobs on other hosts cannot submit the next."
+        return [Setting(key="jobs_can_submit", value=False, why=why)]
+    return [Setting(key="jobs_can_submit", example=False, why="May a job call sbatch here? --keep-up needs that.")]
+
+
+def undecided(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """The settings that are questions."""
+    return tuple(setting for setting in settings if setting.value is None)

@@ -1,0 +1,125 @@
+"""What is known of a cluster, as values. Whatever could not be found out is None or empty. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "afs", "panfs", "orangefs", "fuse.sshfs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """So many GPUs of a node, under Slurm's name for them; None where it has no name."""
+
+    name: str | None
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """One node, or `number` alike ones. Memory is what Slurm hands out, in MiB."""
+
+    name: str = ""
+    number: int = 1
+    partitions: tuple[str, ...] = ()
+    cpus: int = 0
+    memory_mib: int = 0
+    gpus: tuple[GpuKind, ...] = ()
+    features: tuple[str, ...] = ()
+    state: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionFacts:
+    """One partition. Of who may use it, None is everybody. `time_limit_s` None: there is none."""
+
+    name: str
+    is_default: bool = False
+    is_up: bool = True
+    time_limit_s: float | None = None
+    num_nodes: int = 0
+    gives_whole_nodes: bool = False
+    allow_accounts: tuple[str, ...] | None = None
+    deny_accounts: tuple[str, ...] = ()
+    allow_groups: tuple[str, ...] | None = None
+    allow_qos: tuple[str, ...] | None = None
+    submit_hosts: str | None = None
+    nodes: tuple[NodeFacts, ...] = ()
+
+    @property
+    def gpu_nodes(self) -> tuple[NodeFacts, ...]:
+        return tuple(node for node in self.nodes if node.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Association:
+    """An account that the user may charge, as accounting has it; a `partition` where it holds for that one alone."""
+
+    account: str
+    partition: str | None = None
+    qos: tuple[str, ...] = ()
+    default_qos: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """The file system that a folder is on. Sizes are in KiB, as df prints them."""
+
+    folder: str
+    kind: str
+    size_kib: int
+    free_kib: int
+    mounted_on: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its kind is one that other machines see."""
+        return self.kind.lower().startswith(SHARED_FILE_SYSTEMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface with its addresses ("10.1.0.7/16")."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaLine:
+    """What a user may have on a file system, in KiB; a limit of 0 is none."""
+
+    file_system: str
+    used_kib: int
+    limit_kib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFacts:
+    """All of it. `unanswered` are the commands that said nothing of use, each with the reason.
+
+    `config` is `scontrol show config`. `environ` holds the variables that say where things are. `environment` is the
+    virtual environment that hpc-serve runs in; `engine` is vLLM's version in it, None where it has none.
+    """
+
+    host: str = ""
+    user: str = ""
+    groups: tuple[str, ...] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    partitions: tuple[PartitionFacts, ...] = ()
+    associations: tuple[Association, ...] = ()
+    default_account: str | None = None
+    mounts: tuple[Mount, ...] = ()
+    quotas: tuple[QuotaLine, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    modules: tuple[str, ...] = ()
+    runtimes: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    environment: str | None = None
+    engine: str | None = None
+    unanswered: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def slurm_version(self) -> str | None:
+        return self.config.get("SLURM_VERSION")

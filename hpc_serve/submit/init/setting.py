@@ -1,0 +1,20 @@
+"""One setting as `hpc-serve init` writes it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Value = str | int | bool | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """`value` is what was decided; None where nobody but a person can know, and `example` shows what to write.
+
+    `why` says what was seen and what follows from it, or asks the question that the setting answers.
+    """
+
+    key: str
+    why: str
+    value: Value | None = None
+    example: Value = ""

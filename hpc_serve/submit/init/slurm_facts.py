@@ -1,0 +1,167 @@
+"""Reads what Slurm's commands print of a cluster: sinfo, `scontrol show config|partition|node`, `sacctmgr show`. Pure.
+
+Slurm 22.05 to 25.05 print the same fields in other orders, with some added; fields are found by name. A line that is
+not understood is left out: what is missing becomes a question in the site file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from hpc_serve.submit.init.facts import Association, GpuKind, NodeFacts, PartitionFacts
+from hpc_serve.submit.slurm import Partition
+from hpc_serve.submit.slurm_answers import duration_s
+
+CONFIG_ARGV = ("scontrol", "show", "config")
+PARTITIONS_ARGV = ("scontrol", "--oneliner", "show", "partition")
+NODES_ARGV = ("scontrol", "--oneliner", "show", "node")
+_GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,()]+):)?(?:no_consume:)?(\d+)")
+_FIELD = re.compile(r"(?<!\S)([A-Za-z_:/]+)=(\S*)")
+_NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
+_EVERYBODY = ("ALL", *_NOTHING)
+_NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "UNKNOWN")
+
+
+def associations_argv(user: str) -> tuple[str, ...]:
+    """The accounts that a user may charge."""
+    fields = "format=Account,Partition,QOS,DefaultQOS"
+    return ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", fields)
+
+
+def default_account_argv(user: str) -> tuple[str, ...]:
+    """The account that Slurm charges where none is named."""
+    return ("sacctmgr", "--noheader", "--parsable2", "show", "user", f"name={user}", "format=DefaultAccount")
+
+
+def parse_gres(gres: str) -> tuple[GpuKind, ...]:
+    """The GPUs in Slurm's list of a node's generic resources.
+
+    >>> parse_gres("gpu:h100:8(S:0-1),shard:h100:16"), parse_gres("gpu:4"), parse_gres("(null)")
+    ((GpuKind(name='h100', count=8),), (GpuKind(name=None, count=4),), ())
+    """
+    found = [GpuKind(name=name or None, count=int(count)) for name, count in _GPUS.findall(gres)]
+    return tuple(kind for kind in found if kind.count)
+
+
+def parse_config(stdout: str) -> dict[str, str]:
+    """`scontrol show config`: one `Name = value` a line."""
+    pairs = (line.partition("=") for line in stdout.splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals and " " not in name.strip()}
+
+
+def parse_nodes(stdout: str) -> tuple[NodeFacts, ...]:
+    """`scontrol --oneliner show node`: one node a line."""
+    return tuple(_node(values) for values in map(_values, stdout.splitlines()) if "NodeName" in values)
+
+
+def _node(values: dict[str, str]) -> NodeFacts:
+    return NodeFacts(
+        name=values["NodeName"],
+        partitions=_words(values.get("Partitions", "")),
+        cpus=_number(values.get("CPUTot", "")),
+        memory_mib=_number(values.get("RealMemory", "")),
+        gpus=parse_gres(values.get("Gres", "")),
+        features=_words(values.get("ActiveFeatures", values.get("AvailableFeatures", ""))),
+        state=values.get("State", ""),
+    )
+
+
+def parse_partitions(stdout: str) -> tuple[PartitionFacts, ...]:
+    """`scontrol --oneliner show partition`: one partition a line."""
+    return tuple(_partition(values) for values in map(_values, stdout.splitlines()) if "PartitionName" in values)
+
+
+def _partition(values: dict[str, str]) -> PartitionFacts:
+    hosts = values.get("AllocNodes", "ALL")
+    return PartitionFacts(
+        name=values["PartitionName"],
+        is_default=values.get("Default") == "YES",
+        is_up=values.get("State", "UP") == "UP",
+        time_limit_s=_limit_s(values.get("MaxTime", "")),
+        num_nodes=_number(values.get("TotalNodes", "")),
+        gives_whole_nodes=values.get("OverSubscribe", values.get("Shared", "")) == "EXCLUSIVE",
+        allow_accounts=_allowed(values.get("AllowAccounts", "ALL")),
+        deny_accounts=_words(values.get("DenyAccounts", "")),
+        allow_groups=_allowed(values.get("AllowGroups", "ALL")),
+        allow_qos=_allowed(values.get("AllowQos", "ALL")),
+        submit_hosts=None if hosts in _EVERYBODY else hosts,
+    )
+
+
+def from_sinfo(lines: Iterable[Partition]) -> tuple[PartitionFacts, ...]:
+    """Partitions as sinfo alone tells of them, for sites that hide what scontrol shows."""
+    found: dict[str, PartitionFacts] = {}
+    for line in lines:
+        before = found.get(line.name, PartitionFacts(name=line.name))
+        found[line.name] = replace(
+            before,
+            is_default=line.is_default,
+            is_up=line.is_up,
+            time_limit_s=_limit_s(line.time_limit),
+            num_nodes=before.num_nodes + line.num_nodes,
+            nodes=(*before.nodes, NodeFacts(number=line.num_nodes, gpus=parse_gres(line.gres))),
+        )
+    return tuple(found.values())
+
+
+def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts]) -> tuple[PartitionFacts, ...]:
+    """Each partition with its nodes; those that nobody can use now count only where there are no others."""
+    joined = []
+    for partition in partitions:
+        own = [node for node in nodes if partition.name in node.partitions]
+        usable = [node for node in own if not any(word in node.state.upper() for word in _NOT_USABLE)]
+        joined.append(replace(partition, nodes=tuple(usable or own)) if own else partition)
+    return tuple(joined)
+
+
+def merged(detailed: Sequence[PartitionFacts], listed: Sequence[PartitionFacts]) -> tuple[PartitionFacts, ...]:
+    """The partitions that scontrol showed, with sinfo's nodes where it showed none; else those of sinfo."""
+    by_name = {partition.name: partition for partition in listed}
+    joined = [replace(one, nodes=by_name[one.name].nodes) if one.name in by_name else one for one in detailed]
+    return tuple(joined) or tuple(listed)
+
+
+def parse_associations(stdout: str) -> tuple[Association, ...]:
+    """sacctmgr's lines `account|partition|qos,qos|default qos`."""
+    found = []
+    for line in stdout.splitlines():
+        words = line.strip().split("|")
+        if len(words) == 4 and words[0]:
+            account, partition, qos, default = words
+            found.append(
+                Association(account=account, partition=partition or None, qos=_words(qos), default_qos=default or None)
+            )
+    return tuple(found)
+
+
+def parse_default_account(stdout: str) -> str | None:
+    """sacctmgr's one word; None where there is none."""
+    word = next((line.strip() for line in stdout.splitlines() if line.strip()), "")
+    return None if word in _NOTHING or not re.fullmatch(r"[\w.@+-]+", word) else word
+
+
+def _values(line: str) -> dict[str, str]:
+    """The `Name=value` words of a line; the first of a name counts, since free text comes last."""
+    values: dict[str, str] = {}
+    for name, value in _FIELD.findall(line):
+        values.setdefault(name, value)
+    return values
+
+
+def _words(value: str) -> tuple[str, ...]:
+    return () if value in _NOTHING else tuple(word for word in value.split(",") if word)
+
+
+def _allowed(value: str) -> tuple[str, ...] | None:
+    return None if value in _EVERYBODY else _words(value)
+
+
+def _number(value: str) -> int:
+    found = re.match(r"\d+", value)
+    return int(found[0]) if found else 0
+
+
+def _limit_s(value: str) -> float | None:
+    return duration_s(value) or None

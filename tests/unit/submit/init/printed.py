@@ -1,0 +1,187 @@
+"""What commands print on clusters of several kinds: the fields and their order are those of the version that is named.
+
+The names and numbers are made up; `SLURM_22_05` is as the test cluster prints it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Printed(NamedTuple):
+    """The answers of one cluster's commands."""
+
+    sinfo: str
+    config: str
+    partition: str
+    node: str
+    associations: str = ""
+    default_account: str = ""
+
+
+_CONFIG = """\
+Configuration data as of 2026-11-22T13:00:00
+AccountingStorageEnforce = {enforce}
+AccountingStorageType   = {storage}
+ClusterName             = {name}
+JobRequeue              = 1
+JobSubmitPlugins        = {plugins}
+SelectType              = {select}
+SelectTypeParameters    = CR_CORE_MEMORY
+SLURM_CONF              = /etc/slurm/slurm.conf
+SLURM_VERSION           = {version}
+TmpFS                   = {tmp}
+
+Slurmctld(primary) at ctl1 is UP
+"""
+
+
+def config(version: str, **values: str) -> str:
+    usual = {
+        "enforce": "associations,limits,qos,safe",
+        "storage": "accounting_storage/slurmdbd",
+        "name": "kepler",
+        "plugins": "(null)",
+        "select": "select/cons_tres",
+        "tmp": "/tmp",
+    }
+    return _CONFIG.format(version=version, **usual | values)
+
+
+# Debian 12's. The partition and the nodes of the test cluster.
+SLURM_22_05 = Printed(
+    sinfo="gpu*|up|7-00:00:00|3|gpu:h100:8\nlowprio|up|7-00:00:00|3|gpu:h100:8\n",
+    config=config("22.05.8", enforce="none", storage="accounting_storage/none", name="hs"),
+    partition=(
+        "PartitionName=gpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A "
+        "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED "
+        "MaxTime=7-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityJobFactor=1 "
+        "PriorityTier=10 RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=OFF State=UP "
+        "TotalCPUs=192 TotalNodes=3 SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED "
+        "MaxMemPerNode=UNLIMITED TRES=cpu=192,mem=1536G,node=3,billing=192\n"
+        "PartitionName=lowprio AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS=N/A "
+        "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO MaxNodes=UNLIMITED "
+        "MaxTime=7-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[1-3] PriorityJobFactor=1 "
+        "PriorityTier=1 RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP "
+        "TotalCPUs=192 TotalNodes=3 SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED "
+        "MaxMemPerNode=UNLIMITED TRES=cpu=192,mem=1536G,node=3,billing=192\n"
+    ),
+    node="".join(
+        f"NodeName=n{number} Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=64 CPUTot=64 CPULoad=0.48 "
+        f"AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:h100:8 NodeAddr=10.77.0.1{number} "
+        f"NodeHostName=n{number} Version=22.05.8 OS=Linux 6.1.0 #1 SMP PREEMPT_DYNAMIC Debian 6.1.1 (2026-01-01) "
+        f"RealMemory=524288 AllocMem=0 FreeMem=20000 Sockets=64 Boards=1 State=IDLE ThreadsPerCore=1 TmpDisk=0 "
+        f"Weight=1 Owner=N/A MCS_label=N/A Partitions=gpu,lowprio BootTime=2026-11-21T22:09:00 "
+        f"SlurmdStartTime=2026-11-22T13:00:00 LastBusyTime=2026-11-22T13:00:00 CfgTRES=cpu=64,mem=512G,billing=64 "
+        f"AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0 ExtSensorsJoules=n/s ExtSensorsWatts=0 "
+        f"ExtSensorsTemp=n/s\n"
+        for number in (1, 2, 3)
+    ),
+)
+
+
+def _node_24_11(name: str, partitions: str, gres: str, state: str, features: str) -> str:
+    return (
+        f"NodeName={name} Arch=x86_64 CoresPerSocket=36 CPUAlloc=0 CPUEfctv=72 CPUTot=72 CPULoad=0.00 "
+        f"AvailableFeatures={features} ActiveFeatures={features} Gres={gres} NodeAddr={name} NodeHostName={name} "
+        "Version=24.11.5 OS=Linux 5.14.0-503.el9.x86_64 #1 SMP PREEMPT_DYNAMIC Wed Apr 9 RealMemory=1031000 AllocMem=0 "
+        f"FreeMem=900000 Sockets=2 Boards=1 State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A "
+        f"Partitions={partitions} BootTime=2026-11-01T00:00:00 SlurmdStartTime=2026-11-01T00:00:00 "
+        "LastBusyTime=2026-11-22T13:00:00 ResumeAfterTime=None CfgTRES=cpu=72,mem=1031000M,billing=72,gres/gpu=4 "
+        "AllocTRES= Reason=new Partitions=none CPUTot=1 [root@2026-11-22]\n"
+    )
+
+
+def _partition_24_11(name: str, **changed: str) -> str:
+    fields = {
+        "AllowGroups": "ALL",
+        "AllowAccounts": "ALL",
+        "AllowQos": "ALL",
+        "AllocNodes": "ALL",
+        "Default": "NO",
+        "QoS": "N/A",
+        "DefaultTime": "01:00:00",
+        "DisableRootJobs": "NO",
+        "ExclusiveUser": "NO",
+        "ExclusiveTopo": "NO",
+        "GraceTime": "0",
+        "Hidden": "NO",
+        "MaxNodes": "UNLIMITED",
+        "MaxTime": "1-00:00:00",
+        "MinNodes": "0",
+        "LLN": "NO",
+        "MaxCPUsPerNode": "UNLIMITED",
+        "MaxCPUsPerSocket": "UNLIMITED",
+        "OverSubscribe": "NO",
+        "State": "UP",
+        "TotalCPUs": "288",
+        "TotalNodes": "4",
+        "SelectTypeParameters": "NONE",
+    }
+    return f"PartitionName={name} " + " ".join(f"{key}={value}" for key, value in (fields | changed).items()) + "\n"
+
+
+# A site with accounting: CPUs by default, whole nodes with GPUs of two types, a partition of a group, one that is down.
+SLURM_24_11 = Printed(
+    sinfo=(
+        "cpu*|up|infinite|100|(null)\nboost|up|1-00:00:00|3|gpu:nvidia_a100-sxm4-80gb:4(S:0-1)\n"
+        "boost|up|1-00:00:00|1|gpu:nvidia_h100_80gb_hbm3:4(S:0-1)\nvip|up|infinite|9|gpu:h200:8\n"
+        "old|down|infinite|50|gpu:v100:4\n"
+    ),
+    config=config("24.11.5", plugins="lua", tmp="/local"),
+    partition=(
+        _partition_24_11("cpu", Default="YES", MaxTime="UNLIMITED", TotalNodes="100")
+        + _partition_24_11("boost", OverSubscribe="EXCLUSIVE", AllowQos="boost_prod,boost_dbg", MaxTime="08:00:00")
+        + _partition_24_11("vip", AllowGroups="astro,root", MaxTime="UNLIMITED", TotalNodes="9")
+        + _partition_24_11("old", State="DOWN", TotalNodes="50")
+    ),
+    node=(
+        _node_24_11("c001", "cpu", "(null)", "IDLE", "icelake")
+        + "".join(
+            _node_24_11(f"b00{number}", "boost", "gpu:nvidia_a100-sxm4-80gb:4(S:0-1)", "IDLE", "a100,nvme")
+            for number in (1, 2, 3)
+        )
+        + _node_24_11("b004", "boost", "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)", "MIXED+PLANNED", "h100,nvme")
+        + _node_24_11("b005", "boost", "gpu:2", "DOWN+DRAIN", "broken")
+        + _node_24_11("v001", "vip", "gpu:h200:8", "IDLE", "h200")
+        + _node_24_11("o001", "old", "gpu:v100:4", "IDLE", "v100")
+    ),
+    associations="astro|||normal\ngenom||boost_prod,normal|normal\nlab|boost|boost_dbg|\n",
+    default_account="genom\n",
+)
+
+DF = """\
+Filesystem                Type     1024-blocks        Used   Available Capacity Mounted on
+nas1:/export/home         nfs4       104857600    60000000    44857600      58% /home
+10.0.0.1@o2ib:/scratch    lustre 4000000000000 10000000000 3990000000000       1% /scratch
+tmpfs                     tmpfs      264036984        1000   264035984       1% /tmp
+"""
+IP = """\
+1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever
+2: eno1    inet 192.0.2.17/24 brd 192.0.2.255 scope global noprefixroute eno1\\       valid_lft forever
+2: eno1    inet6 fe80::1/64 scope link \\       valid_lft forever preferred_lft forever
+4: ib0    inet 10.1.0.7/16 brd 10.1.255.255 scope global ib0\\       valid_lft forever preferred_lft forever
+5: docker0    inet 172.17.0.1/16 brd 172.17.255.255 scope global docker0\\       valid_lft forever
+6: vlan7@eno1    inet 198.51.100.4/24 scope global vlan7\\       valid_lft forever
+"""
+NET_DEV = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame|bytes
+    lo: 1000      10    0    0    0     0          0         0     1000      10    0    0    0     0       0          0
+  ib0: 5000      50    0    0    0     0          0         0     5000      50    0    0    0     0       0          0
+"""
+QUOTA = """\
+Disk quotas for user alice (uid 1001):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+nas1:/export/home 18000000* 17000000 52428800  6days  210000       0       0
+      /dev/sda1     100       0       0            12       0       0
+"""
+LMOD = """\
+/apps/modules/Core:
+apptainer/1.3.4
+cuda/12.4.0
+cuda/12.8.1(default)
+gcc/13.2.0
+/apps/modules/Libs:
+fftw/3.3.10 <L>
+"""

@@ -1,0 +1,180 @@
+"""What is decided of a site file, why, and what is left as a question; and that the file says it so that it is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.submit.init.choose import choose_partition, choose_settings, describe
+from hpc_serve.submit.init.facts import ClusterFacts, PartitionFacts
+from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_quota
+from hpc_serve.submit.init.site_text import site_text, yaml_value
+from hpc_serve.submit.init.slurm_facts import (
+    parse_associations,
+    parse_config,
+    parse_default_account,
+    parse_nodes,
+    parse_partitions,
+    with_nodes,
+)
+from hpc_serve.submit.site import load_site
+from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_22_05, SLURM_24_11, Printed
+
+
+def facts_of(printed: Printed, **more) -> ClusterFacts:
+    return ClusterFacts(
+        host="login1",
+        user="alice",
+        groups=("users",),
+        config=parse_config(printed.config),
+        partitions=with_nodes(parse_partitions(printed.partition), parse_nodes(printed.node)),
+        associations=parse_associations(printed.associations),
+        default_account=parse_default_account(printed.default_account),
+        **more,
+    )
+
+
+def settings_of(facts: ClusterFacts) -> dict:
+    return {setting.key: setting for setting in choose_settings(facts)}
+
+
+def decided(facts: ClusterFacts) -> dict:
+    return {key: setting.value for key, setting in settings_of(facts).items() if setting.value is not None}
+
+
+def test_a_plain_cluster():
+    facts = facts_of(SLURM_22_05, environment="/home/alice/env", engine="0.32.0")
+    assert decided(facts) == {
+        "partition": "gpu",
+        "gpu": "h100-80gb",
+        "gpus_per_node": 8,
+        "venv": "/home/alice/env",
+    }
+    assert describe(facts.partitions[0]) == "3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days"
+    assert "Slurm's default. Also here: lowprio (3 nodes" in settings_of(facts)["partition"].why
+
+
+def test_a_site_with_rules():
+    facts = facts_of(SLURM_24_11)
+    assert decided(facts) == {
+        "partition": "boost",
+        "account": "genom",
+        "qos": "boost_prod",
+        "time": "08:00:00",
+        "gpu": "a100-80gb",
+        "gpus_per_node": 4,
+        "gres_type": "nvidia_a100-sxm4-80gb",
+        "exclusive": True,
+    }
+    why = {key: setting.why for key, setting in settings_of(facts).items()}
+    assert "not Slurm's default" in why["partition"]
+    assert "vip" in why["partition"]
+    assert "old" not in why["partition"]
+    assert why["account"] == "Your default account, says sacctmgr. You may charge astro, lab too."
+    assert "takes boost_prod, boost_dbg alone" in why["qos"]
+    assert "nvidia_h100_80gb_hbm3" in why["gres_type"]
+    assert "the nodes see" in why["venv"]
+    assert "OverSubscribe=EXCLUSIVE" in why["exclusive"]
+    assert "Slurm's TmpFS is /local" in why["tmpdir"]
+
+
+def test_who_may_use_a_partition_decides():
+    facts = facts_of(SLURM_24_11)
+    vip = next(one for one in facts.partitions if one.name == "vip")
+    only_vip = replace(facts, partitions=(vip,))
+    assert choose_partition(only_vip) is None
+    assert choose_partition(replace(only_vip, groups=("users", "astro"))) == vip
+    boost = next(one for one in facts.partitions if one.name == "boost")
+    barred = replace(boost, allow_accounts=("physics",))
+    assert choose_partition(replace(facts, partitions=(barred,))) is None
+    assert choose_partition(replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))) is not None
+    denied = replace(facts, partitions=(replace(boost, deny_accounts=("genom",)),))
+    assert decided(denied)["account"] == "astro"
+
+
+@pytest.mark.parametrize("select", ["select/linear", "select/cons_res"])
+def test_an_old_scheduler_is_asked_by_gres(select):
+    facts = facts_of(SLURM_22_05)
+    facts = replace(facts, config={**facts.config, "SelectType": select})
+    assert decided(facts)["gpu_directive"] == "gres"
+    assert select in settings_of(facts)["gpu_directive"].why
+
+
+def test_jobs_that_cannot_submit_are_known_by_their_partition():
+    facts = facts_of(SLURM_22_05)
+    gpu = replace(facts.partitions[0], submit_hosts="login[1-4]")
+    facts = replace(facts, partitions=(gpu,))
+    assert decided(facts)["jobs_can_submit"] is False
+    assert "login[1-4]" in settings_of(facts)["jobs_can_submit"].why
+
+
+def test_where_slurm_says_nothing_everything_is_a_question():
+    settings = settings_of(ClusterFacts(unanswered={"sacctmgr": "there is no `sacctmgr` here"}))
+    assert all(setting.value is None and "?" in setting.why for setting in settings.values() if setting.key != "mem")
+    assert "there is no `sacctmgr` here" in settings["account"].why
+
+
+def test_gpus_that_the_catalogue_does_not_know_are_asked_for():
+    facts = facts_of(SLURM_22_05._replace(node=SLURM_22_05.node.replace("gpu:h100", "gpu:foo9000")))
+    assert settings_of(facts)["gpu"].value is None
+    assert "Slurm calls them foo9000" in settings_of(facts)["gpu"].why
+    assert decided(facts)["gpus_per_node"] == 8
+
+
+def test_what_the_login_node_shows_stands_beside_the_questions():
+    facts = facts_of(
+        SLURM_24_11,
+        mounts=parse_df(DF, ["/home/alice", "/scratch/alice", "/tmp"]),
+        interfaces=parse_ip(IP),
+        modules=parse_modules(LMOD),
+        quotas=parse_quota(QUOTA),
+        runtimes=("apptainer", "enroot"),
+        environ={"HOME": "/home/alice", "SCRATCH": "/scratch/alice", "https_proxy": "http://me:pw@proxy:3128"},
+    )
+    settings = settings_of(facts)
+    assert settings["interface"].example == "ib0"
+    assert settings["modules"].example == ("cuda/12.8.1",)
+    assert "apptainer, enroot" in settings["apptainer"].why
+    assert "in memory" in settings["tmpdir"].why
+    assert "43 GiB are left: set HF_HOME to $SCRATCH" in settings["weights_help"].why
+    text = site_text(settings.values(), head="x")
+    assert "A proxy is set here (https_proxy)" in " ".join(text.replace("#", " ").split())
+    assert "me:pw" not in text
+
+
+@pytest.mark.parametrize("printed", [SLURM_22_05, SLURM_24_11])
+@pytest.mark.parametrize("engine", [None, "0.32.0"])
+def test_the_file_is_read_as_it_was_decided(tmp_path, printed, engine):
+    facts = facts_of(printed, environment="/home/alice/my env: x", engine=engine, runtimes=("apptainer",))
+    path = tmp_path / "site.yaml"
+    path.write_text(site_text(choose_settings(facts), head="Written by a test"))
+    site = load_site(path)
+    wanted = {key: value if isinstance(value, (bool, int)) else str(value) for key, value in decided(facts).items()}
+    assert {key: getattr(site, key) for key in wanted} == wanted
+
+
+def test_every_question_can_be_answered_by_taking_its_mark_away(tmp_path):
+    facts = facts_of(SLURM_24_11, runtimes=("apptainer",), modules=parse_modules(LMOD))
+    for setting in choose_settings(facts):
+        path = tmp_path / f"{setting.key}.yaml"
+        path.write_text(f"{setting.key}: {yaml_value(setting.example if setting.value is None else setting.value)}\n")
+        load_site(path)
+
+
+def test_what_the_system_s_file_sets_is_not_set_again():
+    settings = choose_settings(facts_of(SLURM_24_11))
+    text = site_text(settings, head="x", above={"partition": "/etc/hpc-serve/site.yaml"})
+    assert "\n# partition: boost\n" in text
+    assert "It is set in /etc/hpc-serve/site.yaml" in " ".join(text.replace("#", " ").split())
+    assert "\naccount: genom\n" in text
+
+
+def test_words_of_the_cluster_cannot_leave_their_comment(tmp_path):
+    name = "gpu\nvenv: /evil\r\x1b[2J"
+    facts = replace(facts_of(SLURM_22_05), partitions=(PartitionFacts(name=name),))
+    path = tmp_path / "site.yaml"
+    path.write_text(site_text(choose_settings(facts), head=name))
+    assert "\x1b" not in path.read_text()
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines == ['partition: "gpu\\nvenv: /evil\\r\\u001b[2J"']

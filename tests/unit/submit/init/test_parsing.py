@@ -1,0 +1,145 @@
+"""What is read out of the commands' words, version by version."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.submit.init.facts import Association, GpuKind, Interface, QuotaLine
+from hpc_serve.submit.init.gpu_names import GpuName, gpu_named
+from hpc_serve.submit.init.machine_facts import parse_df, parse_ip, parse_modules, parse_net_dev, parse_quota
+from hpc_serve.submit.init.slurm_facts import (
+    from_sinfo,
+    merged,
+    parse_associations,
+    parse_config,
+    parse_default_account,
+    parse_gres,
+    parse_nodes,
+    parse_partitions,
+    with_nodes,
+)
+from hpc_serve.submit.slurm_answers import parse_sinfo
+from tests.unit.submit.init.printed import DF, IP, LMOD, NET_DEV, QUOTA, SLURM_22_05, SLURM_24_11
+
+
+@pytest.mark.parametrize(
+    ("gres", "kinds"),
+    [
+        ("gpu:h100:8", [("h100", 8)]),
+        ("gpu:8", [(None, 8)]),
+        ("gpu:3090:4", [("3090", 4)]),
+        ("gpu:nvidia_a100-sxm4-80gb:4(S:0,2-3)", [("nvidia_a100-sxm4-80gb", 4)]),
+        ("gpu:a100:4(S:0-1),gpu:a30:2(S:1),shard:8", [("a100", 4), ("a30", 2)]),
+        ("nvme:1,gpu:a100_1g.10gb:14", [("a100_1g.10gb", 14)]),
+        ("gpu:h100:no_consume:8", [("h100", 8)]),
+        ("(null)", []),
+        ("mygpu:3", []),
+        ("gpu:0", []),
+    ],
+)
+def test_gpus_of_a_node(gres, kinds):
+    assert parse_gres(gres) == tuple(GpuKind(name=name, count=count) for name, count in kinds)
+
+
+@pytest.mark.parametrize(
+    ("slurm_name", "features", "name"),
+    [
+        ("h100", (), "h100-80gb"),
+        ("H100", (), "h100-80gb"),
+        ("nvidia_h100_80gb_hbm3", (), "h100-80gb"),
+        ("nvidia_h100_nvl", (), "h100-94gb"),
+        ("nvidia_h100_pcie", (), "h100-pcie-80gb"),
+        ("a100", ("icelake", "a100_40g"), "a100-40gb"),
+        ("a100", ("80g", "ssd40gb"), "a100-80gb"),
+        ("nvidia_a100-pcie-40gb", (), "a100-pcie-40gb"),
+        ("tesla_v100-sxm2-16gb", (), "v100-16gb"),
+        ("l40s", (), "l40s"),
+        ("geforce_rtx_3090", (), "rtx-3090"),
+        ("nvidia_gh200_480gb", (), "gh200-96gb"),
+        ("amd_instinct_mi300x_oam", (), "mi300x"),
+        ("mi250x", (), "mi250x-gcd"),
+        ("a10", (), "a10"),
+        ("a10g", (), "a10g"),
+        ("a100_1g.10gb", (), None),
+        ("l40", (), None),
+        ("a6000", (), None),
+        ("gtx1080ti", (), None),
+        ("tesla", (), None),
+    ],
+)
+def test_the_accelerator_that_a_site_means(slurm_name, features, name):
+    found = gpu_named(slurm_name, features)
+    assert (found and found.name) == name
+
+
+def test_what_a_name_leaves_open_is_said():
+    assert gpu_named("v100") == GpuName(name="v100-32gb", others=("v100-16gb",))
+    assert gpu_named("tesla_v100-sxm2-32gb") == GpuName(name="v100-32gb")
+
+
+def test_partitions_and_nodes_of_22_05():
+    detailed = parse_partitions(SLURM_22_05.partition)
+    gpu, lowprio = with_nodes(detailed, parse_nodes(SLURM_22_05.node))
+    assert (gpu.name, gpu.is_default, gpu.time_limit_s, gpu.num_nodes) == ("gpu", True, 7 * 86400.0, 3)
+    assert (lowprio.is_default, lowprio.allow_groups, lowprio.submit_hosts) == (False, None, None)
+    node = gpu.nodes[1]
+    assert (node.name, node.cpus, node.memory_mib, node.state) == ("n2", 64, 524288, "IDLE")
+    assert (node.gpus, node.features) == ((GpuKind(name="h100", count=8),), ())
+
+
+def test_partitions_and_nodes_of_24_11():
+    found = with_nodes(parse_partitions(SLURM_24_11.partition), parse_nodes(SLURM_24_11.node))
+    cpu, boost, vip, old = found
+    assert (cpu.time_limit_s, cpu.gpu_nodes, cpu.gives_whole_nodes) == (None, (), False)
+    assert (boost.gives_whole_nodes, boost.allow_qos) == (True, ("boost_prod", "boost_dbg"))
+    assert [node.name for node in boost.nodes] == ["b001", "b002", "b003", "b004"]  # b005 is down
+    assert (boost.nodes[0].cpus, boost.nodes[0].features) == (72, ("a100", "nvme"))  # not what the reason says
+    assert (vip.allow_groups, old.is_up) == (("astro", "root"), False)
+
+
+def test_a_site_that_hides_its_nodes_is_known_by_sinfo():
+    listed = from_sinfo(parse_sinfo(SLURM_24_11.sinfo))
+    alone = {one.name: one for one in merged((), listed)}
+    assert [node.number for node in alone["boost"].nodes] == [3, 1]
+    assert (alone["boost"].num_nodes, alone["cpu"].is_default, alone["old"].is_up) == (4, True, False)
+    both = {one.name: one for one in merged(parse_partitions(SLURM_24_11.partition), listed)}
+    assert (both["boost"].gives_whole_nodes, len(both["boost"].gpu_nodes)) == (True, 2)
+
+
+def test_slurm_s_own_settings():
+    config = parse_config(SLURM_24_11.config)
+    assert (config["SLURM_VERSION"], config["SelectType"], config["TmpFS"]) == ("24.11.5", "select/cons_tres", "/local")
+
+
+def test_accounts():
+    assert parse_associations(SLURM_24_11.associations) == (
+        Association(account="astro", default_qos="normal"),
+        Association(account="genom", qos=("boost_prod", "normal"), default_qos="normal"),
+        Association(account="lab", partition="boost", qos=("boost_dbg",)),
+    )
+    assert parse_default_account("genom\n") == "genom"
+    assert parse_default_account("") is None
+    assert parse_associations(" You are not running a supported accounting_storage plugin\n") == ()
+
+
+def test_the_login_node():
+    home, scratch, tmp = parse_df(DF, ["/home/alice", "/scratch/alice", "/tmp"])
+    assert (home.kind, home.is_shared, home.free_kib, home.mounted_on) == ("nfs4", True, 44857600, "/home")
+    assert (scratch.is_shared, tmp.is_shared, tmp.kind) == (True, False, "tmpfs")
+    assert parse_df(DF, ["/home/alice"]) == ()
+    assert parse_ip(IP) == (
+        Interface(name="eno1", addresses=("192.0.2.17/24",)),
+        Interface(name="ib0", addresses=("10.1.0.7/16",)),
+        Interface(name="vlan7", addresses=("198.51.100.4/24",)),
+    )
+    assert parse_net_dev(NET_DEV) == (Interface(name="ib0"),)
+    assert parse_quota(QUOTA)[0] == QuotaLine(file_system="nas1:/export/home", used_kib=18000000, limit_kib=52428800)
+    assert parse_modules(LMOD) == ("apptainer/1.3.4", "cuda/12.4.0", "cuda/12.8.1", "gcc/13.2.0", "fftw/3.3.10")
+
+
+@pytest.mark.parametrize("garbage", ["", "\n\n", "=", "NodeName", "|||", "a=b c", "error: \x00 gpu:x:y", "%" * 5000])
+def test_words_that_are_not_understood_are_left_out(garbage):
+    assert parse_nodes(garbage) == parse_partitions(garbage) == parse_associations(garbage) == ()
+    assert parse_df(garbage, ["/"]) == parse_ip(garbage) == parse_quota(garbage) == ()
+    assert parse_gres(garbage) == ()
+    parse_config(garbage), parse_modules(garbage), parse_net_dev(garbage), parse_default_account(garbage)
