@@ -173,6 +173,13 @@ _JOB_OPTIONS = (
         help="How often an engine that was ready is started again in place when it ends or hangs [default: 3].",
     ),
     *(_slurm_option(option) for option in _SLURM_FIELDS),
+    click.option(
+        "--env",
+        "env",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A variable of the job, in its script; may be repeated. No secrets: export those before.",
+    ),
     click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option(
         OVERRULE,
@@ -181,7 +188,7 @@ _JOB_OPTIONS = (
         help="Let options after -- pass that the pinned vLLM does not know: the job has another version, or a plugin.",
     ),
     click.option("--log-dir", metavar="FOLDER", help="Where logs go [default: the service's own folder]."),
-    click.option("--site", metavar="FILE", help="Site file [default: ~/.config/hpc-serve/site.yaml]."),
+    click.option("--site", metavar="FILE", help="Your site file [default: ~/.config/hpc-serve/site.yaml]."),
 )
 
 

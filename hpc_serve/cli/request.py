@@ -65,6 +65,7 @@ def assumed_gpu_note() -> str | None:
 
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
+    from hpc_serve.submit.job_env import expanded, parse_env
     from hpc_serve.submit.site_files import read_site
 
     site = read_site(environ, options["site"])
@@ -98,6 +99,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),
         settings=site.job_settings(environ),
+        env=expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"]),
         log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
         templates_dir=site.templates_dir,
         jobs_can_submit=site.jobs_can_submit is not False,

@@ -21,6 +21,7 @@ _NAMED = re.compile(
     rf"(?P<value>[^\s\"',;)}}\]]{{{_LEAST_LENGTH},}})",
     re.IGNORECASE,
 )
+_NAME_OF_SECRET = re.compile(rf"{_SECRET_NAME}|pass$|_key$", re.IGNORECASE)
 _NO_SECRET = re.compile(r"(?:true|false|none|null|auto|[\d.,]+|\$\{?\w+\}?)", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]+[.,]?")
 _NAME_OF_PATH = re.compile(r"(?:path|file|dir|folder)$", re.IGNORECASE)
@@ -57,8 +58,20 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
     """The values of an environment whose names say that they are secret."""
-    name = re.compile(rf"{_SECRET_NAME}|pass$|_key$", re.IGNORECASE)
-    return [value for key, value in environ.items() if name.search(key) and not _NO_SECRET.fullmatch(value)]
+    return [
+        value for name, value in environ.items() if _NAME_OF_SECRET.search(name) and not _NO_SECRET.fullmatch(value)
+    ]
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable holds a secret, by its name, or by the form of its value (a token, a URL with a password).
+
+    >>> is_secret("HF_TOKEN", "hf_abc"), is_secret("HF_TOKEN_PATH", "/home/me/token"), is_secret("HF_HOME", "/scratch")
+    (True, False, False)
+    """
+    is_path = _NAME_OF_PATH.search(name) and value.startswith(("/", "~", "$"))
+    is_named = _NAME_OF_SECRET.search(name) and not is_path and not _NO_SECRET.fullmatch(value)
+    return bool(is_named) or redact(value) != value
 
 
 def _without_value(found: re.Match[str]) -> str:

@@ -219,7 +219,7 @@ def _mem_gib(plan: ServePlan, gpus: int) -> int:
 def _exports(request: ServeRequest) -> dict[str, str]:
     log_dir = {"HPC_SERVE_LOG_DIR": request.log_dir} if request.log_dir else {}
     offline = {"HF_HUB_OFFLINE": "1"} if request.offline_nodes else {}
-    return request.settings.exports() | log_dir | offline
+    return {**request.env, **request.settings.exports(), **log_dir, **offline}
 
 
 def render_argv(request: ServeRequest) -> tuple[str, ...]:
@@ -258,6 +258,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
     }
     words += [option for option, is_set in flags.items() if is_set]
+    words += [word for name, value in request.env.items() for word in ("--env", f"{name}={value}")]
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
 
 

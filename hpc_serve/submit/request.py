@@ -16,6 +16,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import check_log_path, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
 from hpc_serve.submit.chain import check_chain
+from hpc_serve.submit.job_env import check_env
 from hpc_serve.submit.replicas import check_replicas, check_shared_job
 from hpc_serve.submit.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import check_arguments
@@ -96,7 +97,8 @@ class ServeRequest:
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
-    With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get them there.
+    `env` are variables of the job. With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get
+    them there.
     """
 
     model: str
@@ -132,6 +134,7 @@ class ServeRequest:
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     environment: Environment = field(default_factory=Environment)
     settings: JobSettings = field(default_factory=JobSettings)
+    env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
     templates_dir: str | None = None
     offline_nodes: bool = False
@@ -191,6 +194,7 @@ class ServeRequest:
             cluster=self.cluster,
             asked=asked,
         )
+        check_env(self.env)
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)
         if self.log_dir is not None:
             if not self.log_dir.startswith("/"):

@@ -76,7 +76,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     check_before_plan(request, environ)
     windows_of(environ)
     plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
-    weights_note = check_weights(request, plan, environ, ask_hub=ask_hub)
+    weights_note = check_weights(request, plan, {**environ, **request.env}, ask_hub=ask_hub)
 
     store, service = ServiceStore(default_home(environ)), request.service
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))

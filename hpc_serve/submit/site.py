@@ -18,6 +18,7 @@ import yaml
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.sizes import parse_size
+from hpc_serve.submit.job_env import check_env
 from hpc_serve.submit.request import Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
 
@@ -40,6 +41,10 @@ class SiteProfile(SbatchOptions):
     At most one of `venv`, `conda` and `apptainer` is set.
     """
 
+    env: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"help": "Variables of every job, `{HF_HOME: $SCRATCH/hf}`; `$NAME` is of whoever submits."},
+    )
     sbatch_extra: tuple[str, ...] = _setting("Further options of sbatch, as `--name=value` words.", ())
     gpu: str | None = _setting("What the nodes have, as `hpc-serve gpus` lists it.")
     gpu_memory: str | None = _setting("Memory of one (`256GiB`), where the driver shows another; CPU sockets need it.")
@@ -139,6 +144,8 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
         if all(isinstance(item, yaml.ScalarNode) for item in items):
             return tuple(str(item.value) for item in items if item.value)
         raise SiteFileError(f"{where} must be a list of words, as [one, two].")
+    if kind == Mapping[str, str]:
+        return _mapping(node, where)
     if not isinstance(node, yaml.ScalarNode):
         raise SiteFileError(f"{where} must be one value, not a list or a mapping.")
     text = str(node.value)
@@ -155,6 +162,17 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
     return text
 
 
+def _mapping(node: yaml.Node, where: str) -> dict[str, str]:
+    if isinstance(node, yaml.ScalarNode) and not node.value:
+        return {}
+    is_flat = isinstance(node, yaml.MappingNode) and all(
+        isinstance(one, yaml.ScalarNode) for pair in node.value for one in pair
+    )
+    if not is_flat:
+        raise SiteFileError(f"{where} must hold variables, as {{NAME: value}}.")
+    return {str(name.value): str(value.value) for name, value in node.value}
+
+
 def _check(profile: SiteProfile, path: Path) -> None:
     named = [kind for kind in PYTHONS if getattr(profile, kind)]
     if len(named) > 1:
@@ -164,6 +182,7 @@ def _check(profile: SiteProfile, path: Path) -> None:
     try:
         profile.slurm_options()
         _ = profile.gpu_memory_bytes
+        check_env(profile.env)
     except InvalidRequestError as error:
         raise SiteFileError(f"site file {path}: {error}") from error
 

@@ -46,9 +46,11 @@ def merge_site(environ: Mapping[str, str], named: str | None = None) -> MergedSi
         if any(own.get(name) for name in PYTHONS):  # one of them replaces the other kinds too
             for name in PYTHONS:
                 settings.pop(name, None)
+        if own.get("env"):  # merged variable by variable
+            own["env"] = {**settings.get("env", {}), **own["env"]}
         settings |= own
         sources |= dict.fromkeys(own, file)
-    in_force = {name: value for name, value in settings.items() if value not in (None, ())}
+    in_force = {name: value for name, value in settings.items() if value not in (None, (), {})}
     return MergedSite(profile=SiteProfile(**settings), files=files, sources={name: sources[name] for name in in_force})
 
 

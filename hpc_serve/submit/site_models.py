@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpc_serve.errors import SiteFileError
+from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.submit.job_env import check_env
 from hpc_serve.vllm.arguments import names_in, without
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteModel:
-    """One of them: `model` is a folder, a repository or a name of the catalogue, `vllm_args` are for `vllm serve`."""
+    """One of them: `model` is a folder, a repository or a name of the catalogue, `vllm_args` are for `vllm serve`.
+
+    `env` are variables of its jobs.
+    """
 
     name: str
     model: str
     vllm_args: tuple[str, ...] = ()
     note: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def engine_args(self, given: tuple[str, ...]) -> tuple[str, ...]:
         """Its options, but for those that a person gives again, then what was given."""
@@ -54,7 +59,7 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
 def _model(entry: Any, where: str) -> SiteModel:
     if not isinstance(entry, dict):
         raise SiteFileError(f"{where}: it must have a name and a model.")
-    known = [field.name for field in fields(SiteModel)]
+    known = [one.name for one in fields(SiteModel)]
     for key in entry:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
@@ -67,4 +72,12 @@ def _model(entry: Any, where: str) -> SiteModel:
     words = entry.get("vllm_args") or []
     if not isinstance(words, list) or any(isinstance(word, (dict, list)) for word in words):
         raise SiteFileError(f"{where}: vllm_args must be a list of words, as [--max-num-seqs, 64].")
-    return SiteModel(**texts | {"note": str(texts.get("note", ""))}, vllm_args=tuple(map(str, words)))
+    env = entry.get("env") or {}
+    if not isinstance(env, dict) or any(isinstance(value, (dict, list, bool)) for value in env.values()):
+        raise SiteFileError(f"{where}: env must hold variables, as {{NAME: value}}; write yes, no, true as 'true'.")
+    env = {str(name): str(value) for name, value in env.items()}
+    try:
+        check_env(env)
+    except InvalidRequestError as error:
+        raise SiteFileError(f"{where}: {error}") from error
+    return SiteModel(**texts | {"note": str(texts.get("note", ""))}, vllm_args=tuple(map(str, words)), env=env)

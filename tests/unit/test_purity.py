@@ -34,6 +34,7 @@ PURE = (
     "hpc_serve.submit.init.machine_facts",
     "hpc_serve.submit.init.site_text",
     "hpc_serve.submit.init.slurm_facts",
+    "hpc_serve.submit.job_env",
     "hpc_serve.submit.render",
     "hpc_serve.submit.request",
     "hpc_serve.submit.sbatch_options",

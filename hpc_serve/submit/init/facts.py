@@ -64,9 +64,10 @@ class Association:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The file system that a folder is on. Sizes are in KiB, as df prints them."""
+    """The file system that a folder is on: its device or server, where it is mounted. Sizes are in KiB, as of df."""
 
     folder: str
+    source: str
     kind: str
     size_kib: int
     free_kib: int

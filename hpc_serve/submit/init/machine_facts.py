@@ -22,7 +22,12 @@ def parse_df(stdout: str, folders: Sequence[str]) -> tuple[Mount, ...]:
         match = re.fullmatch(r"(.*\S)\s+(\S+)\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+%\s+(/.*)", line)
         if match is not None:
             mount = Mount(
-                folder=folder, kind=match[2], size_kib=int(match[3]), free_kib=int(match[5]), mounted_on=match[6]
+                folder=folder,
+                source=match[1],
+                kind=match[2],
+                size_kib=int(match[3]),
+                free_kib=int(match[5]),
+                mounted_on=match[6],
             )
             found.append(mount)
     return tuple(found) if len(lines) == len(folders) else ()

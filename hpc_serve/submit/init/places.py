@@ -28,6 +28,7 @@ def places(facts: ClusterFacts) -> tuple[Setting, ...]:
         *_local_folders(facts),
         _log_dir(facts),
         *_hub(facts),
+        _env(facts),
     )
 
 
@@ -124,7 +125,7 @@ def _hub(facts: ClusterFacts) -> list[Setting]:
         Setting(
             key="weights_help",
             example="ask support for /project/models",
-            why=f"What shall `submit` say where weights are missing?{_home_is_small(facts)}",
+            why="What shall `submit` say where weights are missing?",
         ),
     ]
 
@@ -134,23 +135,24 @@ def _proxies(facts: ClusterFacts) -> str:
     return f" A proxy is set here ({', '.join(names)}); jobs take it over with the environment." if names else ""
 
 
+def _env(facts: ClusterFacts) -> Setting:
+    scratch = next((f"${name}" for name in _SCRATCH if facts.environ.get(name)), "/scratch/$USER")
+    why = f"Which variables does every job need? `--env NAME=VALUE` is for one service.{_home_is_small(facts)}"
+    return Setting(key="env", example={"HF_HOME": f"{scratch}/huggingface"}, why=why)
+
+
 def _home_is_small(facts: ClusterFacts) -> str:
     """A remark on where models go, if the home's quota or its free space is less than one of them needs."""
     if facts.environ.get("HF_HOME"):
         return ""
     home = _mount(facts, facts.environ.get("HOME", "~"))
-    quota = next((one for one in facts.quotas if home and _is_on(one.file_system, home)), None)
+    quota = next((one for one in facts.quotas if home and one.file_system == home.source), None)
     room = [home.free_kib] if home else []
     room += [quota.limit_kib - quota.used_kib] if quota and quota.limit_kib else []
     if not room or min(room) >= _LEAST_FOR_MODELS_KIB:
         return ""
-    scratch = next((f"${name}" for name in _SCRATCH if facts.environ.get(name)), "a scratch folder")
     free = max(0, min(room)) / _GIB_KIB
-    return f" Models go to ~/.cache/huggingface, where {free:,.0f} GiB are left: set HF_HOME to {scratch}."
-
-
-def _is_on(file_system: str, mount: Mount) -> bool:
-    return file_system == mount.mounted_on or file_system.endswith(f":{mount.mounted_on}")
+    return f" Models go to ~/.cache/huggingface, where {free:,.0f} GiB are left: set HF_HOME."
 
 
 def _mount(facts: ClusterFacts, folder: str) -> Mount | None:

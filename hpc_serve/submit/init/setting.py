@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-Value = str | int | bool | tuple[str, ...]
+Value = str | int | bool | tuple[str, ...] | Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)

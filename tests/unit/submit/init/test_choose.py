@@ -137,7 +137,8 @@ def test_what_the_login_node_shows_stands_beside_the_questions():
     assert settings["modules"].example == ("cuda/12.8.1",)
     assert "apptainer, enroot" in settings["apptainer"].why
     assert "in memory" in settings["tmpdir"].why
-    assert "43 GiB are left: set HF_HOME to $SCRATCH" in settings["weights_help"].why
+    assert "where 33 GiB are left: set HF_HOME" in settings["env"].why
+    assert settings["env"].example == {"HF_HOME": "$SCRATCH/huggingface"}
     text = site_text(settings.values(), head="x")
     assert "A proxy is set here (https_proxy)" in " ".join(text.replace("#", " ").split())
     assert "me:pw" not in text

@@ -54,7 +54,7 @@ def test_one_that_does_not_answer_holds_nothing_up_and_is_ended(cluster, monkeyp
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(looking.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
     cluster.command("df", "sleep 600")
     with pytest.raises(OSError, match="`df` has not answered for 0 s"):
         looking._output(["df"], 0.01)
