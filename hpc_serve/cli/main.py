@@ -40,6 +40,7 @@ COMMANDS = {
     "top": ("hpc_serve.cli.top", "top_command", "Show what all replicas do now, again and again."),
     "logs": ("hpc_serve.cli.watch", "logs_command", "Show what a service's job has written."),
     "doctor": ("hpc_serve.cli.doctor", "doctor_command", "Say why a service failed, and what to do about it."),
+    "report": ("hpc_serve.cli.report", "report_command", "Write a page about a service: plan, start, figures."),
     "scale": ("hpc_serve.cli.watch", "scale_command", "Change the number of a service's replicas."),
     "wake": ("hpc_serve.cli.watch", "wake_command", "Bring back a service that is asleep."),
     "stop": ("hpc_serve.cli.watch", "stop_command", "End a service, or one job of it."),

@@ -20,7 +20,6 @@ from rich.text import Text
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -185,7 +184,7 @@ def print_table(statuses: Sequence[ReplicaStatus]) -> None:
 
 def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:
     """All there is to say about one replica, and what its engine does, if it was asked."""
-    from hpc_serve.cli.work_view import duration, work_rows
+    from hpc_serve.cli.work_view import duration, when, work_rows
     from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.log_files import files_of, places_of
 
@@ -200,13 +199,13 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "state": status.sentence,
         "cause": f"{cause.cause} ({cause.lines[0].place})" if cause and cause.is_known else "",
         "to do": cause.cure if cause and cause.is_known else "",
-        "since": _when(status.state_since) if status.state == "unresponsive" else "",
+        "since": when(status.state_since) if status.state == "unresponsive" else "",
         "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
         "address": status.address,
         "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,
         "layout": layout,
-        "submitted": _when(status.submitted_at) if status.started_at is None else "",
-        "started": _when(status.started_at),
+        "submitted": when(status.submitted_at) if status.started_at is None else "",
+        "started": when(status.started_at),
         "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
         "caches": status.cache,
         "time left": status.time_left or "",
@@ -231,12 +230,14 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 
 
 def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
+    from hpc_serve.cli.work_view import figure
+
     names = [name for name in status.predicted if name in status.measured]
     if not names:
         return
     console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
     for name in names:
-        predicted, measured = (_figure(name, figures[name]) for figures in (status.predicted, status.measured))
+        predicted, measured = (figure(name, figures[name]) for figures in (status.predicted, status.measured))
         console.print(Text(f"  {name:<24} {predicted:>14} {measured:>14}"))
 
 
@@ -268,16 +269,6 @@ def _exit_code(code: int) -> str:
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(seconds))
-
-
-def _figure(name: str, value: float) -> str:
-    if name.endswith("_bytes"):
-        return f"{value / GIB:.2f} GiB"
-    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
-
-
-def _when(seconds: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
 
 def warn(lines: Sequence[str]) -> None:

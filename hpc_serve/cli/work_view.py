@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+from hpc_serve.sizes import GIB
 from hpc_serve.submit.planned_speed import planned_request, planned_tokens_per_s
 
 if TYPE_CHECKING:
@@ -64,6 +66,18 @@ def work_json(status: ReplicaStatus, work: ReplicaWork) -> dict[str, Any]:
         "planned_generation_tokens_per_s": planned_tokens_per_s(status.predicted, in_flight) if in_flight else None,
         "problem": work.problem or None,
     }
+
+
+def figure(name: str, value: float) -> str:
+    """A figure of a plan or a log by its name: bytes as GiB, other numbers as they are."""
+    if name.endswith("_bytes"):
+        return f"{value / GIB:.2f} GiB"
+    return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
+
+
+def when(seconds: float | None) -> str:
+    """A time since the epoch by this host's clock; "" for none."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
 
 def duration(seconds: float) -> str:

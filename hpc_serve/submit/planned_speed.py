@@ -35,11 +35,7 @@ def planned_tokens_per_s(predicted: Mapping[str, float], in_flight: int) -> floa
     >>> round(planned_tokens_per_s({"output_tokens_per_s_at_1": 100.0, "output_tokens_per_s_at_4": 400.0}, 2))
     200
     """
-    known = sorted(
-        (int(count), value)
-        for name, value in predicted.items()
-        if (found := _COUNT.fullmatch(name)) and (count := found[1]) and value > 0
-    )
+    known = planned_speeds(predicted)
     if not known or in_flight < 1:
         return None
     below = max((one for one in known if one[0] <= in_flight), default=known[0])
@@ -48,6 +44,13 @@ def planned_tokens_per_s(predicted: Mapping[str, float], in_flight: int) -> floa
         return below[1]
     share = math.log(in_flight / below[0]) / math.log(above[0] / below[0])
     return below[1] * math.exp(share * math.log(above[1] / below[1]))
+
+
+def planned_speeds(predicted: Mapping[str, float]) -> list[tuple[int, float]]:
+    """Numbers of requests in flight with the output tokens a second that the plan expects, in order."""
+    return sorted(
+        (int(found[1]), value) for name, value in predicted.items() if (found := _COUNT.fullmatch(name)) and value > 0
+    )
 
 
 def planned_request(predicted: Mapping[str, float]) -> tuple[int, int] | None:

@@ -1,0 +1,68 @@
+"""The line in which vLLM reports, every ten seconds, what an engine has done since the last one. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_HINT = "Avg generation throughput: "
+_RATES = re.compile(r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s")
+_REQUESTS = re.compile(r"Running: (\d{1,9}) reqs?, .*?Waiting: (\d{1,9}) reqs?|Running: (\d{1,9}) reqs?")
+_CACHE = re.compile(r"KV cache usage: ([\d.]+)%")
+_LONGEST_NUMBER = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """Tokens a second since the last report; requests at this moment; the share of the cache in use, if it is said."""
+
+    prompt_tokens_per_s: float
+    generation_tokens_per_s: float
+    running: int
+    waiting: int
+    cache_use: float | None = None
+
+    def plus(self, other: EngineReport | None) -> EngineReport:
+        """Of two parts of an engine that report at the same moment."""
+        if other is None:
+            return self
+        uses = [use for use in (self.cache_use, other.cache_use) if use is not None]
+        return EngineReport(
+            prompt_tokens_per_s=self.prompt_tokens_per_s + other.prompt_tokens_per_s,
+            generation_tokens_per_s=self.generation_tokens_per_s + other.generation_tokens_per_s,
+            running=self.running + other.running,
+            waiting=self.waiting + other.waiting,
+            cache_use=max(uses, default=None),
+        )
+
+
+def read_report(line: str) -> EngineReport | None:
+    """What `line` reports, or None.
+
+    >>> read_report("Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 9.5 tokens/s, Running: 2 reqs, "
+    ...     "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 0.0%").cache_use
+    0.125
+    """
+    if _HINT not in line:
+        return None
+    rates, requests, cache = _RATES.search(line), _REQUESTS.search(line), _CACHE.search(line)
+    if rates is None or requests is None:
+        return None
+    prompt, generation = _number(rates[1]), _number(rates[2])
+    used = _number(cache[1]) if cache else None
+    if prompt is None or generation is None:
+        return None
+    return EngineReport(
+        prompt_tokens_per_s=prompt,
+        generation_tokens_per_s=generation,
+        running=int(requests[1] or requests[3]),
+        waiting=int(requests[2] or 0),
+        cache_use=None if used is None else used / 100,
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text) if len(text) <= _LONGEST_NUMBER else None
+    except ValueError:
+        return None

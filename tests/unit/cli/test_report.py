@@ -1,0 +1,187 @@
+"""The page of `report`: what it shows, and that nothing that others wrote becomes part of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from hpc_serve.cli import report
+from hpc_serve.cli.charts import Curve, curves, stage_bar
+from hpc_serve.cli.main import run
+from hpc_serve.client.engine_work import WorkWatch
+from hpc_serve.rendezvous.record import NodeRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.patience import PATIENCE_S, be_patient
+from tests.support.stubs import StubService, make_record, make_submitted
+from tests.unit.submit.test_log_history import LOG
+
+EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J&'
+
+
+@pytest.fixture(autouse=True)
+def place(stand_ins, tmp_path, monkeypatch):
+    be_patient(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "_LOOK_S", 0.01)
+    monkeypatch.setitem(WorkWatch.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
+    return stand_ins
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+class Page(HTMLParser):
+    """The tags of a page, each with its attributes, and that they are closed in order."""
+
+    VOID = ("meta", "line", "rect", "circle", "polyline")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        if tag in self.VOID:
+            return
+        assert self.open.pop() == tag
+
+
+def page_of(capsys, target: str = "8b") -> str:
+    assert run(["report", target, "--output", "-"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_replica_that_serves(store, capsys):
+    service = StubService(store.home, "8b")
+    predicted = {"kv_cache_bytes": 2.0 * 2**30, "output_tokens_per_s_at_1": 120.0, "output_tokens_per_s_at_4": 450.0}
+    predicted |= {"request_input_tokens": 1024.0, "request_output_tokens": 256.0}
+    store.write_submitted(
+        make_submitted(
+            service="8b", cluster="local", job_id="7", predicted=predicted, engine_args=("--max-model-len", "4096")
+        )
+    )
+    log_dir = store.log_dir("8b")
+    service.start(
+        service="8b",
+        job_id="7",
+        cluster="local",
+        log_dir=str(log_dir),
+        nodes=(NodeRecord(name="n1", address="10.0.0.1"),),
+        measured={"kv_cache_bytes": 1.5 * 2**30},
+    )
+    (log_dir / "7-node0.log").write_text(
+        LOG.replace("2026-", time.strftime("%Y-")).replace("11-22", time.strftime("%m-%d"))
+    )
+    text = page_of(capsys)
+    shown = re.sub(r"<[^>]*>", "|", text)
+    for words in (
+        "|8b job 7 |",
+        "|--max-model-len 4096|",
+        "|starting the engine|",
+        "|286 s|",
+        "|0 running, 0 waiting|",
+        "Expected of requests of 1,024 tokens in and 256 out:",
+        "|450|",
+        "|2.00 GiB|",
+        "|1.50 GiB|",
+        "|-25.0 %|",
+        "2 reports that vLLM wrote",
+    ):
+        assert words in shown, words
+    assert Page(text).tags.count("svg") == 5
+    service.close()
+
+
+def test_nothing_of_others_becomes_part_of_the_page(store, capsys):
+    log_dir = store.log_dir("8b")
+    store.ensure_api_key("8b")
+    secret = "hf_" + "abcdefgh12345678"
+    store.write(
+        make_record(
+            service="8b",
+            job_id="7",
+            cluster="local",
+            state="failed",
+            model=EVIL,
+            reason=EVIL,
+            failed_part=EVIL,
+            stand_in=EVIL,
+            log_dir=str(log_dir),
+            nodes=(NodeRecord(name=EVIL, address=EVIL),),
+            last_log_lines=(EVIL, f"HF_TOKEN={secret}"),
+            measured={EVIL: 1.0, "x": 2.0},
+            predicted={EVIL: 1.0, "x": 2.0},
+        )
+    )
+    store.write_submitted(make_submitted(service="8b", cluster="local", job_id="7", engine_args=(EVIL,)))
+    evil_log = LOG.replace("LlamaForCausalLM", EVIL) + f"ValueError: {EVIL} HF_TOKEN={secret}\n"
+    (log_dir / "7-node0.log").write_text(evil_log)
+    text = page_of(capsys)
+    page = Page(text)
+    assert {"script", "img", "a", "link", "iframe", "object", "form"} & set(page.tags) == set()
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
+    assert "alert(1)" in text
+    assert "\x1b" not in text
+    assert secret not in text
+    assert "default-src 'none'" in dict(page.attributes)["content"]
+    assert store.read_api_key("8b") not in text
+
+
+def test_what_is_not_known_is_said(store, capsys):
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
+    text = page_of(capsys)
+    for words in (
+        "The plan was not written down",
+        "tells no stage of it",
+        "No figure is both predicted and measured: the plan was not written down.",
+        "No figures over time",
+    ):
+        assert words in text
+    Page(text)
+
+
+def test_of_a_service_those_that_are_not_over_else_the_last_one(store, capsys):
+    store.ensure_api_key("8b")
+    for job_id, state in (("7", "stopped"), ("8", "starting"), ("9", "starting")):
+        store.write(make_record(service="8b", job_id=job_id, cluster="local", state=state))
+    assert re.findall(r"<h2>8b job (\w+)", page_of(capsys)) == ["8", "9"]
+    assert re.findall(r"<h2>8b job (\w+)", page_of(capsys, "7")) == ["7"]
+
+
+def test_the_file_is_private_and_where_it_cannot_be_is_said(store, tmp_path, capsys):
+    store.ensure_api_key("8b")
+    store.write(make_record(service="8b", job_id="7", cluster="local", state="starting"))
+    assert run(["report", "8b"]) == 0
+    assert (tmp_path / "hpc-serve-report-8b.html").stat().st_mode & 0o777 == 0o600
+    assert run(["report", "8b", "--output", "nowhere/x.html"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert run(["report", "70b"]) == 5
+
+
+def test_pictures_of_nothing_are_empty_and_of_much_are_thinned_out():
+    assert stage_bar([]) == curves("x", []) == curves("x", [Curve(name="y", points=[])]) == ""
+    many = [(10.0 * place, float(place % 7)) for place in range(50_000)]
+    picture = curves("x", [Curve(name="y", points=many)])
+    assert len(picture) < 20_000
+    assert picture.count("<polyline") == 1
+    gap = curves("x", [Curve(name="y", points=[(0.0, 1.0), (10.0, 1.0), (500.0, 0.0)])])
+    assert (gap.count("<polyline"), gap.count("<circle")) == (1, 1)

@@ -1,0 +1,94 @@
+"""The course of a run, by the log of its head."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpc_serve.submit import log_history
+from hpc_serve.submit.log_history import read_history
+
+# As real vLLM 0.32 and the launcher wrote it, shortened; shards have no time of their own.
+LOG = """\
+2026-11-22 14:05:13 vm INFO hpc-serve: launcher of tiny begins
+2026-11-22 14:05:14 vm INFO hpc-serve: engine command: vllm serve m --port 18202
+(APIServer pid=24920) INFO 11-22 14:07:47 [model.py:733] Resolved architecture: LlamaForCausalLM
+(Worker pid=10849) INFO 11-22 14:10:00 [cpu_model_runner.py:68] Starting to load model m...
+Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]\r\
+Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 184.20it/s]
+(APIServer pid=24920) INFO 11-22 14:10:22 [entry.py:140] Starting vLLM server on https://127.0.0.1:18202
+2026-11-22 14:10:26 vm INFO hpc-serve: tiny is ready at https://127.0.0.1:18202/v1
+(APIServer pid=1) INFO 11-22 14:19:46 [loggers.py:335] Engine 000: Avg prompt throughput: 347.3 tokens/s, \
+Avg generation throughput: 124.2 tokens/s, Running: 8 reqs, Waiting: 0 reqs, CPU KV cache usage: 0.1%
+(APIServer pid=1) INFO 11-22 14:19:46 [loggers.py:335] Engine 001: Avg prompt throughput: 1.0 tokens/s, \
+Avg generation throughput: 1.0 tokens/s, Running: 1 reqs, Waiting: 2 reqs, CPU KV cache usage: 0.2%
+(APIServer pid=1) INFO 11-22 14:19:56 [loggers.py:335] Engine 000: Avg prompt throughput: 0.0 tokens/s, \
+Avg generation throughput: 9.0 tokens/s, Running: 0 reqs, Waiting: 0 reqs, CPU KV cache usage: 0.0%
+"""
+NEAR = time.mktime((2026, 11, 22, 15, 0, 0, 0, 0, -1))
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "7-node0.log"
+    path.write_text(LOG)
+    return path
+
+
+def test_stages_and_reports(log):
+    found = read_history(log, near=NEAR)
+    assert [(stage.name, stage.took_s) for stage in found.stages] == [
+        ("nodes and Ray", 1),
+        ("starting the engine", 286),
+        ("loading weights", 22),
+        ("server is up", 4),
+    ]
+    assert found.is_ready
+    assert found.stages[0].began_at == time.mktime((2026, 11, 22, 14, 5, 13, 0, 0, -1))
+    (first_at, first), (second_at, second) = found.reports
+    assert second_at - first_at == 10
+    assert (first.generation_tokens_per_s, first.running, first.waiting) == (125.2, 9, 2)
+    assert (second.generation_tokens_per_s, second.running) == (9.0, 0)
+
+
+def test_of_several_runs_of_a_job_the_last_counts(log):
+    log.write_text(LOG + LOG.splitlines()[0].replace("14:05:13", "16:00:00") + "\n")
+    found = read_history(log, near=NEAR)
+    assert [stage.name for stage in found.stages] == ["nodes and Ray"]
+    assert (found.is_ready, found.reports) == (False, ())
+
+
+def test_a_start_that_goes_on_is_told_as_far_as_it_is(log):
+    log.write_text("".join(LOG.splitlines(keepends=True)[:5]))
+    found = read_history(log, near=NEAR)
+    assert [stage.name for stage in found.stages] == ["nodes and Ray", "starting the engine", "loading weights"]
+    assert not found.is_ready
+
+
+def test_a_run_over_the_end_of_a_year(tmp_path):
+    path = tmp_path / "log"
+    lines = LOG.replace("2026-11-22", "2026-12-31").replace("11-22 14:19", "01-01 00:19").replace("11-22", "12-31")
+    path.write_text(lines)
+    found = read_history(path, near=time.mktime((2027, 1, 1, 1, 0, 0, 0, 0, -1)))
+    assert found.reports[0][0] - found.stages[0].began_at == 10 * 3600 + 14 * 60 + 33
+
+
+def test_of_a_long_log_both_ends_are_read(log, monkeypatch):
+    monkeypatch.setattr(log_history, "_HEAD_BYTES", 1500)
+    monkeypatch.setattr(log_history, "_TAIL_BYTES", 400)
+    start, reports = LOG[: LOG.index("(APIServer pid=1)")], LOG[LOG.index("(APIServer pid=1)") :]
+    log.write_text(start + "noise\n" * 2000 + reports)
+    found = read_history(log, near=NEAR)
+    assert len(found.stages) == 4
+    assert [one.generation_tokens_per_s for _, one in found.reports] == [9.0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\x00" * 1000, b"2026-99-99 99:99:99 n INFO hpc-serve: launcher of x\n"]
+)
+def test_a_log_that_is_none_tells_nothing_or_little(tmp_path, content):
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    assert read_history(path, near=NEAR).reports == ()
+    assert read_history(tmp_path / "none", near=NEAR).stages == ()
