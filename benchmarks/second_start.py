@@ -31,14 +31,12 @@ from hpc_serve.submit.wait import wait
 SERVICE = "second-start"
 _ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _ARGS = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "16777216")
-# What vLLM 0.32 logs when it compiles a graph, and when it reads one that was compiled before.
-_COMPILED, _READ = "saved AOT compiled function", "Directly load AOT compilation"
 
 
 def start(folder: Path) -> dict[str, Any]:
-    """One start of the service and its end: its seconds, and what the engine has compiled."""
+    """One start of the service and its end: its seconds, and how many libraries the engine has compiled."""
     store = ServiceStore(default_home(os.environ))
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     submission = services.submit(
         ServeRequest(
             model=str(folder),
@@ -57,12 +55,12 @@ def start(folder: Path) -> dict[str, Any]:
         (record,) = [record for record in store.read(SERVICE).records if record.job_id == job_id]
     finally:
         stop(store, find(store, job_id))
-    log = "".join(path.read_text() for path in store.log_dir(SERVICE).glob(f"{job_id}*node0.log"))
+    libraries = Path(os.environ["HPC_SERVE_CACHE_DIR"]).rglob("*.so")
     return {
         "submit_to_ready_s": round(seconds, 2),
         "start_s": round(record.measured["start_s"], 2),
-        "compiled": log.count(_COMPILED),
-        "read": log.count(_READ),
+        "compiled": sum(1 for path in libraries if path.stat().st_mtime >= began_at),
+        "cache": record.cache,
     }
 
 
@@ -82,13 +80,15 @@ def measure(folder: Path, *, rounds: int, starts: int, settings: Mapping[str, st
     model = make_demo_model(folder / "model")
     (model / "hpc-serve-args.txt").unlink()
     found = []
+    settings = {"HPC_SERVE_CACHE_DIR": "{folder}/cache{round}", **settings}
     for number in range(rounds):
         named = {name: value.format(round=number, folder=folder) for name, value in settings.items()}
         home = str(folder / f"home{number}")
         with variables(**{**_ENGINE, "HPC_SERVE_HOME": home, "HF_HOME": str(folder / "hf"), **named}):
-            found.append([start(model) for _ in range(starts)])
-        for index, one in enumerate(found[-1]):
-            print(f"round {number}, start {index + 1}: {json.dumps(one)}", flush=True)
+            found.append([])
+            for index in range(starts):
+                found[-1].append(start(model))
+                print(f"round {number}, start {index + 1}: {json.dumps(found[-1][-1])}", flush=True)
     return found
 
 
@@ -109,7 +109,7 @@ def main() -> None:
         compiled = sum(one[index]["compiled"] for one in found)
         print(
             f"start {index + 1}: {median:.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), "
-            f"{median / firsts:.2f} of the first, {compiled} graphs compiled"
+            f"{median / firsts:.2f} of the first, {compiled} libraries compiled"
         )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -25,13 +26,14 @@ from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, 
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.vllm.command import head_args
-from hpc_serve.vllm.log import is_health_answer, read_figures, read_stage
+from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 _log = logging.getLogger(__name__)
 _FIRST_REQUEST_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.5
 _CACHE_RULE = "compile-cache"
+_ENDED_BY_OTHERS = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
 _GRACE_S = 10.0
 _HUNG_GRACE_S = 5.0
 _LEFTOVERS_GRACE_S = 1.0
@@ -62,6 +64,7 @@ class Engine:
         self._watch: EngineWatch | None = None
         self._restart: Restart | None = None
         self._has_old_cache = node.cache.is_warm
+        self._has_loaded_weights = False
         self.child: Child | None = None
 
     @property
@@ -151,6 +154,7 @@ class Engine:
         argv = [*command.argv, *added, *node.multi_node_args()]
         _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
+        self._has_loaded_weights = False
         return await self._parts.start_child(
             "engine",
             argv,
@@ -177,9 +181,11 @@ class Engine:
     def _may_be_cache(self, outcome: Outcome, ready_s: float | None) -> bool:
         """Whether the engine may have failed by damaged caches: it was never ready with them, and no cause is known.
 
-        An engine on several nodes has caches on all of them; it is not started again.
+        It reads them once it has its weights. An engine on several nodes has caches on all; it is not started again.
         """
-        if not self._has_old_cache or ready_s is not None or outcome.exit_code == PORT_CLASH_EXIT_CODE:
+        if not (self._has_old_cache and self._has_loaded_weights) or ready_s is not None:
+            return False
+        if outcome.exit_code in (PORT_CLASH_EXIT_CODE, *_ENDED_BY_OTHERS):
             return False
         cause = self.child.cause if self.child is not None else None
         is_other = cause is not None and cause.is_known and cause.name != _CACHE_RULE
@@ -242,7 +248,9 @@ class Engine:
     def _read_line(self, line: str) -> None:
         print_line(line)
         self._progress.note_line(line)
-        if (stage := read_stage(line)) and self._keeper.record.state == "starting":
+        stage = read_stage(line)
+        self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
+        if stage is not None and self._keeper.record.state == "starting":
             self._set_stage(stage.name, stage.done, stage.total)
         self._keeper.add_figures(read_figures(line))
 

@@ -158,6 +158,10 @@ class Node:
             "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
             **self.cache.environ(),
         }
+        if not self.options.gpus_per_node:
+            # vLLM 0.32 saves code for CPUs that it cannot load ("no attribute 'finalize_loading'"), and compiles it
+            # anew at each start. Without these files torch's own cache of graphs is used.
+            defaults["VLLM_USE_AOT_COMPILE"] = "0"
         if interface := interface_of(address):
             names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
             if address == LOOPBACK:

@@ -14,11 +14,12 @@ from hpc_serve.sizes import GIB
 
 _SHARDS = re.compile(r"(?:checkpoint shards|Loading \w+ checkpoint)\D*\d+% Completed \| (\d+)/(\d+)")
 _GRAPHS = re.compile(r"Capturing CUDA graphs?.*?(\d+)/(\d+)")
+WEIGHTS_LOADED = "weights loaded"
 _STAGES = (
     (re.compile(r"Starting to load model|Loading (?:model )?weights|Loading \w+ checkpoint"), "loading weights"),
     (re.compile(r"Downloading|Time spent downloading"), "downloading weights"),
     (re.compile(r"Using cache directory.*compile|Start compiling|torch\.compile takes|Dynamo bytecode"), "compiling"),
-    (re.compile(r"Model loading took|Loading weights took"), "weights loaded"),
+    (re.compile(r"Model loading took|Loading weights took"), WEIGHTS_LOADED),
     (re.compile(r"GPU KV cache size|# (?:GPU|cuda|CPU) blocks"), "sizing the KV cache"),
     (re.compile(r"Capturing CUDA graph|Graph capturing"), "capturing CUDA graphs"),
     (re.compile(r"Warming up"), "warming up"),

@@ -133,7 +133,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="while this file exists, loading does not get past the first shard; $VARIABLES of the job are put in",
     )
     parser.add_argument("--stub-fail", metavar="TEXT", help="print TEXT as an error while loading and exit with 1")
-    parser.add_argument("--stub-fail-warm", metavar="TEXT", help="the same with what an earlier start has compiled")
+    parser.add_argument(
+        "--stub-fail-warm", metavar="TEXT", help="once loaded, the same with what an earlier start compiled"
+    )
     parser.add_argument("--stub-exit-after-s", type=float, help="exit so many seconds after the server is up")
     parser.add_argument("--stub-exit-code", type=int, default=1, help="the exit code of those deaths")
     parser.add_argument("--stub-die-at-request", type=int, help="die in the middle of the Nth completion")
@@ -185,9 +187,9 @@ def load(options: argparse.Namespace) -> None:
     say(f"Starting to load model {options.model}...")
     caches = os.environ.get("VLLM_CACHE_ROOT")
     compiled = Path(caches) / "graph" if caches else None
-    if compiled is not None and compiled.exists():
+    is_warm = compiled is not None and compiled.exists()
+    if is_warm:
         say(f"Directly load AOT compilation from path {compiled}")
-        options.stub_fail = options.stub_fail or options.stub_fail_warm
     for done in range(SHARDS + 1):
         shards = f"Loading safetensors checkpoint shards: {100 * done // SHARDS:3d}% Completed | {done}/{SHARDS}"
         print(f"{shards} [00:00<00:00,  1.00it/s]", file=sys.stderr, flush=True)
@@ -205,6 +207,9 @@ def load(options: argparse.Namespace) -> None:
             compiled.parent.mkdir(parents=True, exist_ok=True)
             compiled.write_text("compiled")
     say("Model loading took 0.0 GiB memory and 0.000000 seconds")
+    if is_warm and options.stub_fail_warm:
+        print(f"Traceback (most recent call last):\n{options.stub_fail_warm}", file=sys.stderr, flush=True)
+        sys.exit(options.stub_exit_code)
     say("GPU KV cache size: 1,024 tokens")
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")
 

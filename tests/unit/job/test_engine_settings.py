@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from hpc_serve.job.network import HeadPorts
+from hpc_serve.job.node import LaunchOptions
 from hpc_serve.vllm.command import read_command
 from tests.support.nodes import ALLOCATION, make_node
 
@@ -40,3 +41,12 @@ def test_each_node_of_several_without_ray_is_told_of_the_file_once(tmp_path, wor
     allocation = dataclasses.replace(ALLOCATION, node_rank=rank)
     node = make_node(tmp_path, backend="mp", allocation=allocation, command=read_command(words.split()))
     assert (str(node.settings_file) in node.multi_node_args()) == is_named
+
+
+@pytest.mark.parametrize(("gpus", "told"), [(0, "0"), (8, None)])
+def test_code_for_cpus_is_kept_in_the_only_form_that_can_be_read(tmp_path, gpus, told):
+    options = LaunchOptions(service="8b", backend="mp", gpus_per_node=gpus)
+    node = make_node(tmp_path, options=options)
+    assert node.child_environ(address="127.0.0.1").get("VLLM_USE_AOT_COMPILE") == told
+    by_hand = dataclasses.replace(node, environ={"VLLM_USE_AOT_COMPILE": "1"})
+    assert by_hand.child_environ(address="127.0.0.1")["VLLM_USE_AOT_COMPILE"] == "1"

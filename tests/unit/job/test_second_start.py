@@ -63,12 +63,19 @@ def test_an_engine_that_damaged_caches_end_starts_without_them(tmp_path, caches)
     assert ready(tmp_path / "3", caches)[0].startswith("warm")
 
 
-def test_an_engine_that_fails_for_a_known_cause_is_not_started_twice(tmp_path, caches):
+NOT_BY_CACHES = {
+    "a known cause": ("--stub-fail-warm", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "before it has its weights": ("--stub-fail", "ValueError: no such file of weights"),
+    "killed": ("--stub-fail-warm", "RuntimeError: unexpected end of graph", "--stub-exit-code", "137"),
+}
+
+
+@pytest.mark.parametrize("why", NOT_BY_CACHES)
+def test_an_engine_that_fails_for_another_cause_is_not_started_twice(tmp_path, caches, why):
     ready(tmp_path / "1", caches)
-    flags = ("--stub-fail", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-    with started(tmp_path / "2", caches, *flags) as run:
+    with started(tmp_path / "2", caches, *NOT_BY_CACHES[why]) as run:
         record = run.wait_for_state("failed")
-        assert run.process.wait(180) == 1
+        assert run.process.wait(180) == record.exit_code
     assert record.cache.startswith("warm")
     assert run.node_log().count("this is a stub engine") == 1
     assert ready(tmp_path / "3", caches)[0].startswith("warm"), "what is not to blame stays"
