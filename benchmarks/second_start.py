@@ -79,7 +79,7 @@ def measure(folder: Path, *, rounds: int, starts: int, settings: Mapping[str, st
     """By round, the starts."""
     model = make_demo_model(folder / "model")
     (model / "hpc-serve-args.txt").unlink()
-    found = []
+    found: list[list[dict[str, Any]]] = []
     settings = {"HPC_SERVE_CACHE_DIR": "{folder}/cache{round}", **settings}
     for number in range(rounds):
         named = {name: value.format(round=number, folder=folder) for name, value in settings.items()}

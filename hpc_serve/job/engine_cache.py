@@ -11,18 +11,21 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.cache_archive import CacheArchive
 from hpc_serve.job.cache_folders import READY, LockedFolder, empty_folder, lock_folder, remove_unused
 from hpc_serve.job.cache_key import machine_key
 from hpc_serve.rendezvous.files import make_folders
 from hpc_serve.rendezvous.ownership import fault, require
+from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, parse_size
 
 _log = logging.getLogger(__name__)
 _LIMIT_BYTES = 10 * GIB
+_ARCHIVES_BYTES = GIB  # homes have quotas
 # A folder that nobody named may lie in memory (tmpfs), where other jobs of the node miss what it takes.
 _PART_OF_FILESYSTEM = 20
 
@@ -31,13 +34,14 @@ _PART_OF_FILESYSTEM = 20
 class EngineCache:
     """The folder of one run's caches. `words` says for people whether it was warm when the run began, and from where.
 
-    `folder` is None where it is the run's private one, which goes with the run.
+    `folder` is None where it is the run's private one, which goes with the run, `archive` where none is to be written.
     """
 
     path: Path
     words: str
     is_warm: bool = False
     folder: LockedFolder | None = None
+    archive: CacheArchive | None = None
 
     def environ(self) -> dict[str, str]:
         """What tells the engine where its caches lie."""
@@ -64,8 +68,15 @@ class EngineCache:
             except OSError as error:
                 _log.warning("the caches in %s will not be used again: %s", self.path, error)
 
+    def write_archive(self) -> None:
+        """Keep what lies here for other nodes, unless they have it."""
+        if self.archive is not None and not (self.is_warm and self.archive.path.exists()):
+            self.archive.pack(self.path)
+
     def discard(self) -> None:
-        """Remove what lies here: an engine has not become ready with it. Raises OSError."""
+        """Remove what lies here, and the archive of it: an engine has not become ready with it. Raises OSError."""
+        if self.archive is not None:
+            self.archive.remove()
         empty_folder(self.path)
 
 
@@ -76,7 +87,13 @@ def private_cache(node_dir: Path, reason: str) -> EngineCache:
 
 @contextlib.contextmanager
 def open_cache(
-    key: str, node_dir: Path, environ: Mapping[str, str], *, first: int = 0, on_several_nodes: bool = False
+    key: str,
+    node_dir: Path,
+    environ: Mapping[str, str],
+    *,
+    first: int = 0,
+    rank: int = 0,
+    on_several_nodes: bool = False,
 ) -> Iterator[EngineCache]:
     """The caches of an engine with this key, for as long as the context lasts.
 
@@ -84,7 +101,8 @@ def open_cache(
     nodes that does not become ready leaves nothing: which node's caches are damaged is not known.
     Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR, or for a setting that is none.
     """
-    limit_bytes = _limit_bytes(environ)
+    limit_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_SIZE")
+    archives_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_ARCHIVE_SIZE")
     if limit_bytes == 0:
         yield private_cache(node_dir, "HPC_SERVE_CACHE_SIZE=0")
         return
@@ -92,6 +110,16 @@ def open_cache(
         root = _root(environ)
         limit_bytes = limit_bytes or _default_limit_bytes(root)
         cache = _lock_cache(root, key, first, is_ready_until_it_fails=not on_several_nodes)
+        if archives_bytes != 0:
+            archive = CacheArchive.of(
+                default_home(environ),
+                cache.path,
+                key=key,
+                machine=machine_key(),
+                rank=rank,
+                limit_bytes=archives_bytes or _ARCHIVES_BYTES,
+            )
+            cache = _seeded(replace(cache, archive=archive))
     except (OSError, _UnusableError) as error:
         _log.warning("what the engine compiles is not kept for the next start: %s", error)
         yield private_cache(node_dir, str(error))
@@ -133,6 +161,21 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
     return EngineCache(path=folder.path, words=words, is_warm=is_warm, folder=folder)
 
 
+def _seeded(cache: EngineCache) -> EngineCache:
+    """The same, filled from the archive of the shared home where this node has nothing."""
+    archive = cache.archive
+    if cache.is_warm or archive is None:
+        return cache
+    try:
+        if not archive.unpack(cache.path):
+            return cache
+    except OSError as error:
+        _log.warning("the archive of caches is not used: %s", error)
+        empty_folder(cache.path)
+        return cache
+    return replace(cache, is_warm=True, words=f"warm, from {archive.path} in {cache.path}")
+
+
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace")
@@ -165,9 +208,9 @@ def _require_own(path: Path) -> None:
     )
 
 
-def _limit_bytes(environ: Mapping[str, str]) -> int | None:
-    """What all caches may take; 0: nothing is kept; None: the default. Raises InvalidRequestError."""
-    text = environ.get("HPC_SERVE_CACHE_SIZE")
+def _limit_bytes(environ: Mapping[str, str], variable: str) -> int | None:
+    """What all may take; 0: nothing is kept; None: the default. Raises InvalidRequestError."""
+    text = environ.get(variable)
     if not text:
         return None
     if text.strip() == "0":
@@ -175,7 +218,7 @@ def _limit_bytes(environ: Mapping[str, str]) -> int | None:
     try:
         return parse_size(text)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"HPC_SERVE_CACHE_SIZE: {error} 0 keeps nothing.") from None
+        raise InvalidRequestError(f"{variable}: {error} 0 keeps nothing.") from None
 
 
 def _default_limit_bytes(root: Path) -> int:

@@ -167,6 +167,7 @@ class Head:
         """The engine is ready: the next start may use what it has compiled."""
         await asyncio.to_thread(self._node.cache.note_ready)
         await self._workers.tell_ready()
+        self._parts.run_in_background(asyncio.to_thread(self._node.cache.write_archive))
 
     async def _wait_for_workers(self) -> None:
         total = self._node.allocation.num_nodes

@@ -68,6 +68,7 @@ def run_cache(
         Path(environ["HPC_SERVE_NODE_TMP"]),
         environ,
         first=allocation.share.index,
+        rank=allocation.node_rank,
         on_several_nodes=allocation.num_nodes > 1,
     )
 

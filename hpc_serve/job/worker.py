@@ -70,6 +70,7 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) ->
             message = await link.receive()
         while message["kind"] == "ready":
             await asyncio.to_thread(node.cache.note_ready)
+            parts.run_in_background(asyncio.to_thread(node.cache.write_archive))
             message = await link.receive()
         run_end.stop("the head ended the run")
     except LinkLostError as error:

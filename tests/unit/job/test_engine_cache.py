@@ -26,7 +26,7 @@ def node_dir(tmp_path):
 
 @pytest.fixture
 def environ(tmp_path):
-    return {"HPC_SERVE_CACHE_DIR": str(tmp_path / "named")}
+    return {"HPC_SERVE_CACHE_DIR": str(tmp_path / "named"), "HPC_SERVE_HOME": str(tmp_path / "home")}
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_all_are_bounded(environ, node_dir):
 
 
 def test_where_nothing_was_named_it_lies_beside_the_runs_folders(scratch, node_dir):
-    environ = {"HPC_SERVE_TMPDIR": str(scratch)}
+    environ = {"HPC_SERVE_TMPDIR": str(scratch), "HPC_SERVE_HOME": str(scratch / "home")}
     start(environ, node_dir)
     root = scratch / f"hpc-serve-cache-{os.geteuid()}"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -151,7 +151,9 @@ def test_a_folder_that_a_stranger_made_first_is_not_used(scratch, node_dir, tmp_
         if os.geteuid() != 0:
             pytest.skip("only root can give files away")
         os.chown(planted, STRANGER, STRANGER)
-    with open_cache(KEY, node_dir, {"HPC_SERVE_TMPDIR": str(scratch)}) as cache:
+    with open_cache(
+        KEY, node_dir, {"HPC_SERVE_TMPDIR": str(scratch), "HPC_SERVE_HOME": str(scratch / "home")}
+    ) as cache:
         assert (cache.path, cache.is_warm, cache.folder) == (node_dir / "cache", False, None)
         assert cache.words.startswith("cold, and not kept: ")
         assert str(root) in cache.words or str(planted) in cache.words or str(scratch) in cache.words
