@@ -44,9 +44,7 @@ def check_elastic(replicas: int | None, most: int | None, idle_stop_s: float | N
         raise InvalidRequestError(f"idle-stop is {idle_stop_s:g} s: it must be more than 0, for example 30m.")
 
 
-def check_jobs_can_submit(
-    option: str, cluster: str, environment_kind: str, image: str | None, *, site_lets_them: bool
-) -> None:
+def check_jobs_can_submit(option: str, cluster: str, image: str | None, *, site_lets_them: bool) -> None:
     """Refuse an option whose jobs must submit others, where they cannot. Raises InvalidRequestError."""
     if cluster == "local":
         what = "jobs with a time limit" if option == "--keep-up" else "jobs of Slurm"
@@ -58,7 +56,7 @@ def check_jobs_can_submit(
             f"{option} needs jobs that can call sbatch, and the site file says that they cannot here "
             f"(jobs_can_submit: false). {by_hand[0].upper()}{by_hand[1:]}."
         )
-    if environment_kind == "apptainer":
+    if image is not None:
         raise InvalidRequestError(
             f"{option} needs hpc-serve beside the container, where the job can call sbatch, and the environment "
             f"here is the image {image}. Use venv, conda or modules, or {by_hand}."

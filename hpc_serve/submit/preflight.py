@@ -83,5 +83,12 @@ def _check_environment(environment: Environment, environ: Mapping[str, str]) -> 
             )
     elif environment.kind == "venv" and not Path(f"{environment.path}/bin/activate").is_file():
         raise InvalidRequestError(f"The site file's venv {environment.path} holds no bin/activate.")
-    elif environment.kind == "apptainer" and not (":" in str(environment.path) or Path(str(environment.path)).exists()):
-        raise InvalidRequestError(f"The site file's apptainer image {environment.path} is not there.")
+    elif _is_missing_image(environment):
+        raise InvalidRequestError(f"The site file's {environment.kind} image {environment.path} is not there.")
+
+
+def _is_missing_image(environment: Environment) -> bool:
+    """Whether the image is a file or folder that is not here. Names of registries are the runtime's to find."""
+    path = str(environment.path)
+    is_file = {"apptainer": ":" not in path, "pyxis": path.startswith(("/", "./")), "charliecloud": True}
+    return is_file.get(environment.kind, False) and not Path(path).exists()

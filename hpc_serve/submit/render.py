@@ -21,7 +21,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import GIB, format_size
 from hpc_serve.submit.engine_words import engine_words
-from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
 from hpc_serve.vllm.allowed import OVERRULE
@@ -70,14 +70,19 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
 def _template_environment(site_templates: str | None) -> jinja2.Environment:
     ours = jinja2.PackageLoader("hpc_serve.templates", "")
     folders = [jinja2.FileSystemLoader(site_templates)] if site_templates else []
+    ours_by_name = jinja2.PrefixLoader({"hpc-serve": ours})  # for a template of the site that has the name of ours
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([*folders, ours]),
+        loader=jinja2.ChoiceLoader([*folders, ours, ours_by_name]),
         undefined=jinja2.StrictUndefined,
         finalize=_shell_word,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=True,
+    )
+    environment.filters["both_sides"] = lambda bind: bind if ":" in bind else f"{bind}:{bind}"
+    environment.filters["on_one_line"] = lambda text: Markup(
+        " ".join(line.strip() for line in text.split("\n") if line.strip())
     )
     environment.filters["words"] = lambda words: Markup(" ".join(_quote(str(word)) for word in words))
     return environment
@@ -97,7 +102,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "environment": request.environment,
         "modules": request.environment.modules,
         "exports": {_Checked(name): value for name, value in _exports(request).items()},
-        "in_environment": _Checked(_container_prefix(request.environment, device)),
+        "device": device,
         "service": request.service,
         **_replicas(request.replicas_per_job),
         "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
@@ -285,12 +290,3 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
 
 def _comment(text: str) -> Markup:
     return _Checked("".join(character if character.isprintable() else "?" for character in text))
-
-
-def _container_prefix(environment: Environment, device: AcceleratorSpec) -> str:
-    if environment.kind != "apptainer":
-        return ""
-    assert environment.path is not None
-    binds = [word for bind in environment.binds for word in ("--bind", bind)]
-    drivers = [device.container_flag] if device.container_flag else []
-    return shlex.join(["apptainer", "exec", *drivers, *binds, environment.path]) + " "

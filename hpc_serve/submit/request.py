@@ -24,7 +24,9 @@ from hpc_serve.vllm.arguments import read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
-EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer"]
+EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer", "pyxis", "podman-hpc", "charliecloud"]
+CONTAINERS: tuple[EnvironmentKind, ...] = ("apptainer", "pyxis", "podman-hpc", "charliecloud")
+"""The kinds that are an image."""
 
 _COUNTS = (
     *("replicas", "replicas_per_job", "chain", "num_nodes", "gpus_per_node"),
@@ -38,18 +40,23 @@ class Environment:
     """How a script gets a Python with hpc-serve and the engine in it.
 
     `auto`: `$HPC_SERVE_ENV`, else `.venv` in the folder of submission; `venv`: the folder `path`; `conda`: the
-    environment `path` (name or folder); `apptainer`: the image `path`, with `binds`; `none`: what modules put on PATH.
-    `modules` are loaded first, whatever the kind.
+    environment `path` (name or folder); one of CONTAINERS: the image `path` under that runtime, which sees `binds` and
+    takes further `container_options`; `none`: what modules put on PATH. `modules` are loaded first, whatever the kind.
     """
 
     kind: EnvironmentKind = "auto"
     path: str | None = None
     modules: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
+    container_options: tuple[str, ...] = ()
+
+    @property
+    def is_container(self) -> bool:
+        return self.kind in CONTAINERS
 
     def __post_init__(self) -> None:
         check_choice("environment kind", self.kind, EnvironmentKind)
-        if self.kind in ("venv", "conda", "apptainer") and not self.path:
+        if self.kind not in ("auto", "none") and not self.path:
             raise InvalidRequestError(f"environment kind {self.kind} needs a path (or, for conda, a name).")
 
 
@@ -174,6 +181,8 @@ class ServeRequest:
             raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
         check_choice("backend", self.backend, Backend)
         check_choice("cluster", self.cluster, Cluster)
+        if self.cluster == "local" and self.environment.kind == "pyxis":
+            raise InvalidRequestError("pyxis is a part of Slurm: with --cluster local name a venv, or another runtime.")
         check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
         port = value_of(read_arguments(self.engine_args), "--port")
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
@@ -182,8 +191,7 @@ class ServeRequest:
             check_jobs_can_submit(
                 option,
                 self.cluster,
-                self.environment.kind,
-                self.environment.path,
+                self.environment.path if self.environment.is_container else None,
                 site_lets_them=self.jobs_can_submit,
             )
         check_chain(

@@ -19,13 +19,17 @@ import yaml
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.job_env import check_env
-from hpc_serve.submit.request import Environment, EnvironmentKind, JobSettings, variable_of
+from hpc_serve.submit.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
 
-PYTHONS: tuple[EnvironmentKind, ...] = ("venv", "conda", "apptainer")
-"""The settings of which one says where Python is."""
+PYTHONS: Mapping[str, EnvironmentKind] = {
+    "venv": "venv",
+    "conda": "conda",
+    **{kind.replace("-", "_"): kind for kind in CONTAINERS},
+}
+"""The settings of which one says where Python is, and what each makes of the environment."""
 
-_PATHS = ("venv", "apptainer", "log_dir", "templates_dir", "models")
+_PATHS = ("venv", "apptainer", "charliecloud", "log_dir", "templates_dir", "models")
 _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -38,7 +42,7 @@ def _setting(help: str, default: Any = None) -> Any:
 class SiteProfile(SbatchOptions):
     """The settings of a site file, all optional: sbatch's options (SbatchOptions), and those below.
 
-    At most one of `venv`, `conda` and `apptainer` is set.
+    At most one of those that say where Python is (PYTHONS) is set.
     """
 
     env: Mapping[str, str] = field(
@@ -51,8 +55,12 @@ class SiteProfile(SbatchOptions):
     gpus_per_node: int | None = _setting("How many a node has.")
     venv: str | None = _setting("The virtual environment that scripts activate, a folder.")
     conda: str | None = _setting("The conda environment in its place, a name or a folder.")
-    apptainer: str | None = _setting("The image in its place, a file or a URI.")
-    binds: tuple[str, ...] = _setting("Folders that the image sees.", ())
+    apptainer: str | None = _setting("The image in its place, for Apptainer: a file or a URI.")
+    pyxis: str | None = _setting("The image, for Pyxis and Enroot: a .sqsh file or a registry's name.")
+    podman_hpc: str | None = _setting("The image, for podman-hpc, by name.")
+    charliecloud: str | None = _setting("The image, for Charliecloud: a folder or a .sqfs file.")
+    binds: tuple[str, ...] = _setting("Folders that the image sees, `/scratch` or `/host:/there`.", ())
+    container_options: tuple[str, ...] = _setting("Further words for the container's runtime.", ())
     modules: tuple[str, ...] = _setting("Modules that are loaded first.", ())
     interface: str | None = _setting("Network interface between nodes, if the host names resolve to another.")
     tmpdir: str | None = _setting("Node-local folder for private folders of jobs (`/tmp`).")
@@ -78,9 +86,15 @@ class SiteProfile(SbatchOptions):
     def environment(self, environ: Mapping[str, str]) -> Environment:
         """Where the script finds Python; HPC_SERVE_ENV, if set, wins over the site's. Raises InvalidRequestError."""
         if not environ.get("HPC_SERVE_ENV"):
-            for kind in PYTHONS:
-                if path := getattr(self, kind):
-                    return Environment(kind=kind, path=path, modules=self.modules, binds=self.binds)
+            for name, kind in PYTHONS.items():
+                if path := getattr(self, name):
+                    return Environment(
+                        kind=kind,
+                        path=path,
+                        modules=self.modules,
+                        binds=self.binds,
+                        container_options=self.container_options,
+                    )
         return Environment(modules=self.modules)
 
     def job_settings(self, environ: Mapping[str, str]) -> JobSettings:

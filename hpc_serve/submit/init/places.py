@@ -13,6 +13,13 @@ _MODULES = re.compile(
 )
 _SCRATCH = ("SCRATCH", "PSCRATCH", "WORK", "WORKDIR", "PROJECT", "CSCRATCH", "SCRATCHDIR")
 _LOCAL = ("TMPDIR", "LOCAL_SCRATCH", "SLURM_TMPDIR", "JOB_TMPDIR", "LOCALSCRATCH")
+_IMAGES = {
+    "apptainer": ("apptainer", "/project/me/vllm.sif"),
+    "enroot": ("pyxis", "/project/me/vllm.sqsh"),
+    "podman-hpc": ("podman_hpc", "vllm:latest"),
+    "ch-run": ("charliecloud", "/project/me/vllm"),
+}
+"""The setting of each runtime's command, and how an image may look."""
 _GIB_KIB = 1 << 20
 _LEAST_FOR_MODELS_KIB = 200 * _GIB_KIB
 _SHOWN = 8
@@ -50,12 +57,12 @@ def _python(facts: ClusterFacts) -> Setting:
 def _containers(facts: ClusterFacts) -> list[Setting]:
     if not facts.runtimes:
         return []
-    has_apptainer = {"apptainer", "singularity"} & set(facts.runtimes)
-    if not has_apptainer:
+    key, image = next((_IMAGES[name] for name in facts.runtimes if name in _IMAGES), ("", ""))
+    if not key:
         return []
     why = f"An image in place of venv? Here is {', '.join(facts.runtimes)}. It needs hpc-serve and vLLM in it."
     return [
-        Setting(key="apptainer", example="/project/me/vllm.sif", why=why),
+        Setting(key=key, example=image, why=why),
         Setting(key="binds", example=("/scratch",), why="Which folders must the image see beside your home?"),
     ]
 

@@ -18,7 +18,7 @@ from hpc_serve.hub import find_model
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_argv, render_script
-from hpc_serve.submit.request import Environment, JobSettings, ServeRequest
+from hpc_serve.submit.request import Environment, EnvironmentKind, JobSettings, ServeRequest
 from hpc_serve.submit.sbatch_options import SlurmOptions
 
 NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
@@ -179,6 +179,78 @@ def test_a_container_gets_the_driver_of_the_accelerator(gpu, flag):
         if 'python -c "$prepare"' in line
     )
     assert {word for word in line.split() if word in ("--nv", "--rocm")} == ({flag} if flag else set())
+
+
+RUNTIMES: dict[EnvironmentKind, str] = {
+    "apptainer": "apptainer exec --nv --bind /scratch --bind '/a b:/c' '--x=1 2' '/opt/a folder/x' ",
+    "pyxis": "srun --nodes=1 --ntasks=1 --relative=0 --overlap --container-image='/opt/a folder/x' "
+    "--container-mount-home --no-container-entrypoint "
+    "--container-mounts=/tmp:/tmp,/scratch:/scratch,'/a b:/c' '--x=1 2' ",
+    "podman-hpc": 'podman-hpc run --rm --env-host --net=host --ipc=host --userns=keep-id --volume="$HOME:$HOME" '
+    "--volume=/tmp:/tmp --gpu --volume=/scratch:/scratch --volume='/a b:/c' '--x=1 2' '/opt/a folder/x' ",
+    "charliecloud": "ch-run --bind=\"$HOME:$HOME\" --bind=/scratch:/scratch --bind='/a b:/c' '--x=1 2' "
+    "'/opt/a folder/x' -- ",
+}
+
+
+def in_image(kind: EnvironmentKind, **fields: Any) -> Environment:
+    fields = {"binds": ("/scratch", "/a b:/c"), "container_options": ("--x=1 2",), **fields}
+    return Environment(kind=kind, path="/opt/a folder/x", **fields)
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_each_container_runtime_runs_all_that_needs_the_image(kind):
+    text = script(environment=in_image(kind), slurm=SlurmOptions(requeue=True))
+    bash_accepts(text)
+    before = RUNTIMES[kind]
+    assert f'exports=$({before}python -c "$prepare" --service 405b)' in text
+    assert f"job=$({before}python -m hpc_serve.job.rerun --service 405b" in text
+    launched = text[text.index('srun --nodes="$SLURM_JOB_NUM_NODES"') :]
+    step, _, launcher = launched.partition("python -m hpc_serve.job --service")
+    if kind == "pyxis":  # its words are options of srun itself
+        assert step.count("srun") == 1
+        assert step.endswith(f"{before.partition('--overlap ')[2]}\\\n        ")
+    else:
+        assert step.endswith(before)
+    assert "vllm serve" in launcher
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+@pytest.mark.parametrize("nasty", NASTY)
+def test_what_a_container_is_given_stays_one_word(kind, nasty):
+    text = script(environment=in_image(kind, binds=(f"/{nasty}:/x",), container_options=(nasty,)))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert text.count(f" {shlex.quote(nasty)} ") >= 2
+    assert text.count(shlex.quote(f"/{nasty}:/x")) == 2
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_replicas_of_one_job_run_in_the_container_too(kind):
+    text = script("8b", None, environment=in_image(kind), replicas_per_job=2)
+    bash_accepts(text)
+    assert text.count("'/opt/a folder/x'") == 2
+
+
+def test_amd_gpus_are_given_to_podman_as_devices():
+    text = script("8b", None, gpu="mi300x", environment=in_image("podman-hpc"))
+    assert " --device=/dev/kfd --device=/dev/dri " in text
+    assert "--gpu " not in text[text.index("podman-hpc") :].partition("python")[0]
+
+
+def test_pyxis_is_refused_without_slurm():
+    with pytest.raises(InvalidRequestError, match="pyxis is a part of Slurm"):
+        request_of("8b", cluster="local", environment=in_image("pyxis"))
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_a_site_overrides_the_block_of_a_runtime(tmp_path, kind):
+    block = kind.replace("-", "_")
+    (tmp_path / "slurm.sh.j2").write_text(
+        '{% extends "hpc-serve/slurm.sh.j2" %}{% block ' + block + " %}\nours {{ environment.path }}\n{% endblock %}"
+    )
+    text = script("8b", None, environment=in_image(kind), templates_dir=str(tmp_path))
+    bash_accepts(text)
+    assert "exports=$(ours '/opt/a folder/x' python -c" in text
 
 
 @pytest.mark.parametrize("nasty", NASTY)

@@ -160,6 +160,8 @@ class TestSubmit:
             ({"log_dir": "/dev/null/x"}, StoreError, "--log-dir"),
             ({"environment": Environment(kind="venv", path="/nonexistent")}, InvalidRequestError, "/nonexistent"),
             ({"environment": Environment(kind="apptainer", path="/no.sif")}, InvalidRequestError, "/no.sif"),
+            ({"environment": Environment(kind="pyxis", path="/no.sqsh")}, InvalidRequestError, "/no.sqsh"),
+            ({"environment": Environment(kind="charliecloud", path="/no/image")}, InvalidRequestError, "/no/image"),
             ({"engine_args": ("--max-num-seqs", "many")}, InvalidRequestError, "--max-num-seqs is 'many'"),
         ],
     )

@@ -72,6 +72,19 @@ def test_the_environment_is_the_site_s_unless_a_person_names_one():
     assert (own.kind, own.modules) == ("auto", ("apptainer",))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("apptainer", "apptainer"), ("pyxis", "pyxis"), ("podman_hpc", "podman-hpc"), ("charliecloud", "charliecloud")],
+)
+def test_each_container_runtime_has_a_setting(tmp_path, name, kind):
+    site = load_site(site_file(tmp_path, f"{name}: /images/vllm\nbinds: [/a, /b]\ncontainer_options: [--verbose]\n"))
+    found = site.environment({})
+    assert (found.kind, found.path, found.is_container) == (kind, "/images/vllm", True)
+    assert (found.binds, found.container_options) == (("/a", "/b"), ("--verbose",))
+    with pytest.raises(SiteFileError, match="one of them says where Python is"):
+        load_site(site_file(tmp_path, f"venv: /env\n{name}: /images/vllm\n"))
+
+
 def test_a_variable_wins_over_the_site_s_network():
     site = SiteProfile(interface="ib0", tmpdir="/local")
     settings = site.job_settings({"HPC_SERVE_INTERFACE": "eth1"})
@@ -108,7 +121,7 @@ def test_an_empty_file_sets_nothing(tmp_path, text):
         ("partition: 'a b'\n", ["partition is 'a b'"]),
         ("gpu_directive: gpus\n", ["gpu_directive is 'gpus'"]),
         ("time: soon\n", ["time is 'soon'"]),
-        ("templates_dir: /nonexistent\n", ["/nonexistent is not a folder"]),
+        ("templates_dir: /dev/null/x\n", ["/dev/null/x is not a folder"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(tmp_path, text, words):

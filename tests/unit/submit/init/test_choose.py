@@ -144,6 +144,15 @@ def test_what_the_login_node_shows_stands_beside_the_questions():
     assert "me:pw" not in text
 
 
+@pytest.mark.parametrize(
+    ("runtimes", "key"),
+    [(("enroot",), "pyxis"), (("podman-hpc",), "podman_hpc"), (("ch-run",), "charliecloud"), (("shifter",), None)],
+)
+def test_a_container_s_runtime_has_its_own_setting(runtimes, key):
+    keys = settings_of(facts_of(SLURM_22_05, runtimes=runtimes)).keys()
+    assert keys & {"apptainer", "pyxis", "podman_hpc", "charliecloud"} == ({key} if key else set())
+
+
 @pytest.mark.parametrize("printed", [SLURM_22_05, SLURM_24_11])
 @pytest.mark.parametrize("engine", [None, "0.32.0"])
 def test_the_file_is_read_as_it_was_decided(tmp_path, printed, engine):
