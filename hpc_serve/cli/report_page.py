@@ -16,7 +16,7 @@ from hpc_serve.cli.charts import Curve, curves, stage_bar
 from hpc_serve.cli.work_view import duration, figure, when, work_rows
 from hpc_serve.diagnose.redact import redact
 from hpc_serve.printable import printable
-from hpc_serve.submit.planned_speed import planned_request, planned_speeds
+from hpc_serve.submit.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -174,12 +174,16 @@ def _over_time(found: ReplicaReport) -> Markup:
     reports = found.history.reports
     if not reports:
         return Markup('<p class="note">{}</p>').format(_WITHOUT_HISTORY)
+    generated = [Curve(name="generated", points=[(at, one.generation_tokens_per_s) for at, one in reports])]
+    planned = [
+        (at, speed)
+        for at, one in reports
+        if (speed := planned_tokens_per_s(found.status.predicted, one.running + one.waiting)) is not None
+    ]
+    if planned:
+        generated.append(Curve(name="planned, for as many requests as there were at that moment", points=planned))
     pictures = [
-        curves(
-            "Generated",
-            [Curve(name="generated", points=[(at, one.generation_tokens_per_s) for at, one in reports])],
-            unit="tokens/s",
-        ),
+        curves("Generated", generated, unit="tokens/s"),
         curves(
             "Prompts",
             [Curve(name="of prompts", points=[(at, one.prompt_tokens_per_s) for at, one in reports])],

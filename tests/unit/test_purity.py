@@ -30,6 +30,7 @@ PURE = (
     "hpc_serve.submit.chain",
     "hpc_serve.submit.elastic",
     "hpc_serve.submit.handover",
+    "hpc_serve.submit.planned_speed",
     "hpc_serve.submit.init.choose",
     "hpc_serve.submit.init.machine_facts",
     "hpc_serve.submit.init.site_text",
@@ -47,6 +48,7 @@ PURE = (
     "hpc_serve.vllm.command",
     "hpc_serve.vllm.log",
     "hpc_serve.vllm.options",
+    "hpc_serve.vllm.report_line",
     "hpc_serve.vllm.start_progress",
     *sorted(".".join(path.relative_to(PLAN.parents[1]).with_suffix("").parts) for path in PLAN.rglob("*.py")),
 )

@@ -104,6 +104,7 @@ def test_a_replica_that_serves(store, capsys):
         "|1.50 GiB|",
         "|-25.0 %|",
         "2 reports that vLLM wrote",
+        "planned, for as many requests as there were at that moment",
     ):
         assert words in shown, words
     assert Page(text).tags.count("svg") == 5

@@ -35,6 +35,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import job_logs, scheduler, services, wait
 from hpc_serve.submit import stop as stopping
 from hpc_serve.submit.log_files import files_of
+from hpc_serve.submit.planned_speed import planned_tokens_per_s
 from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.scheduler import SchedulerView
@@ -114,6 +115,7 @@ class TestSubmit:
         assert done.job.log_path == str(store.log_dir("8b") / "101.log")
         assert store.read_api_key("8b") not in script
         assert done.job.predicted["weight_bytes"] > 16e9
+        assert planned_tokens_per_s(done.job.predicted, 1) > 0
 
     def test_the_log_folder_asked_for_is_made(self, store, slurm, environ, tmp_path):
         done = services.submit(request(log_dir=str(tmp_path / "a" / "logs")), environ=environ)
