@@ -76,4 +76,5 @@ def _resent(run: Run) -> list[str]:
     again = sum(outcome.sent > 1 for outcome in run.outcomes)
     if not again:
         return []
-    return [f"{again} requests were sent to another replica after the first, as by any client: their times include it."]
+    were = "1 request was" if again == 1 else f"{again} requests were"
+    return [f"{were} sent to another replica after the first, as by any client, and the time that it took counts."]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from hpc_serve.bench.figures import Figures, by_replica, figures_of
-from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.figures import Figures
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Run
 from hpc_serve.bench.prediction import Prediction
 
@@ -19,8 +19,9 @@ _TITLES = {
 }
 
 
-def run_lines(run: Run, figures: Figures, prediction: Prediction | None) -> Iterator[str]:
+def run_lines(measured: Measured) -> Iterator[str]:
     """All of one run, line by line as `vllm bench serve` prints it, then its replicas and what must be said of it."""
+    run, figures = measured.run, measured.figures
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
     yield _line("Successful requests:", figures.completed)
     yield _line("Failed requests:", figures.failed)
@@ -47,10 +48,10 @@ def run_lines(run: Run, figures: Figures, prediction: Prediction | None) -> Iter
             if percent != 50:
                 yield _line(f"P{percent:g} {short} (ms):", value)
     yield "=" * _WIDTH
-    yield from prediction_lines(prediction, figures)
+    yield from prediction_lines(measured.prediction, figures)
     yield ""
-    yield from replica_lines(run)
-    yield from notes_on(run)
+    yield from table(replica_rows(measured))
+    yield from measured.notes
 
 
 def prediction_lines(prediction: Prediction | None, figures: Figures) -> Iterator[str]:
@@ -69,41 +70,32 @@ def prediction_lines(prediction: Prediction | None, figures: Figures) -> Iterato
         yield f"{name:<32}{_number(expected):>11}{_number(seen):>11}"
 
 
-def replica_lines(run: Run) -> Iterator[str]:
-    """A line for each replica."""
+def replica_rows(measured: Measured) -> list[list[str]]:
+    """A heading, and a row for each replica. Medians are of the requests that were answered."""
     rows = [["replica", "requests", "failed", "tokens/s out", "TTFT ms", "TPOT ms"]]
-    for name, part in by_replica(run).items():
-        figures = figures_of(part, run.duration_s)
-        if part or name:
-            rows.append([name or "(none answered)", *_counts(figures), *_medians(figures)])
-    yield from table(rows)
+    for name, figures in measured.of_replicas().items():
+        rows.append([name or "(none answered)", *_counts(figures), *_medians(figures)])
+    return rows
 
 
-def sweep_rows(runs: Sequence[tuple[Run, Figures, Prediction | None]], *, has_goals: bool = False) -> list[list[str]]:
-    """A table of runs, a row each. Medians are of the requests that were answered."""
-    has_predictions = any(prediction and prediction.output_rate is not None for _, _, prediction in runs)
+def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
+    """A heading, and a row for each run. Medians are of the requests that were answered."""
+    has_goals = any(one.goals_ms for one in runs)
+    has_predictions = any(one.prediction and one.prediction.output_rate is not None for one in runs)
     heading = ["service", "replicas", "workload", "pace", "requests", "failed", "req/s"]
     heading += [*(["good/s"] if has_goals else []), "tokens/s out", *(["predicted"] if has_predictions else [])]
-    heading += ["tokens/s all", "TTFT ms", "P99", "TPOT ms", "P99"]
-    rows = [heading]
-    for run, figures, prediction in runs:
-        times: Mapping[str, list[str]] = {
-            name: [_number(figures.times[name].median), _number(figures.times[name].percentiles[99.0])]
-            for name in ("ttft", "tpot")
-        }
-        row = [
-            run.service,
-            str(len(run.replicas)),
-            run.workload,
-            pace(run),
-            str(figures.completed),
-            str(figures.failed),
-        ]
-        row.append(_number(figures.request_rate))
+    rows = [[*heading, "tokens/s all", "TTFT ms", "P99", "TPOT ms", "P99"]]
+    for one in runs:
+        run, figures = one.run, one.figures
+        expected = one.prediction.output_rate if one.prediction else None
+        row = [run.service, str(len(run.replicas)), run.workload, pace(run), str(figures.completed)]
+        row += [str(figures.failed), _number(figures.request_rate)]
         row += [_number(figures.goodput)] if has_goals else []
-        row.append(_number(figures.output_rate))
-        row += [_number(prediction.output_rate if prediction else None)] if has_predictions else []
-        rows.append([*row, _number(figures.total_rate), *times["ttft"], *times["tpot"]])
+        row += [_number(figures.output_rate), *([_number(expected)] if has_predictions else [])]
+        row.append(_number(figures.total_rate))
+        for name in ("ttft", "tpot"):
+            row += [_number(figures.times[name].median), _number(figures.times[name].percentiles[99.0])]
+        rows.append(row)
     return rows
 
 

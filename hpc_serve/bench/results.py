@@ -7,27 +7,18 @@ how busy this program was. Several runs are a list of such objects, as the summa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from hpc_serve.bench.figures import METRICS, Figures, Spread, by_replica, figures_of
-from hpc_serve.bench.notes import notes_on
-from hpc_serve.bench.outcome import Outcome, Run
-from hpc_serve.bench.prediction import Prediction
+from hpc_serve.bench.figures import METRICS, Figures, Spread
+from hpc_serve.bench.measured import Measured
+from hpc_serve.bench.outcome import Outcome
 
 _CHAT = "/v1/chat/completions"
 
 
-def run_json(
-    run: Run,
-    *,
-    goals_ms: Mapping[str, float] | None = None,
-    prediction: Prediction | None = None,
-    failed_checks: Mapping[int, str] | None = None,
-    is_detailed: bool = False,
-) -> dict[str, Any]:
+def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]:
     """One run. With `is_detailed` it holds each request, as with vLLM's --save-detailed."""
-    figures = figures_of(run.outcomes, run.duration_s, goals_ms=goals_ms)
+    run, figures, prediction = measured.run, measured.figures, measured.prediction
     is_chat = bool(run.requests) and run.requests[0].path == _CHAT
     rate = "inf" if math.isinf(run.request_rate) else run.request_rate
     answer: dict[str, Any] = {
@@ -48,19 +39,20 @@ def run_json(
     answer |= _times_json(figures)
     if run.max_concurrency is not None:
         answer |= _spread_json("client_queue_time", figures.times["client_queue_time"])
-    shares = {name: figures_of(part, run.duration_s, goals_ms=goals_ms) for name, part in by_replica(run).items()}
     return answer | {
         "service": run.service,
         "workload": run.workload,
         "split": run.split,
         "interrupted": run.interrupted,
         "resent": figures.resent,
-        "failed_checks": None if failed_checks is None else len(failed_checks),
-        "replicas": {name: {**_figures_json(part), **_times_json(part)} for name, part in shares.items()},
+        "wrong_answers": None if measured.wrong is None else len(measured.wrong),
+        "replicas": {
+            name: {**_figures_json(part), **_times_json(part)} for name, part in measured.of_replicas().items()
+        },
         "predicted": None if prediction is None else prediction.keys(),
         "client_busy": run.own_share.busy,
         "client_late_ms": 1e3 * run.own_share.late_s,
-        "notes": notes_on(run),
+        "notes": measured.notes,
     }
 
 

@@ -41,8 +41,12 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--extra-body", metavar="JSON", help='More of each request, as {"temperature": 0}.')
 @click.option("--goodput", "goals", multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el.")
 @click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+@click.option("--gpu", help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].")
+@click.option("--check", metavar="FILE.py:FUNCTION", help="Count answers of which this function says what is wrong.")
 @click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
 @click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")
+@click.option("--html", type=_FILE, help="Write a page with tables and curves.")
+@click.option("--plot", type=_FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print that JSON.")
 def bench_command(services: tuple[str, ...], **options: Any) -> int:
     """Measure services: throughput and latency, as `vllm bench serve` measures them, over all their replicas.
@@ -54,6 +58,11 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 
     hpc-serve bench 405b --dataset-path mine.jsonl --request-rate 1,2,4
     """
+    from hpc_serve.bench.checks import load_check, wrong_answers
+    from hpc_serve.bench.expected import predict
+    from hpc_serve.bench.measured import Measured
+    from hpc_serve.bench.page import page
+    from hpc_serve.bench.plot import check_plot, draw_runs
     from hpc_serve.bench.results import document, run_json
     from hpc_serve.cli import bench_view, show
     from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -61,15 +70,31 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     store = ServiceStore(default_home(os.environ))
     goals = _goals(options["goals"])
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
+    check = load_check(options["check"]) if options["check"] is not None else None
+    if options["plot"] is not None:
+        check_plot(options["plot"])
     runs, error = bench_view.measure(store, sweep)
-    results = [run_json(run, goals_ms=goals, is_detailed=options["detailed"]) for run in runs]
+    measured = [
+        Measured(
+            run=run,
+            goals_ms=goals or None,
+            prediction=predict(store, run, gpu=options["gpu"]),
+            wrong=wrong_answers(run, check) if check is not None else None,
+        )
+        for run in runs
+    ]
+    results = [run_json(one, is_detailed=options["detailed"]) for one in measured]
     if options["save"] is not None and results:
         _write(options["save"], json.dumps(document(results), ensure_ascii=False) + "\n")
     if options["as_json"]:
         if results:
             show.print_json(document(results))
     else:
-        bench_view.print_runs(runs, goals)
+        bench_view.print_runs(measured)
+    if options["html"] is not None and measured:
+        _write(options["html"], page(measured))
+    if options["plot"] is not None and measured:
+        draw_runs(measured, options["plot"])
     if error is not None:
         raise error
     return 130 if any(run.interrupted for run in runs) else 0

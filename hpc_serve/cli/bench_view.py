@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hpc_serve.bench.figures import figures_of
-from hpc_serve.bench.notes import notes_on
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.report import replica_lines, run_lines, sweep_rows, table
+from hpc_serve.bench.report import replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
 from hpc_serve.bench.workload import Workload
 from hpc_serve.cli.console import PlainConsole
@@ -51,17 +50,19 @@ def measure(store: ServiceStore, sweep: Sweep) -> tuple[list[Run], HpcServeError
     return runs, None
 
 
-def print_runs(runs: Sequence[Run], goals_ms: Mapping[str, float]) -> None:
+def print_runs(runs: Sequence[Measured]) -> None:
     """One run with all its figures; several as a table, and what must be said of each."""
-    figures = [figures_of(run.outcomes, run.duration_s, goals_ms=goals_ms) for run in runs]
     if len(runs) == 1:
-        lines = list(run_lines(runs[0], figures[0], None))
+        lines = list(run_lines(runs[0]))
     else:
-        lines = list(table(sweep_rows([(run, one, None) for run, one in zip(runs, figures)], has_goals=bool(goals_ms))))
-        for number, run in enumerate(runs, start=1):
-            if len(run.replicas) > 1:
-                lines += ["", f"Run {number}:", *replica_lines(run)]
-            lines += [f"Run {number}: {note}" for note in notes_on(run)]
+        lines = list(table(sweep_rows(runs))) if runs else []
+        for number, one in enumerate(runs, start=1):
+            if len(one.run.replicas) > 1:
+                lines += ["", f"Run {number}:", *table(replica_rows(one))]
+            lines += [f"Run {number}: {note}" for note in one.notes]
+        lines += dict.fromkeys(
+            f"No prediction: {one.prediction.reason}" for one in runs if one.prediction and one.prediction.reason
+        )
     click.echo(printable("\n".join(lines)))
 
 

@@ -54,14 +54,14 @@ def draw(inputs: PlanInputs, plan: ServePlan, traffic: Traffic, path: str) -> No
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise InvalidRequestError(f"{path} does not end in {', '.join(FORMATS)}: the ending says how to draw it.")
-    plt = _pyplot()
+    plt = pyplot()
     roofline = Roofline(
         inputs.model,
         plan.accelerator,
         replace(inputs.engine, max_num_seqs=plan.memory.max_num_seqs),
         plan.layout,
     )
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(13.5, 9.2), facecolor=PAPER)
         grid = figure.add_gridspec(
             2, 2, height_ratios=[1.25, 1], hspace=0.36, wspace=0.26, left=0.065, right=0.975, top=0.85, bottom=0.075
@@ -79,7 +79,8 @@ def draw(inputs: PlanInputs, plan: ServePlan, traffic: Traffic, path: str) -> No
         plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's, without a window. Raises InvalidRequestError where it is not installed."""
     try:
         import_module("matplotlib").use("Agg")
     except ImportError:
@@ -87,7 +88,7 @@ def _pyplot() -> Any:
     return import_module("matplotlib.pyplot")
 
 
-_STYLE = {
+STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.edgecolor": "#9aa5b1",

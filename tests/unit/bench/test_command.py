@@ -89,3 +89,17 @@ def test_ctrl_c_keeps_what_was_measured(service, tmp_path):
 def ended(folder: Path) -> int:
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
     return sum('"event": "begun"' not in line for line in lines)
+
+
+def test_all_ways_of_showing_a_sweep(service, tmp_path, capsys):
+    service.start()
+    (tmp_path / "mine.py").write_text(
+        "def is_wrong(body, text):\n    return 'no word' if 'none' not in text else None\n"
+    )
+    words = ["--num-prompts", "4", "--lengths", "20/3", "--max-concurrency", "1,2", "--gpu", "h100-80gb"]
+    check = ["--check", f"{tmp_path / 'mine.py'}:is_wrong"]
+    assert run(["bench", "405b", *words, *check, "--html", str(tmp_path / "runs.html")]) == 0
+    printed = capsys.readouterr().out
+    assert "4 answers are wrong by --check, the first: no word" in printed
+    assert "No prediction: meta-llama/Llama-3.1-405B-Instruct does not fit" in printed  # the stub's record says one GPU
+    assert (tmp_path / "runs.html").read_text().startswith("<!doctype html>")

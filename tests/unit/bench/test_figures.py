@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.bench.figures import by_replica, figures_of, percentile, spread, tpot_s
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.results import document, run_json
 from tests.unit.bench.conftest import make_outcome, make_run
 
@@ -83,7 +84,7 @@ def test_replicas_without_an_answer_are_there():
 
 
 def test_the_json_has_all_keys_of_vllm_and_their_values():
-    keys = run_json(make_run(QUICK, SLOW, FAILED), is_detailed=True)
+    keys = run_json(Measured(run=make_run(QUICK, SLOW, FAILED)), is_detailed=True)
     assert keys["output_throughput"] == 4.0
     assert keys["p99_ttft_ms"] == pytest.approx(248.5)
     assert keys["ttfts"] == [0.1, 0.25, 0.1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.bench.figures import figures_of
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.notes import notes_on
 from hpc_serve.bench.outcome import OwnShare
 from hpc_serve.bench.report import pace, run_lines, sweep_rows, table
@@ -30,7 +30,7 @@ def test_nothing_is_said_of_a_run_that_was_as_asked():
         (make_run(replace(ANSWERED, input_len=12)), "1 of 1 prompts are not as long as asked for: from +2 to +2"),
         (make_run(replace(ANSWERED, output_len=1)), "1 of 1 answers are not as long as asked for: from -2 to -2"),
         (make_run(ANSWERED, replace(ANSWERED, place=1, error="HTTP 500: no")), "1 failed: HTTP 500: no"),
-        (make_run(replace(ANSWERED, sent=2)), "1 requests were sent to another replica"),
+        (make_run(replace(ANSWERED, sent=2)), "1 request was sent to another replica"),
     ],
 )
 def test_what_is_not_as_asked_is_said(run, words):
@@ -53,7 +53,7 @@ def test_the_most_frequent_failures_are_named():
 
 def test_one_run_is_told_in_the_words_of_vllm():
     run = make_run(ANSWERED, replace(ANSWERED, place=1, error="HTTP 500: no", replica=""))
-    lines = list(run_lines(run, figures_of(run.outcomes, run.duration_s), None))
+    lines = list(run_lines(Measured(run=run)))
     for words in (
         "Successful requests:                     1",
         "Failed requests:                         1",
@@ -68,7 +68,7 @@ def test_one_run_is_told_in_the_words_of_vllm():
 def test_several_runs_are_rows():
     run = make_run(ANSWERED)
     slow = make_run(ANSWERED, request_rate=4.0, max_concurrency=None)
-    rows = sweep_rows([(one, figures_of(one.outcomes, 2.0), None) for one in (run, slow)])
+    rows = sweep_rows([Measured(run=one) for one in (run, slow)])
     assert [row[3] for row in rows] == ["pace", "2 at once", "4/s"]
     assert len({len(row) for row in rows}) == 1
     assert len(list(table(rows))) == 3

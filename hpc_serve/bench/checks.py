@@ -1,0 +1,52 @@
+"""Checks of answers by a function of the person who measures: `--check FILE.py:FUNCTION`.
+
+It is called after each run, with the body of a request and the text of its answer. It returns what is wrong in a few
+words, or nothing. What an answer should be is its matter alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.bench.outcome import Run
+from hpc_serve.errors import InvalidRequestError
+
+Check = Callable[[Mapping[str, Any], str], object]
+
+
+def load_check(words: str) -> Check:
+    """The function that FILE.py:FUNCTION names. Raises InvalidRequestError."""
+    file, _, name = words.rpartition(":")
+    path = Path(file)
+    if not file or not name.isidentifier() or not path.is_file():
+        raise InvalidRequestError(f"--check {words} names no function of a file: write mine.py:is_wrong.")
+    spec = importlib.util.spec_from_file_location("hpc_serve_bench_check", path)
+    if spec is None or spec.loader is None:
+        raise InvalidRequestError(f"--check {words}: {path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InvalidRequestError(f"--check {words}: {path} fails with {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InvalidRequestError(f"--check {words}: {path} has no function {name}.")
+    return function  # type: ignore[no-any-return]
+
+
+def wrong_answers(run: Run, check: Check) -> dict[int, str]:
+    """What is wrong with answers, by the place of the request. A check that fails is wrong itself, and says so."""
+    found = {}
+    for outcome in run.outcomes:
+        if not outcome.is_answered:
+            continue
+        try:
+            wrong = check(run.requests[outcome.place].body, outcome.text)
+        except Exception as error:
+            wrong = f"the check failed with {type(error).__name__}: {error}"
+        if wrong:
+            found[outcome.place] = str(wrong)
+    return found

@@ -1,0 +1,169 @@
+"""Pages, pictures, predictions, checks of answers."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.bench.checks import load_check, wrong_answers
+from hpc_serve.bench.expected import predict
+from hpc_serve.bench.measured import Measured
+from hpc_serve.bench.page import page
+from hpc_serve.bench.plot import check_plot, draw_runs
+from hpc_serve.bench.prediction import Prediction
+from hpc_serve.bench.report import run_lines, sweep_rows
+from hpc_serve.bench.results import run_json
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import EngineConfig
+from hpc_serve.plan.make import PlanRequest
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.planned_speed import speed_figures
+from hpc_serve.submit.planning import plan_for
+from tests.support.stubs import make_record, make_submitted
+from tests.unit.bench.conftest import make_outcome, make_run
+
+RUN = make_run(make_outcome(), make_outcome(place=1, ttft_s=0.2, latency_s=0.4))
+EXPECTED = Prediction(output_rate=4.0, ttft_ms=90.0, tpot_ms=25.0)
+SWEEP = [
+    Measured(run=replace(RUN, max_concurrency=1), prediction=EXPECTED),
+    Measured(run=replace(RUN, max_concurrency=8), prediction=EXPECTED),
+    Measured(run=replace(RUN, service="<i>", max_concurrency=8), prediction=Prediction(reason="a & b")),
+]
+
+
+@pytest.mark.parametrize("runs", [SWEEP[:1], SWEEP])
+def test_a_page_needs_nothing_else_and_shows_text_as_text(runs):
+    html = page(runs)
+    assert "<script" not in html
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert "<i>" not in html
+    assert html.count("<h2>Run ") == len(runs)
+    for part in html.split("<svg")[1:]:
+        ET.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
+    assert html.count("<svg") == 2 * len(runs) + (3 if len(runs) > 1 else 0)
+
+
+def test_a_page_of_a_run_without_an_answer():
+    failed = make_run(make_outcome(error="HTTP 500: no", replica=""))
+    assert "1 failed: HTTP 500: no" in page([Measured(run=failed), Measured(run=failed)])
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_a_picture_is_drawn(tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    check_plot(tmp_path / f"runs{ending}")
+    draw_runs(SWEEP, tmp_path / f"runs{ending}")
+    assert (tmp_path / f"runs{ending}").stat().st_size > 1000
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(InvalidRequestError, match=r"does not end in \.png"):
+        check_plot(tmp_path / "runs.doc")
+
+
+def test_what_was_predicted_stands_beside_what_was_measured():
+    lines = list(run_lines(SWEEP[0]))
+    assert any(line.split() == ["Output", "tokens/s", "4.00", "3.00"] for line in lines)
+    assert any(line.split() == ["Mean", "TPOT", "(ms)", "25.0", "65.0"] for line in lines)
+    assert run_json(SWEEP[0])["predicted"] == {"output_throughput": 4.0, "mean_ttft_ms": 90.0, "mean_tpot_ms": 25.0}
+    assert "predicted" in sweep_rows(SWEEP)[0]
+    assert "No prediction: a & b" in run_lines(SWEEP[2])
+
+
+CHECK = """
+def is_wrong(body, text):
+    if text == "c":
+        raise KeyError("c")
+    return "no b" if "b" not in text else None
+"""
+
+
+def test_answers_are_checked_by_a_function_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(CHECK)
+    check = load_check(f"{tmp_path}/mine.py:is_wrong")
+    run = make_run(*(make_outcome(place=place, text=text) for place, text in enumerate("abc")))
+    wrong = wrong_answers(run, check)
+    assert wrong == {0: "no b", 2: "the check failed with KeyError: 'c'"}
+    measured = Measured(run=run, wrong=wrong)
+    assert measured.notes == ["2 answers are wrong by --check, the first: no b"]
+    assert run_json(measured)["wrong_answers"] == 2
+    assert run_json(Measured(run=run))["wrong_answers"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("mine", "names no function"), ("no.py:f", "names no function"), ("{}:none", "has no function none")],
+)
+def test_a_check_that_is_none(tmp_path, words, told):
+    (tmp_path / "mine.py").write_text(CHECK)
+    with pytest.raises(InvalidRequestError, match=told):
+        load_check(words.format(tmp_path / "mine.py"))
+
+
+# -- predictions
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+SIZES = {"tensor_parallel_size": 2, "num_nodes": 1, "gpus_per_node": 2}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A service of two replicas, each with two GPUs."""
+    store = ServiceStore(tmp_path / "home")
+    store.ensure_service("405b")
+    for job_id in ("1", "2"):
+        store.write(make_record(job_id=job_id, model=MODEL, **SIZES))
+    return store
+
+
+def run_of(input_len: int | None, output_len: int, **fields):
+    request = replace(RUN.requests[0], input_len=input_len, output_len=output_len)
+    return replace(RUN, requests=(request,) * 2, replicas=("1-r0-0", "2-r0-0"), **{"max_concurrency": 32, **fields})
+
+
+def test_with_the_accelerators_name_the_plan_is_made_for_the_run(store):
+    found = predict(store, run_of(1800, 128), gpu="h100-80gb")
+    assert found.reason == ""
+    engine = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=1)
+    asked = PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2, engine=engine)
+    result = plan_for(replace(asked, input_tokens=1800, output_tokens=128))
+    (one,) = [estimate for estimate in result.estimates() if estimate.traffic.concurrency == 16]
+    assert found.output_rate == pytest.approx(2 * one.expected.output_tokens_per_s, rel=0.01)
+    assert found.tpot_ms == pytest.approx(1e3 * one.expected.tpot_s, rel=0.01)
+
+
+def test_without_it_what_submit_wrote_down_counts_for_its_lengths(store):
+    result = plan_for(PlanRequest(model=MODEL, gpu="h100-80gb", num_nodes=1, gpus_per_node=2))
+    figures = speed_figures(result.estimates())
+    for job_id in ("1", "2"):
+        store.write_submitted(make_submitted(job_id=job_id, predicted=figures))
+    lengths = int(figures["request_input_tokens"]), int(figures["request_output_tokens"])
+    found = predict(store, run_of(*lengths), gpu=None)
+    assert found.output_rate == pytest.approx(2 * figures["output_tokens_per_s_at_16"])
+    assert found.keys()["mean_ttft_ms"] is None
+    assert "is of requests of" in predict(store, run_of(7, 8), gpu=None).reason
+
+
+@pytest.mark.parametrize(
+    ("run", "gpu", "why"),
+    [
+        (run_of(10, 10, max_concurrency=None), None, "this run has a rate"),
+        (run_of(10, 10, request_rate=2.0), None, "this run has a rate"),
+        (run_of(10, 10), None, "nothing of its speed was written down"),
+        (run_of(10, 10), "nonsense", "nonsense"),
+        (replace(run_of(10, 10), replicas=("9-r0-0",)), None, "no record of its replicas"),
+        (
+            replace(run_of(10, 10), requests=(replace(RUN.requests[0], input_len=None),)),
+            None,
+            "not known before the run",
+        ),
+    ],
+)
+def test_where_there_is_no_prediction_the_reason_is_told(store, run, gpu, why):
+    found = predict(store, run, gpu=gpu)
+    assert why in found.reason
+    assert found.keys() == {"reason": found.reason}
+    assert math.isinf(run.request_rate) or run.request_rate == 2.0
