@@ -93,9 +93,7 @@ def ended(folder: Path) -> int:
 
 def test_all_ways_of_showing_a_sweep(service, tmp_path, capsys):
     service.start()
-    (tmp_path / "mine.py").write_text(
-        "def is_wrong(body, text):\n    return 'no word' if 'none' not in text else None\n"
-    )
+    (tmp_path / "mine.py").write_text("def is_wrong(body, text):\n    return 'no word' if len(text) > 0 else None\n")
     words = ["--num-prompts", "4", "--lengths", "20/3", "--max-concurrency", "1,2", "--gpu", "h100-80gb"]
     check = ["--check", f"{tmp_path / 'mine.py'}:is_wrong"]
     assert run(["bench", "405b", *words, *check, "--html", str(tmp_path / "runs.html")]) == 0
