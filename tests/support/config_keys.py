@@ -30,6 +30,17 @@ _BY_LAYER = (
 )
 _SHORT_CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "full_attn_idxs": None}
 _GIVEN: dict[str, dict[str, Any]] = {
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "per_layer_config": {"1": {"head_dim": 512}, "3": {"head_dim": 512}},
+        },
+        "vision_config": {
+            **{"model_type": "gemma4_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4},
+            **{"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16},
+            **{"position_embedding_size": 10240, "pooling_kernel_size": 3},
+        },
+    },
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [48, 64, 48, 64]},
     "Lfm2ForCausalLM": _SHORT_CONV,
     "Lfm2MoeForCausalLM": {"layer_types": _SHORT_CONV["layer_types"]},
@@ -96,7 +107,7 @@ def _with(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The config with these fields in place of its own."""
     changed = {**config}
     for key, value in given.items():
-        changed[key] = _with(changed[key], value) if isinstance(value, dict) else value
+        changed[key] = _with(changed.get(key) or {}, value) if isinstance(value, dict) else value
     return changed
 
 
@@ -104,14 +115,14 @@ def _shortened(config: dict[str, Any]) -> dict[str, Any]:
     """The config with few layers."""
     short: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict) and key.endswith("_config"):
+        if key == "per_layer_config" and value:
+            short[key] = {index: one for index, one in value.items() if int(index) < _LAYERS}
+        elif isinstance(value, dict) and key.endswith("_config"):
             short[key] = _shortened(value)
         elif key in ("num_hidden_layers", "depth"):
             short[key] = _LAYERS
         elif key in _BY_LAYER and value:
             short[key] = value[:_LAYERS]
-        elif key == "per_layer_config" and value:
-            short[key] = {index: one for index, one in value.items() if int(index) < _LAYERS}
         elif key in ("moe_layers", "full_attn_idxs") and value:
             short[key] = [index for index in value if index < _LAYERS]
         else:

@@ -14,6 +14,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
 from hpc_serve.plan.model.families import (
+    BESIDE,
     FAMILIES,
     FIELDS,
     ON_EVERY_STAGE,
@@ -90,6 +91,8 @@ def model_from_config(
         for key, default in TOWER_FIELDS.get(architecture, {}).items():
             config["vision_config"].setdefault(key, config.get(key, default))
         tower, images = TOWERS[architecture](config["vision_config"], builder.hidden_size)
+    if architecture in BESIDE:
+        tower = Block(weights=(*tower.weights, *BESIDE[architecture](builder).weights))
     final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
     layers = _layers(builder, family)
     experts, expert_size = _experts(layers)

@@ -36,7 +36,8 @@ _AT_LEAST_ONE = (
     *("index_topk_freq", "conv_L_cache", "conv_dim", "block_multiple_of", "swa_num_attention_heads"),
     *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "num_attention_groups", "downsample_factor"),
     *("projector_hidden_size", "tile_size", "num_patches", "num_sliding_attention_heads", "num_heads"),
-    *("global_attn_every_n_layers",),
+    *("global_attn_every_n_layers", "global_head_dim", "num_global_key_value_heads", "position_embedding_size"),
+    *("pooling_kernel_size", "vision_soft_tokens_per_image", "vocab_size_per_layer_input"),
 )
 _AT_LEAST_ZERO = (
     *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -51,7 +52,8 @@ _AT_LEAST_ZERO = (
         "share_expert_dim",
         "moe_k",
     ),
-    *("moe_top_k", "num_experts_per_token", "top_k_experts"),
+    *("moe_top_k", "num_experts_per_token", "top_k_experts", "num_kv_shared_layers"),
+    *("hidden_size_per_layer_input", "expert_intermediate_size"),
     *("expert_hidden_dim", "block_ff_dim", "max_tiles", "index_skip_topk_offset", "vt_num_hidden_layers"),
     *("vt_hidden_size", "vt_intermediate_size", "init_pos_emb_height", "init_pos_emb_width"),
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "max_window_layers"),

@@ -70,7 +70,7 @@ _OF_QUANTIZATION = frozenset(
         *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "input_tensors", "output_tensors"),
         *("bias", "iters", "low_gpu_mem_usage", "seqlen", "gradient_accumulate_steps", "autoround_version", "lr"),
         *("ch_axis", "layer_type_quant_config", "train_bs", "quant_block_list", "supported_types", "minmax_lr"),
-        "to_quant_block_names",
+        *("to_quant_block_names", "quantized_layers"),
     )
 )
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
@@ -78,6 +78,11 @@ _OF_QUANTIZATION = frozenset(
 _SPARSE = ("index_topk", "qk_head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")
 _OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "DeepseekV32ForCausalLM": _SPARSE,
+    "Gemma4ForConditionalGeneration": (
+        *("vision_config.default_output_length", "vision_config.global_head_dim", "vision_config.standardize"),
+        *("vision_config.image_seq_length", "vision_config.video_seq_length", "vision_config.max_position_embeddings"),
+        *("vision_config.id2label", "vision_config.label2id"),
+    ),
     "GlmMoeDsaForCausalLM": _SPARSE,
     "KimiK25ForConditionalGeneration": (
         *("ignore_index", "vision_config.init_pos_emb_time", "vision_config.mm_hidden_size"),

@@ -1,7 +1,7 @@
 """Which function describes a layer of each architecture, and what else vLLM does for one architecture alone.
 
-The functions are in dense.py, moe.py, latent.py, mixed.py and hybrid.py, those of image encoders in vision.py and
-towers.py. architectures.py builds models by these tables.
+The functions are in dense.py, moe.py, latent.py, mixed.py, gemma4.py and hybrid.py, those of image encoders in
+vision.py and towers.py. architectures.py builds models by these tables.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hpc_serve.plan.model import dense, hybrid, latent, mixed, moe, towers, vision
+from hpc_serve.plan.model import dense, gemma4, hybrid, latent, mixed, moe, towers, vision
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder
 from hpc_serve.plan.model.spec import DecoderLayer
+from hpc_serve.plan.model.weights import Block
 
 Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
 
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": dense.gemma2,
     "Gemma3ForCausalLM": dense.gemma3,
     "Gemma3ForConditionalGeneration": dense.gemma3,
+    "Gemma4ForConditionalGeneration": gemma4.gemma4,
     "GemmaForCausalLM": dense.llama,
     "Glm4ForCausalLM": dense.glm4,
     "Glm4MoeForCausalLM": moe.glm4_moe,
@@ -83,6 +85,7 @@ TOWERS: dict[str, vision.Tower] = {
     "KimiK25ForConditionalGeneration": towers.moon_vit,
     "Lfm2VlForConditionalGeneration": towers.lfm2_siglip,
     "Gemma3ForConditionalGeneration": vision.siglip,
+    "Gemma4ForConditionalGeneration": towers.gemma4,
     "Llama4ForConditionalGeneration": vision.llama4_vision,
     "Mistral3ForConditionalGeneration": vision.pixtral,
     "MuseGlimmerForConditionalGeneration": towers.muse,
@@ -92,6 +95,9 @@ TOWERS: dict[str, vision.Tower] = {
     "Qwen3_5ForConditionalGeneration": vision.qwen3_vision,
     "Qwen3_5MoeForConditionalGeneration": vision.qwen3_vision,
 }
+
+BESIDE: dict[str, Callable[[LayerBuilder], Block]] = {"Gemma4ForConditionalGeneration": gemma4.gemma4_beside}
+"""What a model has beside its layers, on every stage."""
 
 FIELDS: dict[str, Callable[[CheckedConfig], None]] = {
     "Step3p5ForCausalLM": mixed.step3p5_fields,
@@ -106,6 +112,7 @@ TOWER_FIELDS: dict[str, dict[str, Any]] = {
         **{"projector_use_layernorm": True, "max_tiles": 10, "tile_size": 512},
     },
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 256},
+    "Gemma4ForConditionalGeneration": {"vision_soft_tokens_per_image": 280},
     "Mistral3ForConditionalGeneration": {"spatial_merge_size": 2},
     "MuseGlimmerForConditionalGeneration": {"out_hidden_size": 6144, "projector_hidden_size": 4096},
 }
@@ -114,7 +121,7 @@ TOWER_FIELDS: dict[str, dict[str, Any]] = {
 TIED_UNLESS_SAID = (
     *("Ernie4_5_MoeForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
     *("FalconForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
-    "Gemma3ForConditionalGeneration",
+    *("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"),
 )
 """Architectures whose transformers config ties the output head to the embedding by default."""
 
@@ -125,6 +132,7 @@ ON_EVERY_STAGE: dict[str, frozenset[str]] = {
     "Gemma2ForCausalLM": frozenset({"embedding", "final"}),
     "Gemma3ForCausalLM": frozenset({"embedding", "final"}),
     "Gemma3ForConditionalGeneration": frozenset({"embedding", "final"}),
+    "Gemma4ForConditionalGeneration": frozenset({"embedding", "final"}),
     "GptOssForCausalLM": _ENDS,
     "MixtralForCausalLM": _ENDS,
     "NemotronHForCausalLM": _ENDS,

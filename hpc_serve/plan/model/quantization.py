@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.modelopt import from_layers, mixed_precision, modelopt_scheme
 from hpc_serve.plan.model.scheme import (
     BNB_INT4,
     BNB_INT8,
@@ -19,7 +20,6 @@ from hpc_serve.plan.model.scheme import (
     FP8_TENSOR,
     INT8_CHANNEL,
     MXFP4,
-    MXFP8,
     NVFP4,
     Scheme,
     fp8_blocks,
@@ -33,7 +33,8 @@ class Quantization:
     """Which scheme each module has: `linear` layers, fused `experts`, and `plain` for `skipped` names.
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
-    the checkpoint does not have it. skipped_modules.py says what a pattern in `skipped` may be.
+    the checkpoint does not have it. Where `by_module` is given, it names all quantised modules, from "layers." on, the
+    experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be.
     """
 
     method: str
@@ -44,9 +45,12 @@ class Quantization:
     skipped: tuple[str, ...] = ()
     kv_cache_dtype: str | None = None
     is_assumed: bool = False
+    by_module: Mapping[str, Scheme] | None = None
 
     def scheme_of(self, module: str, *, is_expert: bool = False) -> Scheme:
         """The scheme of a linear module, by its name in the checkpoint."""
+        if self.by_module is not None:
+            return self.by_module.get(from_layers(module), self.plain)
         scheme = self.experts if is_expert else self.linear
         if scheme is self.plain or not self.skipped:
             return scheme
@@ -71,7 +75,12 @@ def quantization_from_config(
     if not config:
         return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
     method = str(config.get("quant_method", "")).lower().replace("-", "_")
-    linear, experts, head = _schemes(method, config, plain)
+    by_module = mixed_precision(config) if method.startswith("modelopt") else None
+    if by_module is not None:
+        linear = experts = plain
+        head = by_module.get("lm_head", plain)
+    else:
+        linear, experts, head = _schemes(method, config, plain)
     return Quantization(
         method=method,
         plain=plain,
@@ -81,6 +90,7 @@ def quantization_from_config(
         skipped=_skipped(config),
         kv_cache_dtype=_kv_cache_dtype(config),
         is_assumed=is_assumed,
+        by_module=by_module,
     )
 
 
@@ -102,15 +112,6 @@ _DEFAULT_CONFIGS: dict[str, dict[str, Any]] = {
 
 
 QUANTIZATION_FILE = "hf_quant_config.json"
-_MODELOPT = {
-    "FP8": FP8_TENSOR,
-    "FP8_PER_CHANNEL_PER_TOKEN": FP8_CHANNEL,
-    "FP8_PB_WO": FP8_BLOCK,
-    "NVFP4": NVFP4,
-    "W4A16_NVFP4": NVFP4,
-    "MXFP8": MXFP8,
-}
-
 _SKIP_KEYS = (
     "modules_to_not_convert",
     "ignored_layers",
@@ -163,19 +164,7 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
     if method == "mxfp4":
         return plain, MXFP4, plain
     if method.startswith("modelopt"):
-        settings = config.get("quantization") or config
-        named = settings.get("quant_algo", "FP8")
-        found = _MODELOPT.get(str(named).upper())
-        if found is None:
-            raise InvalidRequestError(
-                f"quantization_config of modelopt has quant_algo {str(named)[:40]!r}, which this planner does not "
-                f"know; it knows {', '.join(_MODELOPT)}."
-            )
-        group = settings.get("group_size")
-        if found.group and group not in (None, found.group):
-            raise InvalidRequestError(
-                f"quantization_config has group_size {group}: {named} has groups of {found.group}."
-            )
+        found = modelopt_scheme(config.get("quantization") or config)
         return found, found, plain
     if method == "compressed_tensors":
         scheme = _compressed_tensors(config)

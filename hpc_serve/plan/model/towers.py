@@ -1,4 +1,4 @@
-"""More vision towers: those of GLM-4.5V, Kimi-K2.5, LFM2-VL and Muse Glimmer."""
+"""More vision towers: those of GLM-4.5V, Kimi-K2.5, LFM2-VL, Muse Glimmer and Gemma 4."""
 
 from __future__ import annotations
 
@@ -133,3 +133,36 @@ def muse(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncod
     ]
     tokens = config["pos_emb_height"] * config["pos_emb_width"] // merge**2
     return block(layers, ends), rotating_encoder(width, tokens, merge)
+
+
+def gemma4(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Gemma 4's tower, which no rank divides (vLLM takes transformers' own), and the projection of its outputs."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    heads, head_dim = config["num_attention_heads"], config.get("head_dim", 64)
+    kv_heads, bias = config.get("num_key_value_heads", heads), bool(config.get("attention_bias", False))
+    query, kv = heads * head_dim, kv_heads * head_dim
+    layers: list[Weight] = []
+    for index in range(config["num_hidden_layers"]):
+        name = f"vision_tower.encoder.layers.{index}"
+        layers += [
+            linear(f"{name}.self_attn.q_proj", width, [query, kv, kv], bias=bias),
+            linear(f"{name}.self_attn.o_proj", query, [width], bias=bias),
+            linear(f"{name}.mlp.gate_proj", width, [inner, inner]),
+            linear(f"{name}.mlp.down_proj", inner, [width]),
+            vector(f"{name}.norms", 4 * width + 2 * head_dim),
+        ]
+    ends: list[Weight] = [
+        linear("vision_tower.patch_embedder.input_proj", 3 * config.get("patch_size", 16) ** 2, [width]),
+        vector(
+            "vision_tower.patch_embedder.position_embedding_table",
+            2 * config.get("position_embedding_size", 10_240) * width,
+        ),
+        linear("embed_vision.embedding_projection", width, [hidden_size]),
+    ]
+    images = ImageEncoder(
+        image_tokens=config["vision_soft_tokens_per_image"],
+        patches_per_token=config.get("pooling_kernel_size", 3) ** 2,
+        patch_elements=2 * width + 2 * inner,
+        split_patch_elements=0,
+    )
+    return block(layers, ends), images

@@ -80,6 +80,7 @@ NO_EFFECT = {
     "index_topk",
     # which tokens are special, how text is generated, how weights were first chosen
     *("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "image_token_index"),
+    *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "max_length"),
     *("chunk_size_feed_forward", "pretraining_tp", "num_logits_to_keep", "id2label", "label2id", "LABEL_1"),
@@ -103,6 +104,7 @@ NO_EFFECT = {
 SOMETIMES_NO_EFFECT = {
     ("AfmoeForCausalLM", "global_attn_every_n_layers"): "where layer_types decide",
     ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index"): "beyond the last layer",
+    ("Gemma4ForConditionalGeneration", "tie_word_embeddings"): "the outer config's counts",
     ("LagunaForCausalLM", "sliding_window"): "where no layer has one",
     ("MellumForCausalLM", "sliding_window"): "where no layer has one",
     ("Lfm2ForCausalLM", "block_multiple_of"): "a multiple of the double too",

@@ -69,6 +69,76 @@ def test_gates_are_for_each_head_or_each_of_its_elements() -> None:
     assert elements.parameters - none.parameters == 128 * (heads.parameters - none.parameters)
 
 
+GEMMA: dict[str, Any] = {
+    **{"model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 32},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_k_eq_v": True},
+    **{"global_head_dim": 64, "num_global_key_value_heads": 1, "sliding_window": 128, "max_position_embeddings": 4096},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+
+
+def gemma(**changes: Any) -> ModelSpec:
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {**GEMMA, **changes}}
+    return model_from_config(config, name="gemma")
+
+
+def test_values_that_are_keys_are_not_in_the_files_and_yet_in_memory() -> None:
+    """vLLM loads the keys' projection into the values' place too (model_executor/models/gemma4.py)."""
+    one, both = gemma(), gemma(attention_k_eq_v=False, num_global_key_value_heads=None)
+    assert token_bytes(one) == [2 * 2 * 2 * 32, 2 * 2 * 64, 2 * 2 * 64]
+    assert [layer.derived.parameters for layer in one.layers] == [0, 256 * 64, 256 * 64]
+    assert [layer.derived.parameters for layer in both.layers] == [0, 0, 0]
+    # two KV heads in place of one, for keys and for values
+    assert both.parameters - one.parameters == 2 * 256 * 64 * (2 * 2 - 1)
+
+
+def test_layers_may_share_the_cache_of_a_layer_before() -> None:
+    model = gemma(num_kv_shared_layers=1, use_double_wide_mlp=True, hidden_size_per_layer_input=8)
+    assert [layer.cache is None for layer in model.layers] == [False, False, True]
+    plain = gemma()
+    wider, less = 3 * 256 * 512, 256 * 64 + 64
+    own = 3 * (2 * 256 * 8 + 256) + 1024 * 24 + 256 * 24 + 8
+    assert model.parameters - plain.parameters == wider - less + own
+
+
+def test_per_layer_config_is_read_or_refused() -> None:
+    named = {key: value for key, value in GEMMA.items() if "global" not in key}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"]}
+    each = {"1": {"head_dim": 64, "num_key_value_heads": 1}, "02": {"head_dim": 64, "num_key_value_heads": 1}}
+    found = model_from_config({**outer, "text_config": {**named, "per_layer_config": each}}, name="x")
+    assert found.parameters == gemma().parameters
+    for wrong in ({"1": {"heads": 64}}, {"1": {"head_dim": "64"}}, {"1": 64}):
+        with pytest.raises(InvalidRequestError, match="per_layer_config"):
+            model_from_config({**outer, "text_config": {**named, "per_layer_config": wrong}}, name="x")
+
+
+def test_mixed_precision_names_the_scheme_of_each_module() -> None:
+    layers = {
+        "model.language_model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.1.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"},
+        "model.layers.1.mlp.experts.7.up_proj": {"quant_algo": "NVFP4"},
+        "lm_head": {"quant_algo": "FP8"},
+    }
+    quantized = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = {**MEASURED["Qwen3ForCausalLM"]["config"], "quantization_config": quantized}
+    model = model_from_config(config, name="x")
+    of_layers = [
+        next(weight.scheme.name for weight in layer.block.weights if weight.name == "mlp.up_proj")  # type: ignore[union-attr]
+        for layer in model.layers
+    ]
+    assert of_layers[0] != of_layers[1]
+    assert of_layers[2:] == [model.quantization.plain.name] * 2
+    assert model.head is not None
+    assert model.head.scheme.name == of_layers[0]
+    assert model.quantization.scheme_of("model.layers.1.mlp.experts.up_proj", is_expert=True).name == of_layers[1]
+    layers["model.layers.1.mlp.experts.7.up_proj"] = {"quant_algo": "FP8"}
+    with pytest.raises(InvalidRequestError, match=r"experts of different kinds in layers\.1\.mlp\.experts"):
+        model_from_config(config, name="x")
+    with pytest.raises(InvalidRequestError, match="MIXED_PRECISION has no quantized_layers"):
+        model_from_config({**config, "quantization_config": {**quantized, "quantized_layers": {}}}, name="x")
+
+
 STEP: dict[str, Any] = {
     **{"architectures": ["Step3p5ForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024},
     **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 64},

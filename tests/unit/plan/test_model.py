@@ -155,8 +155,8 @@ def test_unknown_quantisation_is_named() -> None:
         spec("8b", quantization_config={"quant_method": "magic"})
     with pytest.raises(InvalidRequestError, match="quark has weights in fp6"):
         spec("8b", quantization_config={"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6"}}})
-    with pytest.raises(InvalidRequestError, match=r"modelopt has quant_algo 'MIXED_PRECISION'.*knows FP8, .*NVFP4"):
-        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
+    with pytest.raises(InvalidRequestError, match=r"modelopt has quant_algo 'FP4_SPARSE'.*knows FP8, .*NVFP4"):
+        spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "FP4_SPARSE"})
     with pytest.raises(InvalidRequestError, match="group_size 32: NVFP4 has groups of 16"):
         spec("8b", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32})
     fp4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}

@@ -1,0 +1,122 @@
+"""Gemma 4's decoder: heads of two widths, values that are keys, layers that share a cache, layers' own embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config_check import missing
+from hpc_serve.plan.model.layers import HeadSizes, LayerBuilder, block
+from hpc_serve.plan.model.spec import DecoderLayer
+from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
+
+_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def gemma4(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Gemma 4: wider heads where a layer attends to all tokens, whose values may be their keys.
+
+    The last `num_kv_shared_layers` take keys and values from a layer before. Experts stand beside the MLP.
+    """
+    prefix = f"model.language_model.layers.{index}"
+    kinds, shared = builder.require("layer_types"), builder.get("num_kv_shared_layers", 0)
+    attends_to_all, is_shared = kinds[index] == "full_attention", index >= builder.num_layers - shared
+    equal = bool(builder.get("attention_k_eq_v", False))
+    sizes = _gemma4_sizes(builder, index, attends_to_all=attends_to_all, equal=equal)
+    bias = bool(builder.get("attention_bias", False))
+    attention, copied = _gemma4_attention(builder, f"{prefix}.self_attn", sizes, is_shared=is_shared, bias=bias)
+    has_one = attends_to_all and equal and not is_shared
+    wide = is_shared and bool(builder.get("use_double_wide_mlp", False))
+    per_layer = builder.get("hidden_size_per_layer_input", 0)
+    own: list[Weight] = []
+    if per_layer:
+        own = [
+            builder.linear(f"{prefix}.per_layer_input_gate", builder.hidden_size, [per_layer]),
+            builder.linear(f"{prefix}.per_layer_projection", per_layer, [builder.hidden_size]),
+            *builder.norms("post_per_layer_input_norm"),
+        ]
+    weights = block(
+        [*attention, *([] if has_one else copied)],
+        builder.mlp(f"{prefix}.mlp", builder.intermediate_size * (2 if wide else 1)),
+        _gemma4_experts(builder, prefix),
+        own,
+        builder.norms(*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+    window = 0 if attends_to_all else builder.require("sliding_window")
+    cache = None if is_shared else builder.cache(window, "sliding" if window else "full", sizes)
+    return DecoderLayer(block=weights, cache=cache, derived=block(copied if has_one else []))
+
+
+def gemma4_beside(builder: LayerBuilder) -> Block:
+    """What Gemma 4's small models have beside their layers: an embedding of each token for each layer."""
+    width = builder.get("hidden_size_per_layer_input", 0) * builder.num_layers
+    rows = builder.get("vocab_size_per_layer_input", builder.vocab_size)
+    if not width:
+        return Block()
+    plain = builder.quantization.plain
+    return Block(
+        weights=(
+            Vocabulary(name="embed_tokens_per_layer", rows=rows, width=width, scheme=plain),
+            builder.linear("model.per_layer_model_projection", builder.hidden_size, [width], "column"),
+            builder.vector("model.per_layer_projection_norm", width // builder.num_layers),
+        )
+    )
+
+
+def _gemma4_sizes(builder: LayerBuilder, index: int, *, attends_to_all: bool, equal: bool) -> HeadSizes:
+    """The heads of a layer, by the fields for layers with full attention or by those of transformers for each layer."""
+    each = builder.get("per_layer_config", {})
+    if not isinstance(each, Mapping) or not all(isinstance(one, Mapping) for one in each.values()):
+        raise InvalidRequestError("The config's per_layer_config must be an object of objects.")
+    of: Mapping[str, int] = next(
+        (one for key, one in each.items() if str(key).lstrip("0") == (str(index).lstrip("0"))), {}
+    )
+    if not attends_to_all:
+        width, kv_heads = builder.head_dim, builder.kv_heads
+    else:
+        width = builder.get("global_head_dim", of.get("head_dim", _GLOBAL_HEAD_DIM))
+        kv_heads = builder.get("num_global_key_value_heads", of.get("num_key_value_heads"))
+        kv_heads = kv_heads if equal and kv_heads else builder.kv_heads
+    unknown = sorted(set(of) - {"head_dim", "num_key_value_heads"})
+    if unknown or not all(type(value) is int and value > 0 for value in of.values()):
+        raise InvalidRequestError(f"The config's per_layer_config has sizes of layer {index} that are not known.")
+    return builder.head_sizes(head_dim=width, kv_heads=kv_heads)
+
+
+_GLOBAL_HEAD_DIM = 512
+"""Width of the heads that attend to all tokens, where a config does not say: transformers' default."""
+
+
+def _gemma4_attention(
+    builder: LayerBuilder, prefix: str, sizes: HeadSizes, *, is_shared: bool, bias: bool
+) -> tuple[list[Weight], list[Weight]]:
+    """(weights of a layer's attention, the values' projection, which vLLM holds even where it is the keys')."""
+    query = Part(sizes.heads, sizes.head_dim)
+    kv = Part(sizes.kv_heads, sizes.head_dim, replicate=True)
+    weights: list[Weight] = [
+        builder.linear(
+            f"{prefix}.q_proj", builder.hidden_size, [query] if is_shared else [query, kv], "column", bias=bias
+        ),
+        builder.linear(f"{prefix}.o_proj", query, [builder.hidden_size], "row", bias=bias),
+        builder.vector(f"{prefix}.q_norm", sizes.head_dim),
+    ]
+    if is_shared:
+        return weights, []
+    values = builder.linear(f"{prefix}.v_proj", builder.hidden_size, [kv], "column", bias=bias)
+    return [*weights, builder.vector(f"{prefix}.k_norm", sizes.head_dim)], [values]
+
+
+def _gemma4_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:
+    count = builder.get("num_experts", 0)
+    if not builder.get("enable_moe_block", bool(count)) or not count:
+        return []
+    size = builder.first("moe_intermediate_size", "expert_intermediate_size")
+    if size is None:
+        raise missing("moe_intermediate_size")
+    return [
+        *builder.router(f"{prefix}.router", count),
+        builder.vector(f"{prefix}.router.per_expert_scale", count),
+        *builder.experts(prefix, count, size),
+        *builder.norms("router.scale", "pre_feedforward_layernorm_2"),
+        *builder.norms("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+    ]
