@@ -109,7 +109,7 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
         return 0
     element = _element_bytes(dtype)
     if cache.kind == "mla":
-        packed = dtype == "fp8_ds_mla" or (cache.index_bytes > 0 and dtype.startswith("fp8"))
+        packed = dtype == "fp8_ds_mla" or (cache.chosen_tokens > 0 and dtype.startswith("fp8"))
         latent = _PACKED_LATENT_BYTES if packed else round_up(int(cache.head_dim * element), mla_align)
         return latent + cache.index_bytes
     heads = Part(cache.kv_heads, 1, replicate=True).per_rank(ranks, "the KV cache")

@@ -33,6 +33,7 @@ _AT_LEAST_ONE = (
     *("projector_input_dim", "projector_output_dim", "no_rope_layer_interval", "num_ln_in_parallel_attn"),
     *("n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length", "seq_len"),
     *("moe_latent_size", "mm_tokens_per_image", "n_heads_in_group", "index_n_heads", "index_head_dim"),
+    "index_topk",
     *("index_topk_freq", "conv_L_cache", "conv_dim", "block_multiple_of", "swa_num_attention_heads"),
     *("swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "num_attention_groups", "downsample_factor"),
     *("projector_hidden_size", "tile_size", "num_patches", "num_sliding_attention_heads", "num_heads"),

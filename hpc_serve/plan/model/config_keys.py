@@ -75,7 +75,7 @@ _OF_QUANTIZATION = frozenset(
 )
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
 
-_SPARSE = ("index_topk", "qk_head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")
+_SPARSE = ("qk_head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")
 _OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "Gemma4ForConditionalGeneration": (

@@ -5,6 +5,8 @@ Sources: vLLM's model_executor/models/deepseek_v2.py and models/deepseek_v32.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.dense import llama
 from hpc_serve.plan.model.layers import LayerBuilder, block
@@ -58,8 +60,9 @@ def mistral3(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:
     """DeepSeek V3.2 and GLM-5: an indexer chooses the tokens that a layer attends to. It has a cache of its own."""
+    chosen = builder.require("index_topk")
     if not _has_indexer(builder, index):
-        return _latent_layer(builder, index, [])
+        return _latent_layer(builder, index, [], chosen_tokens=chosen)
     name = f"model.layers.{index}.self_attn.indexer"
     heads, width = builder.require("index_n_heads"), builder.require("index_head_dim")
     indexer: list[Weight] = [
@@ -67,7 +70,10 @@ def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:
         builder.linear(f"{name}.wk_weights_proj", builder.hidden_size, [width, heads], plain=True),
         builder.vector(f"{name}.k_norm", 2 * width, element_bytes=4),
     ]
-    return _latent_layer(builder, index, indexer, index_bytes=width + width // _INDEX_SCALE_BLOCK * 4)
+    layer = _latent_layer(builder, index, indexer, chosen_tokens=chosen)
+    assert layer.cache is not None
+    index_bytes = width + width // _INDEX_SCALE_BLOCK * 4
+    return replace(layer, cache=replace(layer.cache, index_bytes=index_bytes, index_flops=2 * heads * width))
 
 
 def _has_indexer(builder: LayerBuilder, index: int) -> bool:
@@ -80,7 +86,7 @@ def _has_indexer(builder: LayerBuilder, index: int) -> bool:
     return bool(found)
 
 
-def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, index_bytes: int = 0) -> DecoderLayer:
+def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, chosen_tokens: int = 0) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     latent, rope = builder.require("kv_lora_rank"), builder.require("qk_rope_head_dim")
     per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
@@ -91,5 +97,5 @@ def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, i
         deepseek_half(builder, index, f"{prefix}.mlp"),
         builder.norms(*_TWO_NORMS),
     )
-    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope, index_bytes=index_bytes)
+    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope, chosen_tokens=chosen_tokens)
     return DecoderLayer(block=weights, cache=cache, derived=block([absorbed]))

@@ -23,7 +23,8 @@ class LayerCache:
     "full" keeps all tokens, "sliding" the last `window` tokens, "chunked" the current chunk of `window` tokens. Each of
     these keeps `kv_heads` x (`head_dim` + `value_dim`) elements per token, and tensor parallelism divides the heads.
     "mla" keeps `head_dim` elements per token (latent and rotary) on every rank, and `index_bytes` bytes beside them
-    where the layer chooses its tokens by an indexer. "state" keeps tensors of fixed size.
+    where the layer chooses its tokens by an indexer, which takes `index_flops` for each token of the context. A token
+    then attends to `chosen_tokens` of them (0: to all). "state" keeps tensors of fixed size.
     """
 
     kind: CacheKind
@@ -32,6 +33,8 @@ class LayerCache:
     value_dim: int = 0
     window: int = 0
     index_bytes: int = 0
+    index_flops: int = 0
+    chosen_tokens: int = 0
     state: tuple[tuple[int, int], ...] = ()
     """(elements over all ranks, bytes of an element) of each state tensor. 0 bytes: the model's type."""
 

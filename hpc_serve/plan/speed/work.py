@@ -40,7 +40,8 @@ class Attention:
 
     The cache has `bytes_per_token`. `state_bytes` are read and written whatever the length. A generated token takes
     `decode_flops` operations for each token of its context, a token of a prompt takes `prefill_flops`, because a latent
-    is expanded there. `window` 0: attention to all tokens.
+    is expanded there. `window` 0: attention to all tokens. An indexer reads `index_bytes` of every token of the context
+    and takes `index_flops` for it, whatever the window.
     """
 
     count: int
@@ -49,6 +50,8 @@ class Attention:
     state_bytes: int
     decode_flops: int
     prefill_flops: int
+    index_bytes: int = 0
+    index_flops: int = 0
 
     def held(self, length: float) -> float:
         """Tokens that a token at that position attends to."""
@@ -94,12 +97,16 @@ class StageWork:
     def cache_bytes(self, context: float) -> float:
         """Bytes of cache for one token that attends to `context` tokens. A state is read and written."""
         return sum(
-            part.count * (part.held(context) * part.bytes_per_token + 2 * part.state_bytes) for part in self.attention
+            part.count * (part.held(context) * part.bytes_per_token + context * part.index_bytes + 2 * part.state_bytes)
+            for part in self.attention
         )
 
     def attention_flops(self, context: float) -> float:
         """Operations of attention for one generated token that attends to `context` tokens."""
-        return sum(part.count * part.decode_flops * part.held(context) for part in self.attention)
+        return sum(
+            part.count * (part.decode_flops * part.held(context) + part.index_flops * context)
+            for part in self.attention
+        )
 
     def prompt_attention_flops(self, tokens: float) -> float:
         """Operations of attention over a prompt. It is causal: half of all pairs, and less with a window."""
@@ -107,7 +114,7 @@ class StageWork:
         for part in self.attention:
             window = part.held(tokens)
             pairs = window * window / 2 + (tokens - window) * window
-            total += part.count * part.prefill_flops * pairs
+            total += part.count * (part.prefill_flops * pairs + part.index_flops * tokens * tokens / 2)
         return total
 
 
@@ -238,11 +245,13 @@ def _attention(
         found.append(
             Attention(
                 count=count,
-                window=cache.window,
-                bytes_per_token=layer_bytes_per_token(cache, ranks, dtype),
+                window=cache.window or cache.chosen_tokens,
+                bytes_per_token=layer_bytes_per_token(cache, ranks, dtype) - cache.index_bytes,
                 state_bytes=states,
                 decode_flops=0 if cache.kind == "state" else int(decode),
                 prefill_flops=0 if cache.kind == "state" else int(prefill),
+                index_bytes=cache.index_bytes,
+                index_flops=cache.index_flops,
             )
         )
     return tuple(found)

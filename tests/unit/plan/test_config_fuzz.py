@@ -76,8 +76,6 @@ NO_EFFECT = {
         "mrope_interleaved",
         "mscale_all_dim",
     ),
-    # how many tokens sparse attention chooses: its cache holds them all
-    "index_topk",
     # which tokens are special, how text is generated, how weights were first chosen
     *("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "video_token_id", "image_token_index"),
     *("audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config
+from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
+from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.kv_cache import cache_layout
+from hpc_serve.plan.speed.work import model_work
 
 HERE = Path(__file__).parent
 MEASURED = json.loads((HERE / "config_key_effects.json").read_text())["architectures"]
@@ -40,6 +42,18 @@ def test_layers_that_take_the_tokens_of_the_one_before_have_no_indexer() -> None
     assert of("GlmMoeDsaForCausalLM").parameters - model.parameters == indexer
     with pytest.raises(InvalidRequestError, match="indexer_types and index_topk_freq do not agree about layer 3"):
         of("GlmMoeDsaForCausalLM", indexer_types=kinds)
+
+
+def test_sparse_attention_reads_the_chosen_tokens_and_every_key_of_the_indexer() -> None:
+    model = of("DeepseekV32ForCausalLM")
+    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
+    (stage,) = model_work(model, accelerator("h200"), EngineConfig(), layout).stages
+    short, long = 1_000, 100_000
+    assert stage.cache_bytes(short) == 4 * short * (1152 + 132)
+    assert stage.cache_bytes(long) == 4 * (2048 * 1152 + long * 132)
+    index_flops = 4 * 2 * 64 * 128
+    assert stage.attention_flops(long + 1) - stage.attention_flops(long) == index_flops
+    assert stage.attention_flops(short + 1) - stage.attention_flops(short) > index_flops
 
 
 def test_a_window_may_have_other_heads_and_narrower_values() -> None:
