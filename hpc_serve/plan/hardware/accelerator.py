@@ -23,6 +23,15 @@ _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListPrice:
+    """What one of an accelerator cost for an hour, at a date (YYYY-MM-DD), and who said so."""
+
+    usd_per_hour: float
+    date: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec:
     """One GPU (or TPU chip, or CPU socket).
 
@@ -55,6 +64,7 @@ class AcceleratorSpec:
     container_flag: str | None = None
     is_script_tested: bool = False
     no_script_reason: str | None = None
+    list_price: ListPrice | None = None
     note: str | None = None
     source: tuple[str, ...] = ()
 
@@ -85,6 +95,8 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
         )
     facts = {name: entry[name] for name in AcceleratorSpec.__dataclass_fields__ if name in entry}
     facts |= {name: tuple(entry.get(name, ())) for name in ("slices", "source")}
+    if entry.get("list_price"):
+        facts["list_price"] = ListPrice(**entry["list_price"])
     return AcceleratorSpec(**facts | {"label_bytes": entry["label_bytes"] or total, "total_bytes": total})
 
 
@@ -114,5 +126,6 @@ def least_of(devices: Sequence[AcceleratorSpec]) -> AcceleratorSpec:
         has_small_batch_defaults=any(device.has_small_batch_defaults for device in devices),
         has_symmetric_memory=all(device.has_symmetric_memory for device in devices),
         is_script_tested=False,
+        list_price=None,
         **{name: least(name) for name in _RATES},
     )

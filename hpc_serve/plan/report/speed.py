@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from hpc_serve.plan.speed.estimate import (
     requests_held,
 )
 from hpc_serve.plan.speed.limits import limit_lines
+from hpc_serve.plan.speed.step import IDEAL
 
 _WORTH_WHILE = 0.5
 _MEANING = {
@@ -137,6 +139,8 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     yield f"  {'time between tokens, with prompts':34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
     yield f"  {'time to the first token':34}{_ms(ideal.ttft_s)}{_ms(expected.ttft_s)}"
     yield f"  {'output tokens/s':34}{ideal.output_tokens_per_s:12,.0f}{expected.output_tokens_per_s:12,.0f}"
+    yield from _cost_lines(roofline, estimate)
+    yield from _separate_lines(roofline, estimate)
     shares = sorted(expected.causes.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
     yield f"  Of all the time, prompts included: {parts}. So it is bound by {estimate.bound}."
@@ -149,6 +153,44 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
         yield f"    {shown:>8} {meaning}{hidden} ({origin})"
     for line in limit_lines(roofline):
         yield f"  {line}"
+
+
+def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
+    """Dollars for a million output tokens: by the price that a person gave, else by a list price with its date."""
+    listed, usd, unit = roofline.accelerator.list_price, estimate.usd_per_gpu_hour, roofline.accelerator.unit
+    if usd:
+        origin = "as --usd-per-gpu-hour says"
+    elif listed:
+        usd = listed.usd_per_hour
+        origin = f"{listed.source}, {listed.date}; --usd-per-gpu-hour says another"
+    else:
+        return
+    ideal, expected = (
+        usd * estimate.num_gpus / (3600 * speed.output_tokens_per_s) * 1e6
+        for speed in (estimate.ideal, estimate.expected)
+    )
+    yield f"  {'$ for a million output tokens':34}{ideal:12,.3f}{expected:12,.3f}"
+    yield f"    at ${usd:,.2f} for an hour of a {unit} ({origin})"
+
+
+def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
+    """What decoding alone gives, with prompts on other replicas, and how many of those it takes.
+
+    A prompt alone takes p seconds. A replica that decodes ends batch / (output tokens x step) requests a second, so p
+    times as many replicas of the same layout read prompts for it (How To Scale Your Model, part 8).
+    """
+    traffic = estimate.traffic
+    inputs, rates, prefills, shares = traffic.input_tokens, [], [], []
+    chunks = max(1, math.ceil(inputs / roofline.max_num_batched_tokens))
+    for factors, speed in ((IDEAL, estimate.ideal), (estimate.factors, estimate.expected)):
+        stages = roofline.layout.pipeline_parallel_size
+        alone = roofline.step(stages * inputs / chunks, 0, traffic.mean_context, factors, inputs)
+        prefills.append((chunks + stages - 1) / stages * alone.total_s)
+        rates.append(estimate.batch / speed.step.total_s)
+        shares.append(prefills[-1] * rates[-1] / traffic.output_tokens)
+    yield f"  {'output tokens/s, decoding alone':34}{rates[0]:12,.0f}{rates[1]:12,.0f}"
+    yield f"  {'a prompt alone':34}{_ms(prefills[0])}{_ms(prefills[1])}"
+    yield f"  {'replicas for prompts, each decoding':34}{shares[0]:11.2f} {shares[1]:11.2f}"
 
 
 def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
