@@ -47,7 +47,7 @@ def busy(store, tmp_path):
     asking.start()
     (status,) = [one for one in watch_statuses(store) if one.state == "ready"]
     look = WorkWatch(store.read_api_key)
-    wait_until(lambda: look.look([status])[0].in_flight)
+    wait_until(lambda: look.look([status])[0].now.running)
     yield service
     hold.unlink()
     asking.join(PATIENCE_S)

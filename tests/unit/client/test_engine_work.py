@@ -84,13 +84,14 @@ def test_what_is_under_way_is_looked_at_twice(service, tmp_path):
     asking = threading.Thread(target=complete, args=(service, 4))
     asking.start()
     watch = watch_of(service)
-    wait_until(lambda: watch.look([status_of(service)])[0].in_flight)
+    wait_until(lambda: watch.look([status_of(service)])[0].now.running)
     (work,) = look_for([status_of(service)], service.store.read_api_key, at_least_s=0.01)
     assert (work.now.running, work.now.waiting) == (1, 0)
     assert work.over_s is not None
     assert work.generation_tokens_per_s == 0.0
     hold.unlink()
     asking.join(PATIENCE_S)
+    wait_until(lambda: not watch.look([status_of(service)])[0].in_flight)  # an engine counts its end after the answer
     (idle,) = look_for([status_of(service)], service.store.read_api_key, at_least_s=0.01)
     assert (idle.in_flight, idle.over_s) == (0, None)
 
