@@ -7,6 +7,7 @@ started again ends the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -26,7 +27,7 @@ from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, 
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.vllm.command import head_args
-from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
+from hpc_serve.vllm.log import SERVER_IS_UP, WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Engine:
         self._restart: Restart | None = None
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
+        self._server_is_up = asyncio.Event()
         self.child: Child | None = None
 
     @property
@@ -239,7 +241,9 @@ class Engine:
                     "and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
                     last_log_lines=tuple(child.last_log_lines),
                 )
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._server_is_up.wait(), _POLL_INTERVAL_S)
+            self._server_is_up.clear()
 
     async def _read_bytes(self) -> int:
         """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
@@ -250,6 +254,8 @@ class Engine:
         self._progress.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
+        if stage is not None and stage.name == SERVER_IS_UP:
+            self._server_is_up.set()
         if stage is not None and self._keeper.record.state == "starting":
             self._set_stage(stage.name, stage.done, stage.total)
         self._keeper.add_figures(read_figures(line))

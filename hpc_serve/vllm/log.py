@@ -15,6 +15,7 @@ from hpc_serve.sizes import GIB
 _SHARDS = re.compile(r"(?:checkpoint shards|Loading \w+ checkpoint)\D*\d+% Completed \| (\d+)/(\d+)")
 _GRAPHS = re.compile(r"Capturing CUDA graphs?.*?(\d+)/(\d+)")
 WEIGHTS_LOADED = "weights loaded"
+SERVER_IS_UP = "server is up"
 _STAGES = (
     (re.compile(r"Starting to load model|Loading (?:model )?weights|Loading \w+ checkpoint"), "loading weights"),
     (re.compile(r"Downloading|Time spent downloading"), "downloading weights"),
@@ -24,7 +25,7 @@ _STAGES = (
     (re.compile(r"Capturing CUDA graph|Graph capturing"), "capturing CUDA graphs"),
     (re.compile(r"Warming up"), "warming up"),
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
-    (re.compile(r"Application startup complete|Starting vLLM server"), "server is up"),
+    (re.compile(r"Application startup complete|Starting vLLM server"), SERVER_IS_UP),
 )
 _REPORT = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
