@@ -15,6 +15,8 @@ from hpc_serve.errors import InvalidRequestError, ServiceFailedError, ServiceNot
 # A shared filesystem may hide a new file while its attribute cache is valid. "There is none" is believed after this.
 ABSENT_GRACE_S = 30.0
 STEP_S = 1.0
+# While a replica starts: its record says at once that it is ready, and whoever waits shall have it soon after.
+STARTING_STEP_S = 0.4
 
 Wait = float | bool | None
 
@@ -57,7 +59,9 @@ class WaitPolicy:
                 f"{status.service} was not ready after {waited_s:.0f} s: {summary(status)}. It may still become "
                 f"ready: wait longer, or see what it does: hpc-serve logs {status.service}"
             )
-        return min(STEP_S, self._wait_s - waited_s)
+        is_starting = any(replica.state == "starting" for replica in status.replicas)
+        step_s = min(STEP_S, STARTING_STEP_S) if is_starting else STEP_S
+        return min(step_s, self._wait_s - waited_s)
 
     def step_after_s(self, error: StoreError) -> float:
         """Seconds until a store that could not be read should be read again. Raises the error if it stays so."""

@@ -183,10 +183,10 @@ def test_no_waiting_is_the_default(clock, wait):
 
 def test_what_is_coming_is_waited_for_until_the_deadline(clock):
     policy = WaitPolicy(60, clock=clock)
-    assert policy.next_step_s(view(seen(**STARTING)), nothing_else) == 1.0
-    clock.now_s += 59.5
-    assert policy.next_step_s(view(seen(**STARTING)), nothing_else) == 0.5
-    clock.now_s += 0.5
+    assert policy.next_step_s(view(seen(**STARTING)), nothing_else) == 0.4
+    clock.now_s += 59.75
+    assert policy.next_step_s(view(seen(**STARTING)), nothing_else) == 0.25
+    clock.now_s += 0.25
     with pytest.raises(WaitTimeoutError, match="not ready after 60 s: starting: waiting for Ray nodes 1/2"):
         policy.next_step_s(view(seen(**STARTING)), nothing_else)
 
