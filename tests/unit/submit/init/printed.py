@@ -1,6 +1,6 @@
-"""What commands print on clusters of several kinds: the fields and their order are those of the version that is named.
+"""What commands print on clusters of several kinds, written by hand after the fields of the version that is named.
 
-The names and numbers are made up; `SLURM_22_05` is as the test cluster prints it.
+Names and numbers are made up. What a real sinfo printed is in tests/unit/submit/slurm_outputs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config(version: str, **values: str) -> str:
     return _CONFIG.format(version=version, **usual | values)
 
 
-# Debian 12's. The partition and the nodes of the test cluster.
+# Debian 12's, with the partitions and the nodes of the test cluster.
 SLURM_22_05 = Printed(
     sinfo="gpu*|up|7-00:00:00|3|gpu:h100:8\nlowprio|up|7-00:00:00|3|gpu:h100:8\n",
     config=config("22.05.8", enforce="none", storage="accounting_storage/none", name="hs"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from hpc_serve.submit.init.facts import Association, GpuKind, Interface, QuotaLine
@@ -104,6 +107,14 @@ def test_a_site_that_hides_its_nodes_is_known_by_sinfo():
     assert (alone["boost"].num_nodes, alone["cpu"].is_default, alone["old"].is_up) == (4, True, False)
     both = {one.name: one for one in merged(parse_partitions(SLURM_24_11.partition), listed)}
     assert (both["boost"].gives_whole_nodes, len(both["boost"].gpu_nodes)) == (True, 2)
+
+
+def test_what_a_real_sinfo_printed_is_enough_for_partitions():
+    recorded = json.loads((Path(__file__).parents[1] / "slurm_outputs" / "sinfo.json").read_text())["partitions"]
+    found = {one.name: one for one in merged((), from_sinfo(parse_sinfo(recorded["stdout"])))}
+    assert (found["gpu"].is_default, found["gpu"].time_limit_s, found["gpu"].num_nodes) == (True, 86400.0, 3)
+    assert (found["short"].time_limit_s, found["down"].is_up, found["closed"].time_limit_s) == (600.0, False, None)
+    assert found["short"].gpu_nodes[0].gpus == (GpuKind(name="h100", count=8),)
 
 
 def test_slurm_s_own_settings():
