@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpc_serve.submit.init.setting import Setting
     from hpc_serve.submit.site_files import MergedSite
 
+_SHOWN = 5
 _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
 
 
@@ -114,8 +115,11 @@ def _show(facts: ClusterFacts, settings: Sequence[Setting]) -> None:
     decided = {setting.key: setting.value for setting in settings if setting.value is not None}
     chosen = choose_partition(facts)
     rows = [("Slurm", facts.slurm_version or _unanswered(facts, "sinfo"))]
-    for one in facts.partitions:
+    others = [one for one in facts.partitions if one != chosen]
+    for one in [*([chosen] if chosen else []), *others[:_SHOWN]]:
         rows.append((f"partition{' *' if one == chosen else ''}", f"{one.name}: {describe(one)}"))
+    if len(others) > _SHOWN:
+        rows.append(("", f"and {len(others) - _SHOWN} partitions more, see `sinfo`"))
     rows.append(("account", str(decided.get("account") or _unanswered(facts, "sacctmgr"))))
     gpu = decided.get("gpu")
     rows.append(("GPUs", f"{decided.get('gpus_per_node')} x {gpu} a node" if gpu else "not known"))

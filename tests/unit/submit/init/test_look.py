@@ -61,6 +61,15 @@ def test_one_that_does_not_answer_holds_nothing_up_and_is_ended(cluster, monkeyp
     assert started[0].wait(60) == -signal.SIGKILL
 
 
+def test_the_environment_that_is_named_is_looked_into(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("HPC_SERVE_ENV", str(tmp_path / "env"))
+    assert (look().environment, look().engine) == (str(tmp_path / "env"), None)
+    package = tmp_path / "env" / "lib" / "python3.12" / "site-packages" / "vllm-0.99.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")
+    assert look().engine == "0.99.0"
+
+
 def test_df_answers_for_the_folders_that_are_there(cluster):
     cluster.command("df", f"cat <<'X'\n{DF}X")
     assert looking._output(["df"], 60.0) == DF
