@@ -30,8 +30,9 @@ def has_screen() -> bool:
 class Screen:
     """The screen while it is ours."""
 
-    def __init__(self, keys: int) -> None:
+    def __init__(self, keys: int, signals: list[int]) -> None:
         self._keys = keys
+        self._signals = signals
 
     def draw(self, lines: list[str]) -> None:
         """Replace what is shown. The lines must fit."""
@@ -40,26 +41,30 @@ class Screen:
         sys.stdout.flush()
 
     def key(self, *, until: Callable[[], bool], within_s: float) -> str:
-        """The next key; "" once `until` is true, or after so many seconds. Of a key that sends several, the first."""
+        """The next key; "" once `until` is true, or after so many seconds. Of a key that sends several, the first.
+
+        q after a signal that ends the view, and where nobody is there to press keys.
+        """
         ends_at_s = time.monotonic() + within_s
-        while not until() and (left_s := ends_at_s - time.monotonic()) > 0:
+        while not self._signals and not until() and (left_s := ends_at_s - time.monotonic()) > 0:
             if select.select([self._keys], [], [], min(left_s, 0.1))[0]:
-                return os.read(self._keys, 64).decode(errors="replace")[:1] or "q"  # an end of file: nobody is there
-        return ""
+                return os.read(self._keys, 64).decode(errors="replace")[:1] or "q"
+        return "q" if self._signals else ""
 
 
 @contextlib.contextmanager
 def own_screen() -> Iterator[Screen]:
-    """A screen of its own. SIGTERM and SIGHUP end the view as Ctrl-C does, by KeyboardInterrupt."""
+    """A screen of its own. Ctrl-C, SIGTERM and SIGHUP are a key q; a second one is a KeyboardInterrupt."""
     keys = sys.stdin.fileno()
     settings = termios.tcgetattr(keys)
-    with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: a shell may have started us with Ctrl-C ignored.
+    with _noted(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         try:
             tty.setcbreak(keys, termios.TCSANOW)
             _without_suspend(keys)
             sys.stdout.write(_ENTER)
             sys.stdout.flush()
-            yield Screen(keys)
+            yield Screen(keys, signals)
         finally:
             termios.tcsetattr(keys, termios.TCSANOW, settings)
             with contextlib.suppress(OSError):  # the terminal itself may be gone
@@ -75,13 +80,18 @@ def _without_suspend(keys: int) -> None:
 
 
 @contextlib.contextmanager
-def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+def _noted(*signals: signal.Signals) -> Iterator[list[int]]:
+    """The signals that came, as they come."""
+    came: list[int] = []
 
-    before = {one: signal.signal(one, interrupt) for one in signals}
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, note) for one in signals}
     try:
-        yield
+        yield came
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
