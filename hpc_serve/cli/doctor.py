@@ -18,7 +18,22 @@ if TYPE_CHECKING:
     from hpc_serve.submit.diagnosis import Diagnosis
 
 
-@click.command("doctor")
+class DoctorCommand(click.Command):
+    """With --preflight it takes the options of `submit` in place of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        own = args[: args.index("--")] if "--" in args else args
+        if "--preflight" not in own:
+            return super().make_context(info_name, args, parent, **extra)
+        from hpc_serve.cli.preflight import preflight_command
+
+        args.remove("--preflight")
+        return preflight_command.make_context(f"{info_name} --preflight", args, parent, **extra)
+
+
+@click.command("doctor", cls=DoctorCommand)
 @click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
 @click.option(
     "--bundle",
@@ -27,6 +42,12 @@ if TYPE_CHECKING:
     help="Also write one file for a bug report, without keys, tokens and certificates.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option(
+    "--preflight",
+    is_flag=True,
+    expose_value=False,
+    help="Look at the nodes that a service would get, in a short job: doctor --preflight MODEL, with submit's options.",
+)
 def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     """Say why a service or a job failed, and what to do about it.
 
@@ -35,12 +56,15 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica
+    from hpc_serve.submit.preflight_job import report_of
     from hpc_serve.submit.status_reader import find
 
     store = ServiceStore(default_home(os.environ))
     found = find(store, target)
     status = choose_replica(found)
     diagnosis = diagnose_replica(status)
+    preflight = report_of(store, status)
+    warnings = preflight.of_level("warning") if preflight is not None else ()
     if bundle is not None:
         from hpc_serve.submit.bug_report import write_bundle
 
@@ -54,6 +78,8 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
         if not diagnosis.findings:
             click.echo("Nothing is wrong that its logs or Slurm tell of.")
         click.echo(printable(diagnosis.report))
+        for verdict in warnings:
+            click.echo(printable(f"Warned before the start: {verdict.sentence}"))
         if others:
             click.echo(f"Other jobs of it: {', '.join(others[-5:])}: hpc-serve doctor JOB")
     if diagnosis.findings:

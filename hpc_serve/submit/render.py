@@ -111,6 +111,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "backend": request.backend,
         "tls": request.tls,
         "engine_restarts": request.engine_restarts,
+        "preflight_only": request.preflight_only,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),

@@ -104,6 +104,7 @@ class ServeRequest:
     speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
+    With `preflight_only` the job looks at its nodes, and ends before it starts an engine.
     `env` are variables of the job. With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get
     them there.
     """
@@ -134,6 +135,7 @@ class ServeRequest:
     keep_up: bool = False
     tools: bool = False
     chain: int = 1
+    preflight_only: bool = False
     overlap_s: float | None = None
     engine_args: tuple[str, ...] = ()
     allow_unknown_vllm_options: bool = False
