@@ -38,7 +38,6 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
 def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli import show
     from hpc_serve.submit import services
-    from hpc_serve.submit.forget import forget
     from hpc_serve.submit.preflight_job import preflight_request, report_of
     from hpc_serve.submit.status_reader import find
     from hpc_serve.submit.wait import wait
@@ -65,7 +64,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
     if report.of_level("failed"):
         raise click.exceptions.Exit(ServiceFailedError.exit_code)
     with contextlib.suppress(HpcServeError):
-        forget(store, [status])
+        store.forget(request.service, status.job_id)
 
 
 def print_report(report: PreflightReport) -> None:

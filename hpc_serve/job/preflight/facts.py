@@ -104,7 +104,8 @@ class WeightsFacts:
     """The model's weights as this node sees them. `source` is a folder, or a repository of the hub.
 
     `folder` is where they are, "" if they are not here. `missing` says what is lacking, `damaged` which files cannot be
-    loaded. `hub_status` is the HTTP status of the hub's answer, None where it was not asked, 0 where it did not answer.
+    loaded. `hub_status` is the HTTP status of the hub's answer, None where it was not asked, 0 where none came, and
+    `hub_error` is the hub's name of what is wrong.
     """
 
     source: str
@@ -118,6 +119,7 @@ class WeightsFacts:
     is_offline: bool = False
     has_token: bool = False
     hub_status: int | None = None
+    hub_error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from hpc_serve.sizes import GIB
 
 # What reads files of a folder as we look for them; others find weights elsewhere.
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
-_REFUSED = (401, 403)
-_NOT_FOUND = 404
+# The hub's own names. Others refuse too, as a proxy, and a repository without a config.json may be whole (HTTP 404).
+_REFUSED = ("GatedRepo", "RepoNotFound")
 
 
 def weights(facts: NodeFacts, needs: Needs) -> Seen:
@@ -54,14 +54,12 @@ def _to_fetch(seen: WeightsFacts) -> Seen:
             f"Get them first, where the hub can be reached: {get}; if they are elsewhere, set HF_HOME.",
         )
     token = "your token may not read it" if seen.has_token else "there is no token"
-    if seen.hub_status in _REFUSED:
+    if seen.hub_error in _REFUSED:
         return failed(
-            f"{text}, and the hub refuses them (HTTP {seen.hub_status}): {token}",
+            f"{text}, and the hub refuses them (HTTP {seen.hub_status}, {seen.hub_error}): {token}",
             "Accept the model's licence on its page at the hub, and set HF_TOKEN (or `hf auth login`) to a token that "
             "may read it.",
         )
-    if seen.hub_status == _NOT_FOUND:
-        return failed(f"{text}, and the hub has no such model (HTTP 404)", "Is its name right? `hpc-serve models`.")
     if seen.hub_status == 0:
         return warning(
             f"{text}, and the hub does not answer from this node",

@@ -15,6 +15,7 @@ from hpc_serve.local_weights import cached_folder, damaged_files, missing_weight
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_S = 3.0
 _MOST_DAMAGED = 20
+_LONGEST_ERROR = 40
 
 
 def gather_weights(
@@ -22,11 +23,12 @@ def gather_weights(
     environ: Mapping[str, str],
     *,
     load_format: str,
-    ask_hub: Callable[[HubSettings, str], int] | None = None,
+    ask_hub: Callable[[HubSettings, str], tuple[int, str]] | None = None,
 ) -> WeightsFacts | None:
     """What this node sees of `model`: a folder, or a repository. None where it is neither as far as can be told.
 
-    `ask_hub` is asked for the hub's HTTP status where the cache lacks weights and the hub may be asked.
+    `ask_hub` is asked for the hub's HTTP status, and its name of an error, where the cache lacks weights and the hub
+    may be asked.
     """
     if Path(model).is_dir() or model.startswith("/"):
         return _of_folder(Path(model), load_format)
@@ -40,7 +42,7 @@ def gather_weights(
     except OSError as error:
         return WeightsFacts(source=model, is_of_hub=True, error=f"the cache cannot be read: {error}")
     if missing is not None and not settings.is_offline and ask_hub is not None:
-        common["hub_status"] = ask_hub(settings, model)
+        common["hub_status"], common["hub_error"] = ask_hub(settings, model)
     if folder is None:
         return WeightsFacts(source=model, is_of_hub=True, missing="none of its weights", **common)
     return WeightsFacts(source=model, is_of_hub=True, **_of_files(folder, load_format), **common)
@@ -73,19 +75,19 @@ def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
     }
 
 
-def ask_hub(settings: HubSettings, repository: str) -> int:
-    """The HTTP status of the hub's answer for the model's config; 0 if it does not answer in time.
+def ask_hub(settings: HubSettings, repository: str) -> tuple[int, str]:
+    """The HTTP status of the hub's answer for the model's config, 0 if none comes in time, and its name of an error.
 
     A resolver has no limit of time, so this is done in a thread that may outlive the question.
     """
-    answers: list[int] = []
+    answers: list[tuple[int, str]] = []
     thread = threading.Thread(target=lambda: answers.append(_ask(settings, repository)), daemon=True)
     thread.start()
     thread.join(_HUB_S)
-    return next(iter(answers), 0)
+    return next(iter(answers), (0, ""))
 
 
-def _ask(settings: HubSettings, repository: str) -> int:
+def _ask(settings: HubSettings, repository: str) -> tuple[int, str]:
     import http.client  # most starts ask nobody, and these take long to import
     import urllib.error
     import urllib.request
@@ -101,8 +103,8 @@ def _ask(settings: HubSettings, repository: str) -> int:
         if settings.token:
             request.add_header("Authorization", f"Bearer {settings.token}")
         with urllib.request.build_opener(NoRedirect).open(request, timeout=_HUB_S) as answer:
-            return int(answer.status)
+            return int(answer.status), ""
     except urllib.error.HTTPError as error:
-        return error.code
+        return error.code, str(error.headers.get("X-Error-Code", ""))[:_LONGEST_ERROR]
     except (OSError, ValueError, http.client.HTTPException):
-        return 0
+        return 0, ""

@@ -254,14 +254,14 @@ def test_the_hub_is_asked_for_what_the_cache_lacks_alone(model):
 
     def ask(settings, repository):
         asked.append(repository)
-        return 401
+        return 401, "GatedRepo"
 
     def of_hub(**environ):
         environ = {"HF_HOME": str(model.parent / "hf"), **environ}
         return weights.gather_weights("acme/m", environ, load_format="auto", ask_hub=ask)
 
     facts = of_hub()
-    assert (facts.folder, facts.hub_status, facts.has_token, asked) == ("", 401, False, ["acme/m"])
+    assert (facts.folder, facts.hub_status, facts.hub_error, asked) == ("", 401, "GatedRepo", ["acme/m"])
     assert of_hub(HF_HUB_OFFLINE="1").hub_status is None
     snapshot = model.parent / "hf" / "hub" / "models--acme--m"
     (snapshot / "refs").mkdir(parents=True)
@@ -288,6 +288,7 @@ def hub(monkeypatch):
         def do_HEAD(self):
             seen.append(self.headers.get("Authorization"))
             self.send_response(307 if self.path.startswith("/acme/m/") else 403)
+            self.send_header("X-Error-Code", "GatedRepo")
             self.send_header("Location", "http://127.0.0.1:1/elsewhere")
             self.end_headers()
 
@@ -306,9 +307,9 @@ def hub(monkeypatch):
 def test_a_redirect_of_the_hub_is_an_answer_and_the_token_goes_nowhere_else(hub, tmp_path):
     endpoint, seen = hub
     settings = HubSettings(cache=tmp_path, endpoint=endpoint, is_offline=False, token="secret")
-    assert weights.ask_hub(settings, "acme/m") == 307
-    assert weights.ask_hub(replace(settings, token=None), "acme/gated") == 403
-    assert weights.ask_hub(replace(settings, endpoint="not an address"), "acme/m") == 0
+    assert weights.ask_hub(settings, "acme/m") == (307, "GatedRepo")
+    assert weights.ask_hub(replace(settings, token=None), "acme/gated") == (403, "GatedRepo")
+    assert weights.ask_hub(replace(settings, endpoint="not an address"), "acme/m") == (0, "")
     assert seen == ["Bearer secret", None]
 
 
