@@ -1,6 +1,6 @@
 """What commands print on clusters of several kinds, written by hand after the fields of the version that is named.
 
-Names and numbers are made up. What a real sinfo printed is in tests/unit/submit/slurm_outputs.
+Names and numbers are made up. What a real Slurm printed is in tests/unit/submit/slurm_outputs.
 """
 
 from __future__ import annotations

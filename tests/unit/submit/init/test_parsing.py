@@ -117,6 +117,18 @@ def test_what_a_real_sinfo_printed_is_enough_for_partitions():
     assert found["short"].gpu_nodes[0].gpus == (GpuKind(name="h100", count=8),)
 
 
+def test_what_a_real_scontrol_printed_is_understood():
+    recorded = json.loads((Path(__file__).parents[1] / "slurm_outputs" / "cluster.json").read_text())
+    nodes = parse_nodes(recorded["nodes"]["stdout"])
+    gpu, lowprio = with_nodes(parse_partitions(recorded["partitions"]["stdout"]), nodes)
+    assert (gpu.name, gpu.is_default, gpu.time_limit_s, lowprio.is_default) == ("gpu", True, 7 * 86400.0, False)
+    assert [(node.name, node.cpus, node.memory_mib, node.state) for node in gpu.nodes] == [
+        (name, 64, 524288, "IDLE") for name in ("n1", "n2", "n3")
+    ]
+    assert {node.gpus for node in lowprio.nodes} == {(GpuKind(name="h100", count=8),)}
+    assert parse_associations(recorded["no-accounting"]["stdout"]) == ()
+
+
 def test_slurm_s_own_settings():
     config = parse_config(SLURM_24_11.config)
     assert (config["SLURM_VERSION"], config["SelectType"], config["TmpFS"]) == ("24.11.5", "select/cons_tres", "/local")
