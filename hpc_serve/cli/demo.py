@@ -31,7 +31,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     It needs an environment with vLLM, but no Slurm and no GPU. The model's weights are random numbers, so its answer is
     gibberish.
     """
-    from hpc_serve.cli import show
+    from hpc_serve.cli.stages import Stages
     from hpc_serve.cli.submission import submission_text
     from hpc_serve.submit import services
     from hpc_serve.submit.status_reader import find
@@ -45,7 +45,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     click.echo(submission_text(submission, services.other_replicas(submission)))
     job_id, answered = submission.job.job_id, False
     try:
-        with show.Stages(SERVICE) as stages:
+        with Stages(SERVICE) as stages:
             wait(store, SERVICE, job_id=job_id, on_change=stages.show)
         click.echo(_ask())
         click.echo(_how_to_call())

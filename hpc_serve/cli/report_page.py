@@ -13,8 +13,9 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.cli.charts import Curve, curves, stage_bar
-from hpc_serve.cli.work_view import duration, figure, when, work_rows
+from hpc_serve.cli.work_view import figure, when, work_rows
 from hpc_serve.diagnose.redact import redact
+from hpc_serve.durations import duration
 from hpc_serve.printable import printable
 from hpc_serve.submit.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
 

@@ -1,4 +1,4 @@
-"""What is shown on the screen: the stages of a start, services, models. Text for people, JSON for scripts."""
+"""What is shown of services. Text for people, JSON for scripts. stages.py shows those that start."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
+from rich.console import Console
 from rich.padding import Padding
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.exit_codes import exit_code_words
-from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -45,77 +43,6 @@ def print_json(value: Any) -> None:
     """Print one JSON document, a command's only one."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
     click.get_current_context().meta["has_answered"] = True
-
-
-def follow_until_ready(
-    environ: Mapping[str, str],
-    service: str,
-    *,
-    job_id: str | None = None,
-    replicas: int = 1,
-    timeout_s: float | None = None,
-) -> ReplicaStatus:
-    """Show the stages of a service until so many replicas are ready. Ctrl-C leaves it as it is.
-
-    Raises what `wait` raises.
-    """
-    from hpc_serve.submit.wait import wait
-
-    store = ServiceStore(default_home(environ))
-    try:
-        with Stages(service) as stages:
-            status = wait(store, service, job_id=job_id, replicas=replicas, timeout_s=timeout_s, on_change=stages.show)
-    except KeyboardInterrupt:
-        click.echo(
-            f"\nNo longer watching; {service} goes on. Come back: hpc-serve wait {service}. "
-            f"End it: hpc-serve stop {service}.",
-            err=True,
-        )
-        raise click.exceptions.Exit(130) from None
-    where = f"with {replicas} replicas" if replicas > 1 else f"at {status.address}"
-    click.echo(f"{service} is ready {where}. Try: hpc-serve chat {service}", err=True)
-    return status
-
-
-class Stages:
-    """The stages of a start, on stderr: on a terminal one line that changes, elsewhere a line for each new stage."""
-
-    def __init__(self, service: str) -> None:
-        self._service = service
-        self._console = PlainConsole(stderr=True, soft_wrap=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._progress.add_task(service)
-        self._began_s = self._stage_began_s = time.monotonic()
-        self._stage = ""
-
-    def __enter__(self) -> Stages:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, status: ReplicaStatus) -> None:
-        """Show a status. A stage whose progress alone has changed gets no new line."""
-        self._progress.update(self._task, description=f"{self._service} {_stage(status)}")
-        stage, now_s = _stage(dataclasses.replace(status, progress=None)), time.monotonic()
-        if stage == self._stage:
-            return
-        if not self._console.is_terminal:
-            self._console.print(Text(f"{_clock(now_s - self._began_s)} {self._service} {stage}"))
-        elif self._stage:
-            self._console.print(Text(f"  {_clock(now_s - self._stage_began_s)} {self._stage}", style="dim"))
-        self._stage, self._stage_began_s = stage, now_s
 
 
 def report_json(report: StatusReport, works: Sequence[ReplicaWork] | None = None) -> dict[str, Any]:
@@ -162,9 +89,9 @@ def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[
     return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
 
 
-def print_table(statuses: Sequence[ReplicaStatus]) -> None:
+def print_table(statuses: Sequence[ReplicaStatus], console: Console | None = None) -> None:
     """One line a replica, in the width of the terminal. On a narrow terminal the details go on a line below."""
-    console = PlainConsole()
+    console = console or PlainConsole()
     in_columns = max(len(f"{status.service} {status.name} {status.state}") for status in statuses) + 8
     if console.width < in_columns + _LEAST_SUMMARY:
         for status in statuses:
@@ -184,9 +111,11 @@ def print_table(statuses: Sequence[ReplicaStatus]) -> None:
 
 def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:
     """All there is to say about one replica, and what its engine does, if it was asked."""
-    from hpc_serve.cli.work_view import duration, when, work_rows
+    from hpc_serve.cli.work_view import when, work_rows
+    from hpc_serve.durations import duration
     from hpc_serve.submit.diagnosis import diagnose_replica
     from hpc_serve.submit.log_files import files_of, places_of
+    from hpc_serve.submit.start_words import stages_words
 
     console = PlainConsole(soft_wrap=True)
     cause = diagnose_replica(status).cause if status.state == "failed" else None
@@ -196,9 +125,10 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
     rows = {
         "model": status.model,
         "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
-        "state": status.sentence,
+        "state": _sentence(status),
         "cause": f"{cause.cause} ({cause.lines[0].place})" if cause and cause.is_known else "",
         "to do": cause.cure if cause and cause.is_known else "",
+        "start": stages_words(status),
         "since": when(status.state_since) if status.state == "unresponsive" else "",
         "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
         "address": status.address,
@@ -241,8 +171,10 @@ def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
         console.print(Text(f"  {name:<24} {predicted:>14} {measured:>14}"))
 
 
-def _stage(status: ReplicaStatus) -> str:
-    return status.detail if status.state == "starting" else status.sentence
+def _sentence(status: ReplicaStatus) -> str:
+    from hpc_serve.submit.start_words import detail_words
+
+    return f"starting: {detail_words(status)}" if status.state == "starting" and status.detail else status.sentence
 
 
 def _state_detail(status: ReplicaStatus) -> str:
@@ -255,7 +187,9 @@ def _state_detail(status: ReplicaStatus) -> str:
 
 def _first_words(status: ReplicaStatus) -> str:
     """The detail of a status in at most _DETAIL_LENGTH characters, and where the rest is."""
-    detail = " ".join(status.detail.split())
+    from hpc_serve.submit.start_words import detail_words
+
+    detail = " ".join(detail_words(status).split())
     if len(detail) <= _DETAIL_LENGTH:
         return detail
     command = "doctor" if status.state == "failed" else "status"
@@ -265,10 +199,6 @@ def _first_words(status: ReplicaStatus) -> str:
 def _exit_code(code: int) -> str:
     words = exit_code_words(code)
     return f"{code} ({words})" if words else str(code)
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds))
 
 
 def warn(lines: Sequence[str]) -> None:

@@ -68,6 +68,7 @@ def render_command(output: Path | None, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
 def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli import show
+    from hpc_serve.cli.stages import follow_until_ready
     from hpc_serve.cli.submission import submission_json, submission_text
     from hpc_serve.submit import services
 
@@ -80,4 +81,4 @@ def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: 
     else:
         click.echo(submission_text(submission, others, differing, gpu_note=assumed_gpu_note()))
     if wait:
-        show.follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)
+        follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

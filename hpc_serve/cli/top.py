@@ -178,7 +178,7 @@ def _table(frame: Frame, width: int) -> list[str]:
 
 
 def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> list[str]:
-    from hpc_serve.cli.work_view import duration
+    from hpc_serve.durations import duration
 
     doing, cache = work.now, work.now.cache_use
     return [

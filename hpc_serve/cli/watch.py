@@ -27,8 +27,9 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 @click.command("status")
 @click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
 @click.option("--all", "everything", is_flag=True, help="Also what ended before.")
+@click.option("--watch", "-w", "watched", is_flag=True, help="Go on showing it, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def status_command(service: str | None, everything: bool, as_json: bool) -> None:
+def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
     """Show all services, or all about one.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
@@ -39,6 +40,13 @@ def status_command(service: str | None, everything: bool, as_json: bool) -> None
     from hpc_serve.submit.status_reader import find, read_status
 
     store = _store()
+    if watched:
+        if as_json or everything:
+            raise click.UsageError("--watch shows what is not over, for people: leave out --json and --all.")
+        from hpc_serve.cli.watching import watch_status
+
+        watch_status(store, service, lambda replicas: list(_latest(replicas, _A_DAY_S)))
+        return
     report = read_status(store, service)
     if service is not None and not report.replicas:
         report, everything = replace(report, replicas=tuple(find(store, service))), True
@@ -75,8 +83,9 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
     Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
     """
     from hpc_serve.cli import show
+    from hpc_serve.cli.stages import follow_until_ready
 
-    status = show.follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
+    status = follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
     if as_json:
         show.print_json(show.status_json(status))
 

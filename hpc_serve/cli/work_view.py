@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.status import ReplicaStatus
 
-_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
-
 
 def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:
     """The lines of a replica's details, by their names; none for one that has ended or has not begun."""
@@ -78,17 +76,3 @@ def figure(name: str, value: float) -> str:
 def when(seconds: float | None) -> str:
     """A time since the epoch by this host's clock; "" for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
-
-
-def duration(seconds: float) -> str:
-    """A time in its two largest units.
-
-    >>> duration(7500)
-    '2 h 5 min'
-    """
-    left, words = max(0, int(seconds)), list[str]()
-    for unit_s, unit in _UNITS:
-        if left >= unit_s or (unit == "s" and not words):
-            words.append(f"{left // unit_s} {unit}")
-            left %= unit_s
-    return " ".join(words[:2])

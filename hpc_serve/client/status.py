@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_serve.rendezvous.names import replica_name
-from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, StartRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
@@ -29,6 +29,7 @@ _TAKEN_FROM_RECORD = (
     *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
     *("state_since", "engine_restarts", "replicas_per_job", "failed_part", "exit_code", "last_log_lines", "measured"),
     "cache",
+    "start",
 )
 _TAKEN_FROM_SUBMITTED = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
@@ -61,8 +62,9 @@ class ReplicaStatus:
     `reason` is a sentence for people. `record` and `probe` are what the state was derived from; `record` is None when
     the job has published none in its present run. `record_age_s` is how long the record has not been renewed.
     `end_reported_by_job` says that the job itself told how it ended. `scheduler_state`, `pending_reason`, `time_left`
-    are Slurm's words. `successor` says how it stands with the job `successor_job_id` that takes over. Times are seconds
-    since the epoch; at `state_since` the state of the record began. `measured`, `predicted`: bytes, seconds, tokens.
+    are Slurm's words. `successor` says how it stands with the job `successor_job_id` that takes over. `start` is
+    how far its start is. Times are seconds since the epoch; at `state_since` the state of the record began. `measured`
+    and `predicted` hold bytes, seconds and tokens.
     """
 
     service: str
@@ -73,6 +75,7 @@ class ReplicaStatus:
     stand_in: str | None = None
     stage: str = ""
     progress: Progress | None = None
+    start: StartRecord | None = None
     reason: str = ""
     nodes: tuple[NodeRecord, ...] = ()
     num_nodes: int = 1
@@ -221,7 +224,7 @@ def assess_replica(
         return replace(status, state="draining")
     if lease_age_s > record.lease_s or wall_age_s > ABANDONED_AFTER_S:
         age = _duration(status.record_age_s)
-        reason = f"its record has not been renewed for {age}; it was {_stage_words(record)}"
+        reason = f"its record has not been renewed for {age}; it was {record.stage_words}"
         return replace(status, state="unknown", stage="", progress=None, reason=reason)
     if probe is not None:
         return replace(status, state="unresponsive", reason=_why_unresponsive(record, probe))
@@ -272,11 +275,6 @@ def _end_reason(record: EndpointRecord) -> str:
     if record.reason or record.state == "stopped":
         return record.reason or ""
     return f"exit code {record.exit_code}" if record.exit_code is not None else "no reason given"
-
-
-def _stage_words(record: EndpointRecord) -> str:
-    stage = record.stage or record.state
-    return f"{stage} {record.progress.done}/{record.progress.total}" if record.progress else stage
 
 
 def _why_unresponsive(record: EndpointRecord, probe: ProbeResult) -> str:

@@ -13,9 +13,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hpc_serve.job import node_dir, shared_memory
+from hpc_serve.job.checkpoint import checkpoint_bytes
 from hpc_serve.job.endpoint import Endpoint, move_endpoint
 from hpc_serve.job.engine_watch import EngineWatch
 from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
@@ -81,6 +83,9 @@ class Engine:
         restarts = Restarts(0 if spans_nodes else self._node.options.engine_restarts)
         self._keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
+        command = self._node.command
+        size = await asyncio.to_thread(checkpoint_bytes, Path(command.stand_in or command.model))
+        self._keeper.add_figures({"checkpoint_bytes": size} if size else {})
         while True:
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
@@ -204,11 +209,11 @@ class Engine:
         except OSError as error:
             raise PartFailedError(replace(outcome, reason=f"{outcome.reason} ({cache.path}: {error})")) from error
         words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
-        self._keeper.update(stage=stage, progress=None, cache=words)
+        self._keeper.start_again(stage=stage, progress=None, cache=words)
 
     def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
         _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)
-        self._keeper.update(
+        self._keeper.start_again(
             state="starting",
             stage=restart.words,
             progress=None,
@@ -218,7 +223,7 @@ class Engine:
         )
 
     def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        self._keeper.set_stage(f"{self._restart.words}: {stage}" if self._restart else stage, done, total)
+        self._keeper.set_stage(stage, done, total, prefix=f"{self._restart.words}: " if self._restart else "")
 
     async def _wait_until_ready(self, child: Child) -> SmallRequest:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
@@ -233,12 +238,16 @@ class Engine:
                     )
                 except NotReadyError as error:
                     self._set_stage(f"not ready: {error}")
-            self._progress.note_read_bytes(await self._read_bytes())
+            read = await self._read_bytes()
+            self._progress.note_read_bytes(read)
+            self._keeper.stages.note_read_bytes(read)
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
+                record = self._keeper.record
+                how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
                 raise failure(
                     "engine",
-                    f"no progress for {idle_s:.0f} s while {self._keeper.record.stage}: the engine logs nothing new "
-                    "and reads nothing (HPC_SERVE_STALL_S sets how long that may last)",
+                    f"no progress for {idle_s:.0f} s while {record.stage}: the engine logs nothing new and reads "
+                    f"nothing{how_far} (HPC_SERVE_STALL_S sets how long that may last)",
                     last_log_lines=tuple(child.last_log_lines),
                 )
             with contextlib.suppress(asyncio.TimeoutError):
@@ -252,6 +261,7 @@ class Engine:
     def _read_line(self, line: str) -> None:
         print_line(line)
         self._progress.note_line(line)
+        self._keeper.stages.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
         if stage is not None and stage.name == SERVER_IS_UP:

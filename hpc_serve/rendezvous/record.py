@@ -30,6 +30,29 @@ class Progress:
     total: int
 
 
+# The stages of a start in their order. nodes: until all launchers, and Ray's nodes, are there. engine: until it begins
+# with its weights. capture: profiling, KV cache and CUDA graphs. server: until it has answered a first request.
+START_STAGES = ("nodes", "engine", "weights", "compile", "capture", "server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord:
+    """How far a start is. Its `stage`, one of START_STAGES, began at `since`; it is empty once the replica was ready.
+
+    `took_s` has the seconds of each stage that is over. `checkpoint_bytes` are the weights' files, `bytes_per_s` is how
+    fast they are, or were, loaded. From the record's `updated_at` on it takes `time_left_s` until the replica is ready,
+    by its last start here, and `weights_left_s` until the weights are loaded; None: not known.
+    """
+
+    stage: str
+    since: Timestamp
+    took_s: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_bytes: int | None = None
+    bytes_per_s: float | None = None
+    time_left_s: float | None = None
+    weights_left_s: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
     """A node of the job: its host name and the address that the engine's processes use."""
@@ -90,12 +113,19 @@ class EndpointRecord:
     engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
     cache: str = field(default="", metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
+    start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property
     def name(self) -> str:
         """The record's file name. Raises InvalidRequestError when the job id cannot be part of one."""
         return record_file_name(self.job_id, self.restart, self.replica)
+
+    @property
+    def stage_words(self) -> str:
+        """Its stage, and how far that is."""
+        stage = self.stage or self.state
+        return f"{stage} {self.progress.done}/{self.progress.total}" if self.progress else stage
 
     @property
     def scheme(self) -> Literal["http", "https"]:

@@ -127,7 +127,7 @@ def _so_far(service: str, ready: int, wanted: int) -> str:
 
 def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
     """What must differ between two statuses for the second to be shown."""
-    return (status.name, status.restart, status.state, status.stage, status.progress, status.reason)
+    return (status.name, status.restart, status.state, status.stage, status.progress, status.start, status.reason)
 
 
 def _slurm_is_done_with(status: ReplicaStatus) -> bool:

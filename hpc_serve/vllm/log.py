@@ -12,21 +12,35 @@ from dataclasses import dataclass
 
 from hpc_serve.sizes import GIB
 
-_SHARDS = re.compile(r"(?:checkpoint shards|Loading \w+ checkpoint)\D*\d+% Completed \| (\d+)/(\d+)")
-_GRAPHS = re.compile(r"Capturing CUDA graphs?.*?(\d+)/(\d+)")
+# The bars that vLLM's loaders show: safetensors, pt, np_cache, several threads, Run:ai, InstantTensor, fastsafetensors.
+_SHARDS = re.compile(
+    r"(?:checkpoint shards|Multi-thread loading [\w ]*shards|Loading \w+ checkpoint|Loading safetensors using [\w -]+)"
+    r"\D*\d+% Completed \| (\d+)/(\d+)"
+)
+_FILES = re.compile(r"Fetching \d+ files:\s+\d+%\D*(\d+)/(\d+)")
+_GRAPHS = re.compile(r"Capturing (?:[\w-]+ )*CUDA graphs?.*?(\d+)/(\d+)")
 WEIGHTS_LOADED = "weights loaded"
 SERVER_IS_UP = "server is up"
 _STAGES = (
+    (re.compile(r"Model loading took|Loading (?:model )?weights took"), WEIGHTS_LOADED),
     (re.compile(r"Starting to load model|Loading (?:model )?weights|Loading \w+ checkpoint"), "loading weights"),
-    (re.compile(r"Downloading|Time spent downloading"), "downloading weights"),
-    (re.compile(r"Using cache directory.*compile|Start compiling|torch\.compile takes|Dynamo bytecode"), "compiling"),
-    (re.compile(r"Model loading took|Loading weights took"), WEIGHTS_LOADED),
-    (re.compile(r"GPU KV cache size|# (?:GPU|cuda|CPU) blocks"), "sizing the KV cache"),
-    (re.compile(r"Capturing CUDA graph|Graph capturing"), "capturing CUDA graphs"),
+    (re.compile(r"Downloading|Time spent downloading|\.(?:safetensors|bin|pt):\s+\d+%\|"), "downloading weights"),
+    (
+        re.compile(
+            r"Using cache directory.*compile|Start compiling|Starting torch\.compile|torch\.compile (?:takes|took)"
+            r"|Dynamo bytecode|[Cc]ompiling a graph for|Directly load the compiled graph|Cache the graph (?:for|of)"
+            r"|Warming up model for the compilation"
+        ),
+        "compiling",
+    ),
+    (re.compile(r"Initial profiling/warmup run|Memory profiling takes|Profiling CUDA graph memory"), "profiling"),
+    (re.compile(r"KV cache size|# (?:GPU|cuda|CUDA|CPU) blocks|Available KV cache memory"), "sizing the KV cache"),
+    (re.compile(r"Capturing (?:[\w-]+ )*(?:CUDA graph|cudagraph)|Graph capturing"), "capturing CUDA graphs"),
     (re.compile(r"Warming up"), "warming up"),
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
-    (re.compile(r"Application startup complete|Starting vLLM server"), SERVER_IS_UP),
+    (re.compile(r"Application startup complete|Starting vLLM (?:API )?server"), SERVER_IS_UP),
 )
+_SOURCE = re.compile(r" \[?(\w+\.py:\d+)\] ")
 _REPORT = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
     r"Running: 0 reqs, Waiting: 0 reqs"
@@ -55,6 +69,7 @@ def _figure(hint: str, pattern: str, *fields: tuple[str, Callable[[str], float]]
 
 # A line that cannot hold a figure is dismissed by a substring, before any pattern is tried.
 _FIGURES: tuple[_Figure, ...] = (
+    _figure("Checkpoint size", r"Checkpoint size: <n> GiB", ("checkpoint_bytes", _gib)),
     _figure("Model loading took", r"Model loading took <n> GiB", ("model_loading_bytes", _gib)),
     _figure("Loading model weights took", r"Loading model weights took <n> GB", ("model_loading_bytes", _gib)),
     _figure("Loading weights took", r"Loading weights took <n> seconds", ("loading_weights_s", _number)),
@@ -119,17 +134,29 @@ def read_stage(line: str) -> StartStage | None:
     """
     if shards := _SHARDS.search(line):
         return StartStage("loading weights", int(shards[1]), int(shards[2]))
+    if files := _FILES.search(line):
+        return StartStage("downloading weights", int(files[1]), int(files[2]))
     if graphs := _GRAPHS.search(line):
         return StartStage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
     return next((StartStage(name) for pattern, name in _STAGES if pattern.search(line)), None)
 
 
+def read_source(line: str) -> str:
+    """Which line of vLLM's source printed `line`, as its log says; "" where it does not.
+
+    >>> read_source("(EngineCore pid=1) INFO 11-20 10:00:00 [core.py:133] Initializing a V1 LLM engine")
+    'core.py:133'
+    """
+    found = _SOURCE.search(line)
+    return found[1] if found else ""
+
+
 def read_figures(line: str) -> dict[str, float]:
     """The figures in `line`, by the names that the planner uses; empty for a line without any.
 
-    Names: model_loading_bytes, kv_cache_bytes, kv_cache_tokens, max_concurrency, max_model_len, num_blocks,
-    activation_bytes, non_torch_bytes, consumed_bytes, cuda_graph_bytes, cuda_graph_estimate_bytes, total_bytes,
-    loading_weights_s, init_engine_s. vLLM prints GiB with two digits, so sizes are good to 10 MiB.
+    Names: checkpoint_bytes, model_loading_bytes, kv_cache_bytes, kv_cache_tokens, max_concurrency, max_model_len,
+    num_blocks, activation_bytes, non_torch_bytes, consumed_bytes, cuda_graph_bytes, cuda_graph_estimate_bytes,
+    total_bytes, loading_weights_s, init_engine_s. vLLM prints GiB with two digits, so sizes are good to 10 MiB.
 
     >>> read_figures("GPU KV cache size: 410,128 tokens, Maximum concurrency for 131,072 tokens per request: 3.13x")
     {'kv_cache_tokens': 410128, 'max_model_len': 131072, 'max_concurrency': 3.13}

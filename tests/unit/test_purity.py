@@ -42,6 +42,7 @@ PURE = (
     "hpc_serve.submit.slurm_answers",
     "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",
+    "hpc_serve.submit.start_words",
     "hpc_serve.plan.catalog",
     "hpc_serve.vllm.allowed",
     "hpc_serve.vllm.arguments",

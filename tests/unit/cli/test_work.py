@@ -9,8 +9,8 @@ import pytest
 
 from hpc_serve.cli import watch
 from hpc_serve.cli.main import run
-from hpc_serve.cli.work_view import duration
 from hpc_serve.client.engine_work import WorkWatch
+from hpc_serve.durations import duration
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.patience import PATIENCE_S, be_patient, wait_until
 from tests.support.stubs import StubService, make_record, make_submitted

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from hpc_serve.job import record_keeper
 from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.rendezvous.start_times import FILE, last_start
 from hpc_serve.rendezvous.store import ServiceStore
-from tests.support.stubs import make_record
+from tests.cluster import wait_for
+from tests.support.stubs import make_record, make_submitted
 
 
 class SlowStore(ServiceStore):
@@ -106,5 +110,127 @@ def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     async def run():
         keeper = RecordKeeper(FullStore(tmp_path), make_record())
         await asyncio.wait_for(keeper.finish(within_s=0.1), 60)
+
+    asyncio.run(run())
+
+
+def begin(store: ServiceStore, **fields) -> RecordKeeper:
+    return RecordKeeper(store, make_record(state="starting", stage="starting", **fields))
+
+
+def test_a_record_says_how_far_the_start_is(tmp_path):
+    store = ServiceStore(tmp_path)
+
+    async def run():
+        keeper = begin(store)
+        keeper.set_stage("starting the engine")
+        keeper.set_stage("loading weights", 1, 4)
+        renewals = asyncio.create_task(keeper.renew())
+        await asyncio.to_thread(wait_for, lambda: store.read("405b").records[0].progress, 60, what="a renewal")
+        renewals.cancel()
+
+    asyncio.run(run())
+    (record,) = store.read("405b").records
+    assert record.start is not None
+    assert (record.stage, record.stage_words, record.start.stage) == (
+        "loading weights",
+        "loading weights 1/4",
+        "weights",
+    )
+    assert [*record.start.took_s] == ["nodes", "engine"]
+    assert record.start.time_left_s is None
+    assert record.start.since == pytest.approx(record.updated_at, abs=600)
+
+
+def test_what_a_start_took_is_known_to_the_next_one(tmp_path):
+    store = ServiceStore(tmp_path)
+
+    async def run():
+        first = begin(store)
+        first.set_stage("loading weights", 4, 4)
+        assert first.record.start is not None
+        assert first.record.start.time_left_s is None
+        first.update(state="ready", stage="ready")
+        assert first.record.start.stage == ""
+        second = begin(store, job_id="124")
+        assert second.record.start is not None
+        assert second.record.start.time_left_s is not None
+        second.update(state="failed", reason="out of memory")
+        assert second.record.start.time_left_s is None
+        assert second.record.start.stage == "nodes"
+
+    asyncio.run(run())
+
+
+def test_only_the_first_start_of_a_run_is_remembered_and_an_engine_that_is_started_again_has_stages_anew(tmp_path):
+    store = ServiceStore(tmp_path)
+
+    async def run():
+        keeper = begin(store)
+        keeper.set_stage("server is up")
+        keeper.update(state="ready", stage="ready")
+        past = last_start(tmp_path, keeper.record)
+        assert past is not None
+        keeper.start_again(state="starting", stage="starting the engine again (1 of 3)", engine_restarts=1)
+        assert keeper.record.start is not None
+        assert keeper.record.start.stage == "engine"
+        keeper.set_stage("loading weights", 1, 4, prefix="starting the engine again (1 of 3): ")
+        assert keeper.record.stage == "starting the engine again (1 of 3): loading weights"
+        keeper.update(state="ready", stage="ready")
+        assert last_start(tmp_path, keeper.record) == past
+
+    asyncio.run(run())
+
+
+def test_a_stage_that_is_over_is_not_shown_again(tmp_path):
+    async def run():
+        keeper = begin(ServiceStore(tmp_path))
+        keeper.set_stage("capturing CUDA graphs", 1, 35)
+        keeper.set_stage("loading weights", 3, 4)
+        assert keeper.record.stage_words == "capturing CUDA graphs 1/35"
+
+    asyncio.run(run())
+
+
+def test_a_damaged_file_of_past_starts_keeps_no_replica_from_starting(tmp_path):
+    store = ServiceStore(tmp_path)
+    store.ensure_service("405b")
+    (tmp_path / FILE).write_text("{")
+
+    async def run():
+        keeper = begin(store)
+        keeper.update(state="ready", stage="ready")
+        assert last_start(tmp_path, keeper.record) is not None
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_loses_the_times_of_a_start_and_nothing_else(tmp_path, monkeypatch, caplog):
+    def refuse(home, start):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record_keeper, "remember_start", refuse)
+
+    async def run():
+        keeper = begin(ServiceStore(tmp_path))
+        keeper.update(state="ready", stage="ready")
+        assert keeper.record.state == "ready"
+
+    with caplog.at_level("WARNING", logger="hpc_serve"):
+        asyncio.run(run())
+    assert "cannot write down how long this start took" in caplog.text
+
+
+def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path):
+    store = ServiceStore(tmp_path)
+    store.write_submitted(make_submitted(job_id="123", predicted={"weight_bytes": 10**9}))
+
+    async def run():
+        keeper = begin(store, job_id="123_1", tensor_parallel_size=4)
+        assert keeper.record.start is not None
+        assert keeper.record.start.checkpoint_bytes == 4 * 10**9
+        keeper.add_figures({"checkpoint_bytes": 3 * 10**9})
+        keeper.update(state="ready", stage="ready")
+        assert keeper.record.start.checkpoint_bytes == 3 * 10**9
 
     asyncio.run(run())

@@ -9,7 +9,15 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, RendezvousError
 from hpc_serve.rendezvous.names import is_record_file_name, validate_job_id, validate_service_name
-from hpc_serve.rendezvous.record import RECORD_STATES, EndpointRecord, JobEnd, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.record import (
+    RECORD_STATES,
+    EndpointRecord,
+    JobEnd,
+    NodeRecord,
+    Progress,
+    StartRecord,
+    SubmittedJob,
+)
 
 FULL = EndpointRecord(
     service="405b",
@@ -48,6 +56,15 @@ FULL = EndpointRecord(
     engine_restarts=3,
     cache="warm, from /tmp/hpc-serve-cache-1000/0123456789abcdef-0 on this node",
     replicas_per_job=4,
+    start=StartRecord(
+        stage="weights",
+        since=2.25,
+        took_s={"nodes": 4.5, "engine": 31.0},
+        checkpoint_bytes=16 * 2**30,
+        bytes_per_s=2.0e9,
+        time_left_s=90.5,
+        weights_left_s=8.5,
+    ),
 )
 
 # The contract of ARCHITECTURE.md, in its order.
@@ -56,7 +73,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id,
-state_since, engine_restarts, cache, replicas_per_job"""
+state_since, engine_restarts, cache, replicas_per_job, start"""
 
 
 def changed(**values):
@@ -84,6 +101,7 @@ ADDED_LATER: dict[str, Any] = {
     "engine_restarts": 0,
     "cache": "",
     "replicas_per_job": 1,
+    "start": None,
 }
 
 

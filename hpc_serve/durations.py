@@ -1,0 +1,36 @@
+"""Times in words: those that were measured, and those that are not known well. Pure."""
+
+from __future__ import annotations
+
+SOON_S = 8.0
+"""Less than this is "a few seconds"."""
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units.
+
+    >>> duration(7500)
+    '2 h 5 min'
+    """
+    left, words = max(0, int(seconds)), list[str]()
+    for unit_s, unit in _UNITS:
+        if left >= unit_s or (unit == "s" and not words):
+            words.append(f"{left // unit_s} {unit}")
+            left %= unit_s
+    return " ".join(words[:2])
+
+
+def about(seconds: float) -> str:
+    """A time that is not known well.
+
+    >>> [about(seconds) for seconds in (3, 12, 42, 100, 700, 9000)]
+    ['a few seconds', 'about 10 s', 'about 40 s', 'about 2 min', 'about 12 min', 'about 2.5 h']
+    """
+    if seconds < SOON_S:
+        return "a few seconds"
+    if seconds < 95:
+        return f"about {round(seconds / 10) * 10} s"
+    if seconds < 95 * 60:
+        return f"about {round(seconds / 60)} min"
+    return f"about {round(seconds / 1800) / 2:g} h"

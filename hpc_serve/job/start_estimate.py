@@ -1,0 +1,87 @@
+"""How much longer a start takes, by what the last one took and how this one goes compared to it. Pure arithmetic.
+
+A stage that is twice as slow so far is expected to be so to its end. `expected_pace` decides what that says about the
+stages after it. Where a start is, and what was seen of it, is decided in `start_stages`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+# So much of the last start counts beside what was seen of this one, so that a first short step decides nothing.
+_TRUSTED_S = 1.0
+_TRUSTED_STEPS = 0.5
+_LEAST_COMPARED_S = 1.0
+_MOST_PACE = 10.0
+# A step that takes longer than it should is expected to take this part of its time so far once more.
+_OVERDUE = 0.2
+
+
+def rest_of_steps(
+    *, done: int, total: int, done_after_s: float, elapsed_s: float, step_s: float | None
+) -> float | None:
+    """Seconds left of `total` equal steps, of which the last one that is `done` was so `done_after_s` seconds.
+
+    `step_s` is what a step took last time; None without one, and nothing is known before the first step is done.
+
+    >>> rest_of_steps(done=2, total=10, done_after_s=8.0, elapsed_s=9.0, step_s=None)
+    31.0
+    """
+    if done >= total:
+        return 0.0
+    trusted = _TRUSTED_STEPS if step_s is not None else 0.0
+    if done + trusted == 0:
+        return None
+    seen = (done_after_s + trusted * (step_s or 0.0)) / (done + trusted)
+    return _rest(done, done + 1, total, reached_s=done_after_s, elapsed_s=elapsed_s, pace=seen)
+
+
+def rest_of_stage(
+    *, past_s: float, position_s: float, following_s: float, reached_s: float, elapsed_s: float, pace: float
+) -> float:
+    """Seconds left of a stage that took `past_s` seconds last time.
+
+    The latest mark that both starts have was seen `position_s` seconds after the stage's begin last time, and
+    `reached_s` this time; the mark that comes next, after `following_s` last time. Without marks they are 0, 0 and
+    `past_s`. `pace` is how much longer than last time it is expected to take until marks tell.
+
+    >>> rest_of_stage(past_s=30.0, position_s=10.0, following_s=20.0, reached_s=20.0, elapsed_s=22.0, pace=2.0)
+    38.0
+    """
+    seen = (reached_s + _TRUSTED_S * pace) / (position_s + _TRUSTED_S)
+    return _rest(position_s, following_s, past_s, reached_s=reached_s, elapsed_s=elapsed_s, pace=seen)
+
+
+def expected_pace(ratios: Sequence[float]) -> float:
+    """How much longer than last time the next stage takes, by the `ratios` of those before it.
+
+    One slow stage may have a cause of its own (a cold file system under Python's imports), so it counts by half, as a
+    power. What several agree on counts whole: the least of it.
+
+    >>> expected_pace([4.0]), expected_pace([3.0, 2.0]), expected_pace([3.0, 0.5])
+    (2.0, 2.0, 1.0)
+    """
+    bounded = [min(max(ratio, 1 / _MOST_PACE), _MOST_PACE) for ratio in ratios]
+    if len(bounded) == 1:
+        return math.sqrt(bounded[0])
+    if bounded and min(bounded) > 1:
+        return min(bounded)
+    return max(bounded) if bounded and max(bounded) < 1 else 1.0
+
+
+def ratios_of(took_s: Mapping[str, float], past_s: Mapping[str, float]) -> list[float]:
+    """How much longer than last time each stage took that is long enough to compare."""
+    return [took_s[name] / past_s[name] for name in took_s if past_s.get(name, 0.0) >= _LEAST_COMPARED_S]
+
+
+def _rest(position: float, following: float, total: float, *, reached_s: float, elapsed_s: float, pace: float) -> float:
+    """Seconds from now to `total`. `position` was reached after `reached_s`; what is `following` is not reached yet.
+
+    That it is not bounds the pace from below.
+    """
+    since_s = elapsed_s - reached_s
+    is_overdue = since_s > pace * (following - position)
+    least = max(pace, elapsed_s / following) if following > 0 else pace
+    rest = max(least * (total - position) - since_s, least * (total - following))
+    return max(rest, _OVERDUE * since_s if is_overdue else 0.0)

@@ -1,0 +1,115 @@
+"""What the starts of each model took in this home: one small file, so that the next start can say how long it takes.
+
+The head of a replica writes it once the replica is ready, and reads it when the next one begins. It is a help and no
+more: a file that is damaged counts as none, and of two heads that write at once one entry is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.fields import Timestamp, from_json_text, to_json_text
+from hpc_serve.rendezvous.files import read_private, write_private
+from hpc_serve.rendezvous.record import START_STAGES, EndpointRecord
+
+FILE = "start_times.json"
+MOST_STARTS = 50
+_LONGEST_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastStage:
+    """A stage of a start that is over: what it took, and how many seconds after its begin each mark was seen.
+
+    A mark is a place in vLLM's source that logged something (`core.py:133`).
+    """
+
+    name: str
+    took_s: float
+    marks: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastStart:
+    """A start that became ready at `ready_at`. `read_bytes` is what all nodes read in the stage of its weights.
+
+    `cache` is "warm" where the engine found compiled code, "cold" where it did not.
+    """
+
+    service: str
+    model: str
+    layout: str
+    ready_at: Timestamp
+    stages: tuple[PastStage, ...]
+    read_bytes: int = 0
+    cache: str = ""
+
+    @property
+    def took_s(self) -> Mapping[str, float]:
+        """The seconds of each stage."""
+        return {stage.name: stage.took_s for stage in self.stages}
+
+    def marks(self, stage: str) -> Mapping[str, float]:
+        """The marks of a stage."""
+        return next((one.marks for one in self.stages if one.name == stage), {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Starts:
+    starts: tuple[PastStart, ...] = ()
+
+
+def layout_of(record: EndpointRecord) -> str:
+    """On what a replica runs, as far as it decides how long a start takes."""
+    layout = f"TP={record.tensor_parallel_size} PP={record.pipeline_parallel_size}"
+    stand_in = f" from {record.stand_in}" if record.stand_in else ""
+    return f"{record.cluster} {record.num_nodes}x{record.gpus_per_node} {layout}{stand_in}"
+
+
+def cache_of(record: EndpointRecord) -> str:
+    """Whether the caches of an engine are "warm" or "cold"."""
+    return record.cache.partition(",")[0]
+
+
+def last_start(home: Path, record: EndpointRecord) -> PastStart | None:
+    """The last start of this model in this layout; None if none is known.
+
+    One of the same service comes first, then one with caches that were as warm.
+    """
+
+    def likeness(one: PastStart) -> tuple[bool, bool, float]:
+        return one.service == record.service, one.cache == cache_of(record), one.ready_at
+
+    found = [one for one in _read(home) if (one.model, one.layout) == (record.model, layout_of(record))]
+    return max(found, key=likeness, default=None)
+
+
+def remember_start(home: Path, start: PastStart) -> None:
+    """Write down a start, in the place of the one before of the same service, model, layout and warmth of caches.
+
+    The MOST_STARTS latest are kept. Raises StoreError, OSError.
+    """
+    others = [one for one in _read(home) if _key(one) != _key(start)]
+    latest = sorted([*others, start], key=lambda one: one.ready_at)[-MOST_STARTS:]
+    write_private(home / FILE, to_json_text(_Starts(starts=tuple(latest))))
+
+
+def _key(start: PastStart) -> tuple[str, ...]:
+    return start.service, start.model, start.layout, start.cache
+
+
+def _read(home: Path) -> list[PastStart]:
+    """What is written down and makes sense."""
+    with contextlib.suppress(HpcServeError, OSError):
+        path = home / FILE
+        return [one for one in from_json_text(_Starts, read_private(path), source=str(path)).starts if _is_sane(one)]
+    return []
+
+
+def _is_sane(start: PastStart) -> bool:
+    times = [seconds for stage in start.stages for seconds in (stage.took_s, *stage.marks.values())]
+    return {stage.name for stage in start.stages} <= {*START_STAGES} and all(0 <= one <= _LONGEST_S for one in times)

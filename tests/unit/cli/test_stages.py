@@ -1,0 +1,141 @@
+"""What is shown while a replica starts: plain lines here, since there is no terminal, and `status --watch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.cli import stages, watching
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.main import run
+from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.rendezvous.record import Progress, StartRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from tests.support.stubs import make_record
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+LOADING = ReplicaStatus(
+    service="8b",
+    job_id="7",
+    state="starting",
+    cluster="local",
+    stage="loading weights",
+    progress=Progress(done=1, total=4),
+    started_at=100.0,
+    updated_at=140.0,
+    start=StartRecord(stage="weights", since=120.0, took_s={"engine": 20.0}, time_left_s=60.0),
+)
+READY = replace(
+    LOADING,
+    state="ready",
+    stage="ready",
+    progress=None,
+    start=StartRecord(stage="", since=180.0, took_s={"engine": 20.0}),
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ServiceStore(tmp_path / "home")
+
+
+def test_plain_lines_tell_of_coarse_changes_alone(capsys):
+    with stages.Stages("8b") as shown:
+        for done in range(5):
+            shown.show(replace(LOADING, progress=Progress(done=done, total=40)))
+        shown.show(replace(LOADING, progress=Progress(done=20, total=40)))
+        shown.show(READY)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "8b loading weights 0/40, ready in about 60 s",
+        "8b loading weights 20/40, ready in about 60 s",
+        "8b ready",
+        "took: engine 20 s",
+    ]
+
+
+def test_a_terminal_shows_one_line_that_changes(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(PlainConsole, "is_terminal", True)
+    shown = stages.Stages("8b")
+    shown._console.file = screen
+    with shown:
+        shown.show(LOADING)
+        shown._progress.refresh()
+        shown.show(replace(LOADING, stage="compiling", progress=None))
+    text = screen.getvalue()
+    assert "8b loading weights 1/4, ready in about 60 s" in text
+    assert re.search(r"\d\d:\d\d:\d\d loading weights", text)
+
+
+def starting(store: ServiceStore, **fields):
+    now = time.time()
+    start = StartRecord(stage="weights", since=now - 7200, took_s={"nodes": 2.0, "engine": 31.0}, time_left_s=36e3)
+    usual = {"service": "8b", "state": "starting", "stage": "loading weights", "progress": Progress(done=1, total=4)}
+    store.write(make_record(cluster="local", start=start, **{**usual, **fields}))
+
+
+def test_status_shows_the_stages_and_the_time_left(store, capsys):
+    starting(store)
+    assert run(["status"]) == 0
+    assert "ready in about 10 h" in " ".join(capsys.readouterr().out.split())
+    assert run(["status", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "starting: loading weights 1/4, ready in about 10 h" in out
+    assert "nodes 2 s, engine 31 s, weights for 2 h" in out
+
+
+def test_status_as_json_has_the_start(store, capsys):
+    starting(store)
+    assert run(["status", "8b", "--json"]) == 0
+    (replica,) = json.loads(capsys.readouterr().out)["services"]
+    assert replica["start"]["stage"] == "weights"
+    assert replica["start"]["took_s"] == {"nodes": 2.0, "engine": 31.0}
+    assert replica["start"]["time_left_s"] == 36e3
+    assert replica["progress"] == {"done": 1, "total": 4}
+
+
+def test_watch_prints_a_line_for_each_coarse_change_until_ctrl_c(store, capsys, monkeypatch):
+    starting(store)
+    steps = [Progress(done=1, total=4), Progress(done=1, total=4), Progress(done=2, total=4)]
+
+    def go_on(seconds: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        starting(store, progress=steps.pop(0), job_id="123")
+
+    monkeypatch.setattr(watching, "sleep", go_on)
+    assert run(["status", "8b", "--watch"]) == 130
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "8b 123 loading weights 1/4, ready in about 10 h",
+        "8b 123 loading weights 2/4, ready in about 10 h",
+    ]
+
+
+def test_watch_draws_the_table_on_a_terminal(store, capsys, monkeypatch):
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    starting(store)
+    monkeypatch.setattr(watching, "sleep", stop)
+    monkeypatch.setattr(PlainConsole, "is_terminal", True)
+    assert run(["status", "--watch"]) == 130
+    out = " ".join(capsys.readouterr().out.split())
+    assert "8b" in out
+    assert "ready in about 10 h" in out
+
+
+def test_watch_is_for_people(capsys):
+    assert run(["status", "--watch", "--json"]) == 2
+    assert "leave out --json" in capsys.readouterr().err
+
+
+def test_watch_of_what_there_is_not_ends(capsys):
+    assert run(["status", "nope", "--watch"]) == 5

@@ -1,0 +1,129 @@
+"""How right the time left is: recorded starts are played again, and starts on GPUs whose times are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.job.start_estimate import rest_of_steps
+from hpc_serve.job.start_stages import StartStages
+from hpc_serve.sizes import GIB, MIB
+from tests.unit.job.starts import Clock, Said, gpu_start, play, recorded, slower, tell
+
+
+def from_half_way(said: list[Said]) -> list[Said]:
+    return said[len(said) // 2 :]
+
+
+def share_right(said: list[Said]) -> float:
+    late = from_half_way(said)
+    return sum(one.is_right for one in late) / len(late)
+
+
+@pytest.mark.parametrize(("before", "now"), [("quiet", "again"), ("again", "quiet")])
+def test_a_start_like_the_last_one_is_foretold_within_a_third_from_half_way_on(before, now):
+    past, _ = play(recorded(before))
+    _, said = play(recorded(now), past)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_a_start_that_is_slower_or_faster_throughout_is_foretold_too(times):
+    past, _ = play(recorded("again"))
+    _, said = play(slower(recorded("quiet"), times), past)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
+
+
+@pytest.mark.parametrize("now", ["quiet", "again"])
+def test_after_a_cold_start_a_warm_one_is_foretold_to_a_few_seconds(now):
+    past, _ = play(recorded("cold"))
+    _, said = play(recorded(now), past)
+    assert all(one.left_s is not None and abs(one.left_s - one.truth_s) < 9 for one in from_half_way(said))
+
+
+def test_a_cold_start_after_a_warm_one_is_never_said_to_be_over_soon_that_is_not():
+    """What slows its imports slows the rest less, so too much is said; never much too little."""
+    past, _ = play(recorded("quiet"))
+    _, said = play(recorded("cold"), past)
+    assert all(one.left_s is not None and one.left_s >= 0.6 * one.truth_s - 5 for one in from_half_way(said))
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        gpu_start(),
+        gpu_start(weights_s=3_000),
+        gpu_start(weights_s=6_000),
+        gpu_start(weights_s=120),
+        gpu_start(engine_s=100),
+        slower(gpu_start(), 2.0),
+        slower(gpu_start(), 0.5),
+    ],
+    ids=["as before", "disk 5x slower", "disk 10x slower", "from the cache", "slow imports", "2x slower", "2x faster"],
+)
+def test_a_start_on_gpus_is_foretold_whatever_has_changed(now):
+    past, _ = play(gpu_start())
+    _, said = play(now, past)
+    assert share_right(said) >= 0.9
+
+
+def test_a_disk_that_becomes_slow_on_the_way_is_noticed():
+    before = gpu_start()
+    stalled = [(at_s if at_s < 360 else 360 + 4 * (at_s - 360), words) for at_s, words in before]
+    past, _ = play(before)
+    _, said = play(stalled, past)
+    at_three_quarters = said[3 * len(said) // 4]
+    assert at_three_quarters.left_s is not None
+    assert at_three_quarters.left_s > 0.4 * at_three_quarters.truth_s
+
+
+def test_without_a_past_nothing_is_promised_but_for_the_weights():
+    clock = Clock()
+    stages = StartStages(clock=clock)
+    clock.now = 10
+    stages.note_phrase("starting the engine")
+    assert stages.record(1e9).time_left_s is None
+    for clock.now, line in gpu_start():
+        tell(stages, line)
+        if "50% Completed" in line:
+            break
+    record = stages.record(1e9)
+    assert (record.stage, record.time_left_s) == ("weights", None)
+    assert record.weights_left_s == pytest.approx(298, rel=0.05)
+
+
+def test_one_large_file_is_foretold_by_what_is_read_of_it():
+    clock = Clock()
+    stages = StartStages(first="weights", clock=clock)
+    stages.checkpoint_bytes = 20 * GIB
+    for clock.now in range(1, 51):
+        stages.note_read_bytes(int(clock.now * 200 * MIB))
+    record = stages.record(1e9)
+    assert record.bytes_per_s == pytest.approx(200 * MIB)
+    assert record.weights_left_s == pytest.approx((20 * GIB - 50 * 200 * MIB) / (200 * MIB), rel=0.05)
+
+
+def test_one_large_file_on_a_slower_disk_is_foretold_by_what_the_last_start_read():
+    def load(mib_per_s: int, past=None):
+        clock = Clock()
+        stages = StartStages(past, first="weights", clock=clock)
+        left = []
+        while clock.now * mib_per_s < 10_000:
+            stages.note_read_bytes(int(clock.now * mib_per_s * MIB))
+            left.append(stages.time_left_s())
+            clock.now += 1
+        stages.note_read_bytes(10_000 * MIB)
+        stages.finish()
+        return stages.past_start(service="m", model="m", layout="l", ready_at=1.0), left
+
+    past, _ = load(1_000)
+    _, left = load(50, past)
+    assert left[100] == pytest.approx(100, abs=5)
+    assert left[20] == pytest.approx(180, abs=10)
+
+
+def test_a_step_that_takes_longer_than_those_before_counts():
+    usual = rest_of_steps(done=5, total=10, done_after_s=50, elapsed_s=50, step_s=None)
+    late = rest_of_steps(done=5, total=10, done_after_s=50, elapsed_s=110, step_s=None)
+    assert usual == 50
+    assert late is not None
+    assert late > 70

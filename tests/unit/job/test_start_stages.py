@@ -1,0 +1,186 @@
+"""The stages of a start as lines of several versions of vLLM, and the launcher's own phrases, tell them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_serve.job.start_stages import STAGE_OF_PHRASE, StartStages
+from hpc_serve.rendezvous.record import START_STAGES
+from hpc_serve.vllm.log import read_stage
+from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
+
+# As threads show them: vLLM 0.6 (#11349), 0.8 (gateway-api-inference-extension#550), 0.19 (#39559), 0.20 (#38820).
+GENERATIONS = {
+    "0.6": (
+        (
+            "INFO 12-19 22:58:10 model_runner.py:1094] Starting to load model m...",
+            "weights",
+        ),
+        ("INFO 12-19 22:58:14 model_runner.py:1099] Loading model weights took 2.3185 GB", "compile"),
+        ("INFO 12-19 22:58:16 gpu_executor.py:76] # GPU blocks: 131014, # CPU blocks: 8192", "compile"),
+        (
+            "INFO 12-19 22:58:27 model_runner.py:1415] Capturing cudagraphs for decoding. This may lead to unexpected "
+            "consequences if the model is not static.",
+            "capture",
+        ),
+        ("Capturing CUDA graph shapes: 100%|██████████| 35/35 [00:13<00:00,  2.51it/s]", "capture"),
+        ("INFO 12-19 22:58:41 model_runner.py:1535] Graph capturing finished in 14 secs, took 0.21 GiB", "capture"),
+        ("INFO:     Application startup complete.", "server"),
+    ),
+    "0.8": (
+        ("INFO 03-21 20:15:10 [gpu_model_runner.py:1128] Starting to load model m...", "weights"),
+        ("INFO 03-21 20:15:11 [loader.py:429] Loading weights took 1.10 seconds", "compile"),
+        ("INFO 03-21 20:15:44 [monitor.py:33] torch.compile takes 28.77 s in total", "compile"),
+        ("INFO 03-21 20:15:45 [worker.py:267] Memory profiling takes 34.26 seconds", "capture"),
+        ("INFO 03-21 20:15:46 [executor_base.py:111] # cuda blocks: 7191, # CPU blocks: 512", "capture"),
+        ("Capturing CUDA graph shapes:  23%|██        | 8/35 [00:04<00:12,  2.15it/s]", "capture"),
+    ),
+    "0.19": (
+        ("Loading safetensors checkpoint shards:  56% Completed | 5/9 [00:13<00:11,  2.87s/it]", "weights"),
+        (
+            "(Worker_TP0 pid=3) INFO 05-06 20:59:57 [default_loader.py:384] Loading weights took 24.84 seconds",
+            "compile",
+        ),
+        (
+            "(EngineCore pid=1) INFO 04-13 22:09:33 [backends.py:1070] Using cache directory: /c/rank_0_0/backbone for "
+            "vLLM's torch.compile",
+            "compile",
+        ),
+        (
+            "(EngineCore pid=1) INFO 04-13 22:09:34 [backends.py:286] Directly load the compiled graph(s) for compile "
+            "range (1, 2048) from the cache, took 0.904 s",
+            "compile",
+        ),
+        ("(EngineCore pid=1) INFO 04-13 22:09:34 [monitor.py:48] torch.compile took 1.61 s in total", "compile"),
+        ("(EngineCore pid=1) INFO 04-13 22:09:35 [monitor.py:76] Initial profiling/warmup run took 0.11 s", "capture"),
+        (
+            "(EngineCore pid=1) INFO 04-13 22:09:35 [gpu_model_runner.py:5914] Profiling CUDA graph memory: "
+            "PIECEWISE=51 (largest=512), FULL=35 (largest=256)",
+            "capture",
+        ),
+    ),
+    "0.32": (
+        ("Multi-thread loading shards:  50% Completed | 2/4 [00:02<00:02,  1.00s/it]", "weights"),
+        (
+            "(W) INFO 09-22 12:15:10 [backends.py:390] Compiling a graph for compile range (1, 8192) takes 6.06 s",
+            "compile",
+        ),
+        ("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  40%|████      | 14/35 [00:01<00:01]", "capture"),
+        ("Capturing prefill CUDA graphs (PIECEWISE): 100%|██████████| 3/3 [00:00<00:00, 106.98it/s]", "capture"),
+        ("(W) INFO 09-22 12:15:36 [gpu_worker.py:625] Available KV cache memory: 6.13 GiB", "capture"),
+        ("(APIServer pid=7) INFO 11-22 13:37:51 [entry.py:140] Starting vLLM server on https://127.0.0.1:1", "server"),
+    ),
+    "0.32 on CPUs": (
+        ("(Worker pid=1) INFO 11-22 13:37:49 [cpu_model_runner.py:68] Starting to load model /model...", "weights"),
+        ("(Worker pid=1) INFO 11-22 13:37:49 [default_loader.py:501] Loading weights took 0.01 seconds", "compile"),
+        ("(EngineCore pid=1) INFO 11-22 13:37:50 [kv_cache_utils.py:2327] CPU KV cache size: 32,768 tokens", "compile"),
+        (
+            "INFO 11-22 13:37:50 [cpu_model_runner.py:87] Warming up model for the compilation...",
+            "compile",
+        ),
+        ("INFO:     Application startup complete.", "server"),
+    ),
+}
+
+
+@pytest.mark.parametrize("version", GENERATIONS)
+def test_lines_of_each_generation_lead_through_the_stages(version):
+    stages = StartStages(first="engine", clock=Clock())
+    for line, stage in GENERATIONS[version]:
+        tell(stages, line)
+        assert (stages.record(1e9).stage, line) == (stage, line)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "done", "total"),
+    [
+        ("Loading safetensors using Runai Model Streamer:  12% Completed | 30/254 [00:01<", "loading weights", 30, 254),
+        ("Loading pt checkpoint shards:  50% Completed | 1/2 [00:02<00:02]", "loading weights", 1, 2),
+        ("Fetching 30 files:  10%|█         | 3/30 [00:10<01:30]", "downloading weights", 3, 30),
+        (
+            "model-00001-of-00002.safetensors:  45%|████▌     | 2.1G/4.6G [00:01<00:02]",
+            "downloading weights",
+            None,
+            None,
+        ),
+        ("Loading weights took 24.84 seconds", "weights loaded", None, None),
+    ],
+)
+def test_other_bars_are_read_too(line, name, done, total):
+    stage = read_stage(line)
+    assert stage is not None
+    assert (stage.name, stage.done, stage.total) == (name, done, total)
+
+
+def test_each_phrase_belongs_to_a_stage_that_there_is():
+    assert set(STAGE_OF_PHRASE.values()) == set(START_STAGES)
+
+
+def test_the_stages_of_a_start_have_their_times():
+    past, _ = play(gpu_start())
+    took = {name: round(seconds) for name, seconds in past.took_s.items()}
+    assert took == {"engine": 60, "weights": 599, "compile": 71, "capture": 61, "server": 3}
+
+
+def test_without_compilation_the_time_after_the_weights_is_for_the_cache():
+    past, _ = play(recorded("quiet"))
+    assert list(past.took_s) == ["engine", "weights", "capture", "server"]
+    assert "kv_cache_utils.py:2327" in past.marks("capture")
+
+
+def test_a_start_goes_on_with_its_weights_while_other_ranks_have_theirs():
+    clock = Clock()
+    stages = StartStages(first="engine", clock=clock)
+    bar = "Loading safetensors checkpoint shards:  50% Completed | {}/4 [00:00<00:00]"
+    clock.now = 10
+    tell(stages, bar.format(1))
+    clock.now = 20
+    tell(stages, "(Worker_TP3 pid=3) INFO 11-20 10:00:00 [default_loader.py:501] Loading weights took 9.00 seconds")
+    assert stages.record(1e9).stage == "compile"
+    clock.now = 30
+    assert tell(stages, bar.format(3))
+    record = stages.record(1e9)
+    assert (record.stage, record.since, record.took_s) == ("weights", 1e9 - 20, {"engine": 10.0})
+    clock.now = 40
+    tell(stages, "(Worker_TP0 pid=3) INFO 11-20 10:00:00 [backends.py:1166] Dynamo bytecode transform time: 8.52 s")
+    assert stages.record(1e9).took_s == {"engine": 10.0, "weights": 30.0}
+    assert tell(stages, bar.format(3)) is False  # of a rank that is late: the start is past it
+    assert stages.record(1e9).stage == "compile"
+
+
+def test_what_belongs_to_no_stage_changes_none():
+    stages = StartStages(first="engine", clock=Clock())
+    assert stages.note_phrase("not ready: 503")
+    assert stages.record(1e9).stage == "engine"
+
+
+def test_the_checkpoints_size_and_the_time_of_the_weights_are_their_rate():
+    clock = Clock()
+    stages = StartStages(first="weights", clock=clock)
+    stages.checkpoint_bytes = 10 * 2**30
+    stages.note_phrase("loading weights", 0, 4)
+    clock.now = 5
+    stages.note_phrase("loading weights", 2, 4)
+    assert stages.record(1e9).bytes_per_s == 2**30
+    clock.now = 20
+    stages.note_phrase("compiling")
+    assert stages.record(1e9).bytes_per_s == 2**29
+
+
+def test_marks_are_bounded():
+    stages = StartStages(first="engine", clock=Clock())
+    for number in range(1_000):
+        stages.note_line(f"INFO 11-20 10:00:00 [a.py:{number}] something")
+    stages.finish()
+    assert len(stages.past_start(service="m", model="m", layout="l", ready_at=1.0).marks("engine")) == 40
+
+
+def test_a_start_that_is_over_stays_over():
+    clock = Clock()
+    stages = StartStages(first="server", clock=clock)
+    clock.now = 3
+    stages.finish()
+    stages.note_line("INFO 11-20 10:00:00 [a.py:1] something")
+    assert not stages.note_phrase("loading weights", 1, 2)
+    record = stages.record(1e9)
+    assert (record.stage, record.took_s, record.time_left_s) == ("", {"server": 3.0}, None)

@@ -1,0 +1,112 @@
+"""What starts took is written down once and read by the next; a damaged file is as none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.rendezvous.start_times import (
+    FILE,
+    MOST_STARTS,
+    PastStage,
+    PastStart,
+    last_start,
+    layout_of,
+    remember_start,
+)
+from tests.support.stubs import make_record
+
+RECORD = make_record(service="8b", model="m", tensor_parallel_size=2, num_nodes=1, gpus_per_node=2)
+STAGES = (PastStage(name="engine", took_s=30.5, marks={"core.py:133": 12.0}), PastStage(name="weights", took_s=60.0))
+START = PastStart(service="8b", model="m", layout=layout_of(RECORD), ready_at=1.0, stages=STAGES, read_bytes=15 * 2**30)
+
+
+@pytest.fixture
+def home(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def test_what_is_written_is_read_by_the_next_start(home):
+    remember_start(home, START)
+    assert last_start(home, RECORD) == START
+    assert (home / FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_latest_of_the_same_service_comes_first_then_that_of_another_service(home):
+    other = replace(START, service="other", ready_at=9.0)
+    remember_start(home, other)
+    assert last_start(home, RECORD) == other
+    remember_start(home, START)
+    assert last_start(home, RECORD) == START
+    newer = replace(START, ready_at=5.0)
+    remember_start(home, newer)
+    assert last_start(home, RECORD) == newer
+
+
+def test_a_start_with_warm_caches_is_held_against_one_that_had_them(home):
+    cold, warm = replace(START, cache="cold", ready_at=9.0), replace(START, cache="warm")
+    remember_start(home, cold)
+    remember_start(home, warm)
+    for cache, past in (("warm, from /c on this node", warm), ("cold, kept in /c (empty)", cold), ("", cold)):
+        assert last_start(home, replace(RECORD, cache=cache)) == past
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": "n"}, {"tensor_parallel_size": 4}, {"num_nodes": 2}, {"cluster": "local"}, {"stand_in": "/t"}]
+)
+def test_another_model_or_layout_is_another_start(home, changed):
+    remember_start(home, START)
+    assert last_start(home, replace(RECORD, **changed)) is None
+
+
+def test_the_file_does_not_grow_without_end(home):
+    for number in range(MOST_STARTS + 10):
+        remember_start(home, replace(START, service=f"s{number}", ready_at=float(number)))
+    starts = json.loads((home / FILE).read_text())["starts"]
+    assert [start["service"] for start in starts] == [f"s{number}" for number in range(10, MOST_STARTS + 10)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"starts": 3}',
+        '{"starts": [{"service": "8b"}]}',
+        "[" * 100_000,
+        "\x00",
+    ],
+)
+def test_a_damaged_file_is_as_none_and_is_replaced(home, text):
+    (home / FILE).write_text(text)
+    (home / FILE).chmod(0o600)
+    assert last_start(home, RECORD) is None
+    remember_start(home, START)
+    assert last_start(home, RECORD) == START
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e9])
+def test_times_that_cannot_be_are_not_believed(home, seconds):
+    remember_start(home, replace(START, stages=(PastStage(name="engine", took_s=seconds),)))
+    assert last_start(home, RECORD) is None
+    remember_start(home, replace(START, stages=(PastStage(name="engine", took_s=1.0, marks={"a.py:1": seconds}),)))
+    assert last_start(home, RECORD) is None
+
+
+def test_a_stage_that_there_is_not_is_not_believed(home):
+    remember_start(home, replace(START, stages=(PastStage(name="sleep", took_s=1.0),)))
+    assert last_start(home, RECORD) is None
+
+
+def test_a_file_that_others_can_change_is_not_read(home):
+    remember_start(home, START)
+    (home / FILE).chmod(0o666)
+    assert last_start(home, RECORD) is None
+
+
+def test_without_a_home_nothing_is_known(tmp_path):
+    assert last_start(tmp_path / "none", RECORD) is None
