@@ -37,6 +37,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
     from hpc_serve.cli import show
+    from hpc_serve.cli.stages import Stages
     from hpc_serve.submit import services
     from hpc_serve.submit.preflight_job import preflight_request, report_of
     from hpc_serve.submit.status_reader import find
@@ -49,7 +50,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
     store = ServiceStore(default_home(os.environ))
     ended = ""
     try:
-        with show.Stages(request.service) as stages:
+        with Stages(request.service) as stages:
             wait(store, request.service, job_id=submission.job_id, timeout_s=timeout, on_change=stages.show)
     except ServiceFailedError as error:  # it ends, as it shall, before it is ready
         ended = str(error)
