@@ -28,6 +28,7 @@ from hpc_serve.job.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
 from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids, read_bytes
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
+from hpc_serve.job.shared_memory import Segment
 from hpc_serve.vllm.command import head_args
 from hpc_serve.vllm.log import SERVER_IS_UP, WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
@@ -69,6 +70,7 @@ class Engine:
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._server_is_up = asyncio.Event()
+        self._segments: set[Segment] = set()
         self.child: Child | None = None
 
     @property
@@ -138,6 +140,7 @@ class Engine:
             keeper=self._keeper,
         )
         self._restart, self._has_old_cache = None, False
+        self._segments = await asyncio.to_thread(self._mapped_segments)  # whose they are is not known once it is killed
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
@@ -177,13 +180,16 @@ class Engine:
     async def _clear_up(self) -> None:
         """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""
         assert self.child is not None
-        mark = self._node.run_mark
-        pids = list(marked_pids(mark, variable=ENGINE_MARK))
-        unlisted = await asyncio.to_thread(lambda: shared_memory.mapped_by(pids, shared_memory.list_segments()))
+        mapped = self._segments | await asyncio.to_thread(self._mapped_segments)
         await self.child.stop(_HUNG_GRACE_S)
-        await end_marked(mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
+        await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
         listed = node_dir.read_segments(self._node.node_dir)
-        await asyncio.to_thread(lambda: shared_memory.remove({*unlisted, *listed}))
+        await asyncio.to_thread(lambda: shared_memory.remove({*mapped, *listed}))
+
+    def _mapped_segments(self) -> set[Segment]:
+        """The shared memory of the engine's processes on this node, as far as they live."""
+        pids = marked_pids(self._node.run_mark, variable=ENGINE_MARK)
+        return shared_memory.mapped_by(pids, shared_memory.list_segments())
 
     def _may_be_cache(self, outcome: Outcome, ready_s: float | None) -> bool:
         """Whether the engine may have failed by damaged caches: it was never ready with them, and no cause is known.
