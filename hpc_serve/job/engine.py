@@ -70,7 +70,6 @@ class Engine:
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._server_is_up = asyncio.Event()
-        self._segments: set[Segment] = set()
         self.child: Child | None = None
 
     @property
@@ -140,7 +139,7 @@ class Engine:
             keeper=self._keeper,
         )
         self._restart, self._has_old_cache = None, False
-        self._segments = await asyncio.to_thread(self._mapped_segments)  # whose they are is not known once it is killed
+        await asyncio.to_thread(self._write_segments)
         await self._on_ready()
         self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
         _log.info("%s is ready at %s", options.service, self._endpoint.url)
@@ -180,11 +179,15 @@ class Engine:
     async def _clear_up(self) -> None:
         """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""
         assert self.child is not None
-        mapped = self._segments | await asyncio.to_thread(self._mapped_segments)
+        unlisted = await asyncio.to_thread(self._mapped_segments)
         await self.child.stop(_HUNG_GRACE_S)
         await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
         listed = node_dir.read_segments(self._node.node_dir)
-        await asyncio.to_thread(lambda: shared_memory.remove({*mapped, *listed}))
+        await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
+
+    def _write_segments(self) -> None:
+        """Write down its shared memory: whose that was is not to be seen once it is killed."""
+        node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
 
     def _mapped_segments(self) -> set[Segment]:
         """The shared memory of the engine's processes on this node, as far as they live."""

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job import shared_memory
@@ -30,6 +31,8 @@ from hpc_serve.rendezvous.ownership import fault, require
 _NAME = re.compile(r"hs-[0-9a-f]{8}")
 _OWNER = "owner"
 _SHARED_MEMORY = "shared-memory"
+SeenBy = Literal["watcher", "launcher"]
+"""Who has listed segments: each writes a file of its own."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -143,12 +146,13 @@ def read_owner(path: Path) -> DirOwner | None:
     return None
 
 
-def write_segments(path: Path, segments: set[Segment]) -> None:
-    """Write down which segments in /dev/shm are the run's, for the process that removes the folder."""
-    fresh = path / f"{_SHARED_MEMORY}.new"
+def write_segments(path: Path, segments: set[Segment], *, seen_by: SeenBy) -> None:
+    """Write down which segments in /dev/shm are the run's, in place of what was `seen_by` the same program before."""
+    name = f"{_SHARED_MEMORY}-{seen_by}"
+    fresh = path / f"{name}.new"
     with contextlib.suppress(OSError):
         fresh.write_text(json.dumps(sorted([segment.name, segment.inode] for segment in segments)))
-        fresh.rename(path / _SHARED_MEMORY)
+        fresh.rename(path / name)
 
 
 def remove(path: Path, owner: DirOwner) -> None:
@@ -171,9 +175,11 @@ def remove(path: Path, owner: DirOwner) -> None:
         path.rmdir()
 
 
-def read_segments(path: Path) -> list[Segment]:
+def read_segments(path: Path) -> set[Segment]:
     """The segments in /dev/shm that were written down as the run's."""
-    try:
-        return [Segment(str(name), int(inode)) for name, inode in json.loads((path / _SHARED_MEMORY).read_text())]
-    except (OSError, ValueError, TypeError):
-        return []
+    found = set()
+    for seen_by in get_args(SeenBy):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            listed = json.loads((path / f"{_SHARED_MEMORY}-{seen_by}").read_text())
+            found |= {Segment(str(name), int(inode)) for name, inode in listed}
+    return found

@@ -111,7 +111,7 @@ def _list_shared_memory_until_end(path: Path) -> None:
         unknown = shared_memory.list_segments() - ours - others
         if mapped := unknown and shared_memory.mapped_by(marked_pids(owner.run_mark), unknown):
             ours |= mapped
-            node_dir.write_segments(path, ours)
+            node_dir.write_segments(path, ours, seen_by="watcher")
         others |= unknown & unknown_before - ours
         unknown_before = unknown
 

@@ -197,7 +197,7 @@ def frozen(alice: User, host: str):
 
 def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_with_a_frozen_node(alice):
     job_id, nodes = without_ray(alice, "outright", "--stub-share-memory")
-    is_noted = ("sh", "-c", "ls /tmp/hs-*/shared-memory")
+    is_noted = ("sh", "-c", "ls /tmp/hs-*/shared-memory-watcher")
     wait_for(lambda: not any(alice.run(*is_noted, node=node).returncode for node in nodes), 180, what="notes of both")
     end_at_once(alice)
     alice.wait_until_gone(job_id)

@@ -16,6 +16,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job import node_dir
 from hpc_serve.job.network import PortsInUseError
 from hpc_serve.job.node_dir import DirOwner
+from hpc_serve.job.shared_memory import Segment
 
 OWNER = DirOwner(run_mark="hs-0000000a-0")
 
@@ -174,3 +175,15 @@ def test_the_owner_file_holds_no_secret_and_names_the_node(root):
         "run_mark": OWNER.run_mark,
         "run_dir": None,
     }
+
+
+def test_the_watcher_and_the_launcher_list_segments_each_for_itself(tmp_path):
+    first, second, third = (Segment(f"psm_{number}", number) for number in (1, 2, 3))
+    assert node_dir.read_segments(tmp_path) == set()
+    node_dir.write_segments(tmp_path, {first}, seen_by="launcher")
+    node_dir.write_segments(tmp_path, {second}, seen_by="watcher")
+    assert node_dir.read_segments(tmp_path) == {first, second}
+    node_dir.write_segments(tmp_path, {third}, seen_by="launcher")  # a new start of the engine
+    assert node_dir.read_segments(tmp_path) == {second, third}
+    (tmp_path / "shared-memory-watcher").write_text("[[1")
+    assert node_dir.read_segments(tmp_path) == {third}

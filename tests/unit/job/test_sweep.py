@@ -79,7 +79,7 @@ class Run:
         self.segment = Path("/dev/shm", self.launcher.stdout.readline().strip())
 
     def wait_for_notes(self) -> None:
-        until((self.path / "shared-memory").exists, "what the engine shares to be noted")
+        until((self.path / "shared-memory-watcher").exists, "what the engine shares to be noted")
 
     def kill(self, *, watcher_too: bool) -> None:
         for pid in watchers(self.path) if watcher_too else ():
