@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_serve.plan.model.layers import block
 from hpc_serve.plan.model.spec import ImageEncoder
-from hpc_serve.plan.model.vision import linear, rotating_encoder, vector
+from hpc_serve.plan.model.vision import encoder_layers, linear, rotating_encoder, vector
 from hpc_serve.plan.model.weights import Block, Weight
 
 _GLM_IMAGE_TOKENS = 6144
@@ -53,16 +53,8 @@ def moon_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageE
     columns = config.get("init_pos_emb_width", config.get("pos_emb_width", 64))
     high, wide = config.get("merge_kernel_size", (2, 2))
     merged = width * high * wide
-    layers: list[Weight] = []
-    for index in range(count):
-        name = f"vision_tower.encoder.blocks.{index}"
-        layers += [
-            linear(f"{name}.wqkv", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.wo", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.fc0", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.fc1", inner, [width], "row", bias=True),
-            vector(f"{name}.norms", 4 * width),
-        ]
+    names = ("wqkv", "wo", "mlp.fc0", "mlp.fc1", "norms")
+    layers = encoder_layers("vision_tower.encoder.blocks", count, names, width, inner)
     ends: list[Weight] = [
         linear("vision_tower.patch_embed.proj", 3 * config.get("patch_size", 14) ** 2, [width], bias=True),
         vector("vision_tower.patch_embed.pos_emb", rows * columns * width),
@@ -79,16 +71,8 @@ def lfm2_siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Ima
     width, inner = config["hidden_size"], config["intermediate_size"]
     factor, between = config["downsample_factor"], config["projector_hidden_size"]
     bias, patch = bool(config["projector_bias"]), config.get("patch_size", 16)
-    layers: list[Weight] = []
-    for index in range(config["num_hidden_layers"]):
-        name = f"vision_tower.encoder.layers.{index}"
-        layers += [
-            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.self_attn.out_proj", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            vector(f"{name}.layer_norms", 4 * width),
-        ]
+    names = ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2", "layer_norms")
+    layers = encoder_layers("vision_tower.encoder.layers", config["num_hidden_layers"], names, width, inner)
     merged = width * factor**2
     ends: list[Weight] = [
         linear("vision_tower.patch_embedding", config.get("num_channels", 3) * patch**2, [width], bias=True),
@@ -113,16 +97,8 @@ def muse(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncod
     width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("merge_size", 2)
     merged, between = config["out_hidden_size"], config["projector_hidden_size"]
     pixels = 3 * config.get("patch_temporal", 2) * config["patch_size"] ** 2
-    layers: list[Weight] = []
-    for index in range(config["num_hidden_layers"]):
-        name = f"vision_tower.layers.{index}"
-        layers += [
-            linear(f"{name}.attn.q_proj", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            vector(f"{name}.norms", 4 * width),
-        ]
+    names = ("attn.q_proj", "attn.proj", "mlp.fc1", "mlp.fc2", "norms")
+    layers = encoder_layers("vision_tower.layers", config["num_hidden_layers"], names, width, inner)
     ends: list[Weight] = [
         linear("vision_tower.patch_embedding", pixels, [width]),
         vector("vision_tower.position_embedding", config["pos_emb_height"] * config["pos_emb_width"] * width),

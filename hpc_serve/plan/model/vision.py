@@ -5,7 +5,7 @@ Each pipeline stage holds the tower. Tensor parallelism divides it as it divides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hpc_serve.plan.model.layers import block
@@ -44,20 +44,28 @@ def vector(name: str, size: int) -> Vector:
     return Vector(name=name, size=size)
 
 
+def encoder_layers(prefix: str, count: int, names: Sequence[str], width: int, inner: int) -> list[Weight]:
+    """Layers of a plain transformer with biases: attention in and out, MLP up and down, two norms, by these names."""
+    qkv, out, up, down, norms = names
+    layers: list[Weight] = []
+    for index in range(count):
+        name = f"{prefix}.{index}"
+        layers += [
+            linear(f"{name}.{qkv}", width, [width, width, width], "column", bias=True),
+            linear(f"{name}.{out}", width, [width], "row", bias=True),
+            linear(f"{name}.{up}", width, [inner], "column", bias=True),
+            linear(f"{name}.{down}", inner, [width], "row", bias=True),
+            vector(f"{name}.{norms}", 4 * width),
+        ]
+    return layers
+
+
 def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
     """SigLIP and Gemma 3's projector."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     patches = (config["image_size"] // config["patch_size"]) ** 2
-    layers: list[Weight] = []
-    for index in range(config["num_hidden_layers"]):
-        name = f"vision_tower.encoder.layers.{index}"
-        layers += [
-            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.self_attn.out_proj", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            vector(f"{name}.layer_norms", 4 * width),
-        ]
+    names = ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2", "layer_norms")
+    layers = encoder_layers("vision_tower.encoder.layers", config["num_hidden_layers"], names, width, inner)
     ends: list[Weight] = [
         linear(
             "vision_tower.patch_embedding",
@@ -144,16 +152,8 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
     width, inner, output = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
     merge, fed = config["spatial_merge_size"], config.get("deepstack_visual_indexes", ())
     merged = width * merge**2
-    layers: list[Weight] = []
-    for index in range(config["depth"]):
-        name = f"visual.blocks.{index}"
-        layers += [
-            linear(f"{name}.attn.qkv", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.linear_fc1", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.linear_fc2", inner, [width], "row", bias=True),
-            vector(f"{name}.norms", 4 * width),
-        ]
+    names = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2", "norms")
+    layers = encoder_layers("visual.blocks", config["depth"], names, width, inner)
     pixels = config.get("in_channels", 3) * config["temporal_patch_size"] * config["patch_size"] ** 2
     ends: list[Weight] = [
         linear("visual.patch_embed", pixels, [width], bias=True),
@@ -175,16 +175,8 @@ def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, I
     output = config["vision_output_dim"]
     between, adapted = config.get("projector_input_dim", output), config.get("projector_output_dim", output)
     patches = (config["image_size"] // config["patch_size"]) ** 2 + 1
-    layers: list[Weight] = []
-    for index in range(config["num_hidden_layers"]):
-        name = f"vision_model.model.layers.{index}"
-        layers += [
-            linear(f"{name}.self_attn.q_proj", width, [width, width, width], "column", bias=True),
-            linear(f"{name}.self_attn.o_proj", width, [width], "row", bias=True),
-            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
-            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
-            vector(f"{name}.norms", 4 * width),
-        ]
+    names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2", "norms")
+    layers = encoder_layers("vision_model.model.layers", config["num_hidden_layers"], names, width, inner)
     ends: list[Weight] = [
         linear(
             "vision_model.patch_embedding", config.get("num_channels", 3) * config["patch_size"] ** 2, [width], "column"
