@@ -5,11 +5,15 @@ VENV ?= .venv
 export VENV
 # Tests and the cluster need root: they make network namespaces.
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUSTER,HPC_SERVE_CLUSTER_ROOT)
-PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" $(VENV)/bin/python
+# SLURM=trixie: the cluster's hosts are of that Debian, with its Slurm, in a root of its own (tests/cluster/SLURM_VERSIONS.md).
+LATER_DEBIANS = /var/lib/hpc-serve-debian
+SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
+PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" \
+	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") $(VENV)/bin/python
 # Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
 TWO_PROCESSES = --numprocesses=2 --dist=loadscope
 COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
-SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh sbatch/*.sh)
+SHELL_SCRIPTS = .ci/run $(wildcard envs/*.sh examples/*.sh sbatch/*.sh tests/cluster/*.sh)
 
 .PHONY: help
 help: ## this list
@@ -28,10 +32,36 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
 
+.PHONY: second-slurm
+second-slurm: SLURM = trixie
+second-slurm: packages venv ## the cluster's tests with the stub engine on Debian 13's Slurm, by debootstrap (300 MB): about 15 minutes
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster -m "slurm and not engine" tests/cluster tests/e2e $(ARGS)
+
+.PHONY: charliecloud
+charliecloud: IMAGE = $(LATER_DEBIANS)/trixie
+charliecloud: packages venv ## services in an image (Debian 13), by Charliecloud: the stub engine on two nodes, real vLLM; five minutes
+	@envs/packages.sh charliecloud-runtime
+	@$(SUDO) tests/cluster/debian_root.sh "$(IMAGE)" trixie
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py $(ARGS)
+
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
 	@envs/packages.sh bindfs e2fsprogs gcc libc6-dev
 	@$(PYTHON_AS_ROOT) -m tests.faults $(ARGS)
+
+.PHONY: pains
+pains: packages venv ## what goes wrong most, brought about on a real Slurm, and what is said of it; ARGS="--only NAME" selects
+	@envs/packages.sh iptables
+	@$(PYTHON_AS_ROOT) -m tests.pains $(ARGS)
+
+.PHONY: slow-load
+slow-load: packages venv ## time left beside the truth, of real vLLM on a throttled disk; ARGS=--stub without vLLM, --by cgroup
+	@envs/packages.sh bindfs
+	@$(PYTHON_AS_ROOT) -m tests.slow_load $(ARGS)
+
+.PHONY: bench
+bench: packages venv ## every benchmark, on a quiet machine; ARGS="--only NAME" selects; writes benchmarks/RESULTS.md
+	@$(VENV)/bin/python -m benchmarks $(ARGS)
 
 .PHONY: unit
 unit: packages venv ## the unit tests alone, of this Python; no root
@@ -91,3 +121,4 @@ clean: ## remove .venv and what was built
 .PHONY: packages
 packages:
 	@envs/packages.sh python3-venv slurm-wlm munge iproute2 shellcheck
+	@$(if $(SLURM),$(SUDO) tests/cluster/debian_root.sh "$(SLURM_ROOT)" "$(SLURM)")

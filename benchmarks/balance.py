@@ -1,15 +1,14 @@
-"""Which replica gets which share of the requests: `python -m benchmarks.balance`. Two minutes; needs no engine.
+"""Which replica gets which share of the requests: `python -m benchmarks.balance`. Ten minutes; no engine.
 
 Four stub engines, all equal or one of them ten times slower, are asked by one client with many requests in flight, by
 many clients with one each, and by clients whose requests come whether or not those before were answered. Half of the
-requests are streams. Printed are the shares in percent, once the clients have seen each engine, and the mean time that
-a request took; beside it that of clients that go by the number of requests under way alone.
+requests are streams. Shares are in percent, counted once the clients have seen each engine. Beside them are those of
+clients that go by the number of requests under way alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import tempfile
@@ -18,9 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import Benchmark, Figures, Measured, run_alone, variables
 from hpc_serve.client import connect
 from tests.support.stubs import StubService
 
@@ -36,6 +37,7 @@ class Load:
     def __init__(self, clients: list[Any]) -> None:
         self.clients = clients
         self.is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self.seen: list[tuple[float, str, float]] = []  # when it was asked, who answered, how long it took
 
     def ask(self, client: Any, turn: int) -> None:
@@ -56,7 +58,7 @@ class Load:
 
         for client in self.clients:
             for _ in range(in_flight):
-                threading.Thread(target=go_on, args=(client,), daemon=True).start()
+                self._start(partial(go_on, client))
 
     def open(self, rate: float) -> None:
         """Requests come by chance, so many a second."""
@@ -68,7 +70,17 @@ class Load:
                     threads.submit(self.ask, random.choice(self.clients), turn)
                     turn += 1
 
-        threading.Thread(target=go_on, daemon=True).start()
+        self._start(go_on)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work))
+        self._threads[-1].start()
+
+    def end(self) -> None:
+        """No new requests; those under way end."""
+        self.is_over.set()
+        for thread in self._threads:
+            thread.join()
 
 
 LOADS: dict[str, tuple[int, Callable[[Load], None]]] = {
@@ -79,8 +91,8 @@ LOADS: dict[str, tuple[int, Callable[[Load], None]]] = {
 }
 
 
-def measure(name: str, *, first_s: float, then_s: float, by_count: bool) -> str:
-    """The line of one load: `first_s` to get to know the engines, then the shares of `then_s` seconds."""
+def shares(name: str, options: argparse.Namespace, *, by_count: bool) -> Figures:
+    """Of one load: `--first` to get to know the engines, then what `--seconds` more showed."""
     count, run = LOADS[name]
     clients = [connect("405b", max_retries=0) for _ in range(count)]
     for client in clients:
@@ -89,39 +101,50 @@ def measure(name: str, *, first_s: float, then_s: float, by_count: bool) -> str:
             client._watch.pool.note_time = lambda *_: None  # type: ignore[method-assign]
     load = Load(clients)
     run(load)
-    time.sleep(first_s)
+    time.sleep(options.first)
     from_s = time.monotonic()
-    time.sleep(then_s)
-    load.is_over.set()
-    seen = [(replica, took_s) for began_s, replica, took_s in load.seen if began_s >= from_s]
-    time.sleep(SLOWER * WORDS * WORD_S)  # those under way end
-    shares = Counter(replica for replica, _ in seen)
-    percent = "  ".join(f"{100 * shares[f'{100 + place}-r0-0'] / len(seen):5.1f}" for place in range(4))
-    kind = "by count" if by_count else "by speed"
-    return f"{name:30} {kind}  {percent}   {1e3 * statistics.mean(took_s for _, took_s in seen):6.0f} ms  {len(seen)}"
+    time.sleep(options.seconds)
+    seen = [(replica, took_s) for began_s, replica, took_s in list(load.seen) if began_s >= from_s]
+    load.end()
+    for client in clients:
+        client.close()
+    found = Counter(replica for replica, _ in seen)
+    of_each = {f"% to {place + 1}": 100 * found[f"{100 + place}-r0-0"] / max(1, len(seen)) for place in range(4)}
+    return {**of_each, "mean ms": 1e3 * statistics.fmean([took_s for _, took_s in seen] or [0]), "requests": len(seen)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
-    parser.add_argument("--first", type=float, default=15.0, metavar="SECONDS", help="before anything is counted")
-    parser.add_argument("--seconds", type=float, default=30.0, help="that are counted")
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, measured: Measured) -> None:
     for slower in (1, SLOWER):
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["HPC_SERVE_HOME"] = f"{folder}/home"
+        with tempfile.TemporaryDirectory() as folder, variables(HPC_SERVE_HOME=f"{folder}/home"):
             service = StubService(Path(folder) / "home")
             try:
                 for place in range(4):
-                    word_s = WORD_S * (slower if place == 3 else 1)
+                    word_s = options.word_s * (slower if place == 3 else 1)
                     service.start("--stub-words", str(WORDS), "--stub-word-s", str(word_s))
-                print("four equal engines" if slower == 1 else f"the last one {slower} times slower")
-                for name in LOADS:
-                    for by_count in (False, True) if slower > 1 else (False,):
-                        times = {"first_s": options.first, "then_s": options.seconds}
-                        print(measure(name, **times, by_count=by_count), flush=True)
+                engines = "four equal engines" if slower == 1 else f"the fourth {slower} times slower"
+                for name in list(LOADS)[: options.loads]:
+                    turns = {"by count": partial(shares, name, options, by_count=True)} if slower > 1 else {}
+                    turns["by speed"] = partial(shares, name, options, by_count=False)
+                    measured.take_turns(f"{engines}; {name}", turns, rounds=options.rounds, warm=False)
             finally:
                 service.close()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--first", type=float, default=15.0, metavar="SECONDS", help="before anything is counted")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that are counted")
+    parser.add_argument("--loads", type=int, help="only so many of the four")
+    parser.add_argument("--word-s", type=float, default=WORD_S, help="a word's time at an engine that is not slow")
+
+
+BENCHMARK = Benchmark(
+    name="balance",
+    about=__doc__,
+    measure=measure,
+    rounds=1,
+    options=add_options,
+    short={"first": 0.05, "seconds": 0.1, "word_s": 0.001, "loads": 1},
+)
+
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

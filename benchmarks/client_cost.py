@@ -1,18 +1,14 @@
-"""What the client costs over the plain SDK: `python -m benchmarks.client_cost`. About a minute; needs no engine.
+"""What the client costs over the plain SDK: `python -m benchmarks.client_cost`. A minute; needs no engine.
 
 One stub engine is asked the same things in turn, in an order that changes by chance: by the plain SDK, by a client of
 this package, and by one that does not resume streams. All speak TLS and keep their connections. CPU time of this
-process is the figure; each is a median over the rounds, each difference the median of the rounds' differences.
+process is the figure, divided by the requests and by the chunks of their streams.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,11 +16,13 @@ from typing import Any
 
 import openai
 
+from benchmarks.common import Benchmark, Figures, Measured, cost_of, run_alone, variables
 from hpc_serve.client import connect
 from hpc_serve.trust.pinned import pinned_context
 from tests.support.stubs import StubService
 
 TOKENS = 200
+PLAIN = "plain SDK"
 MESSAGES: Any = [{"role": "user", "content": "Why is the sky blue? " * 20}]
 
 
@@ -45,48 +43,56 @@ def ask(client: Any, *, tokens: int, stream: bool, **options: Any) -> None:
             pass
 
 
-def cpu_ms(call: Callable[[], None], times: int) -> float:
-    began = time.process_time()
-    for _ in range(times):
-        call()
-    return (time.process_time() - began) * 1e3 / times
+def cpu_of(call: Callable[[], None], times: int, chunks: int) -> Figures:
+    cost = cost_of(lambda: [call() for _ in range(times)])
+    figures = {"CPU ms a request": 1e3 * cost.cpu_s / times}
+    return {**figures, "CPU µs a chunk": 1e6 * cost.cpu_s / times / chunks} if chunks > 1 else figures
 
 
-def measure(service: StubService, rounds: int) -> None:
+def measure_costs(options: argparse.Namespace, measured: Measured, service: StubService) -> None:
     plain = plain_client(service)
-    clients = {"plain SDK": plain, "client": connect("405b"), "client, resume=False": connect("405b", resume=False)}
+    clients = {PLAIN: plain, "client": connect("405b"), "client, resume=False": connect("405b", resume=False)}
     # What the ids of the tokens cost by themselves: the SDK makes objects of them.
     ids: dict[str, dict[str, Any]] = {"plain SDK, token ids": {"extra_body": {"return_token_ids": True}}}
     clients |= dict.fromkeys(ids, plain)
+    tokens, times = options.tokens, options.times
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
-        ("a whole answer", 50, {"tokens": 4, "stream": False}),
-        ("a stream of one token", 50, {"tokens": 1, "stream": True}),
-        (f"a stream of {TOKENS} tokens", 5, {"tokens": TOKENS, "stream": True}),
+        ("a whole answer", times, {"tokens": 4, "stream": False}),
+        ("a stream of one token", times, {"tokens": 1, "stream": True}),
+        (f"a stream of {tokens} tokens", max(1, times // 10), {"tokens": tokens, "stream": True}),
     )
-    for what, times, options in cases:
-        seen: dict[str, list[float]] = {name: [] for name in clients}
-        for _ in range(rounds):
-            for name in random.sample(list(clients), len(clients)):
-                client, more = clients[name], ids.get(name, {})
-                seen[name].append(cpu_ms(partial(ask, client, **options, **more), times))
-        for name, found in seen.items():
-            over = statistics.median(mine - base for mine, base in zip(found, seen["plain SDK"], strict=True))
-            print(f"{what:24} {name:22} {statistics.median(found):8.3f} ms  {over:+8.3f} ms over the plain SDK")
+    for what, count, asked in cases:
+        chunks = asked["tokens"] if asked["stream"] else 0
+        turns = {
+            name: partial(cpu_of, partial(ask, client, **asked, **ids.get(name, {})), count, chunks)
+            for name, client in clients.items()
+        }
+        measured.take_turns(what, turns, rounds=options.rounds, base=PLAIN)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.client_cost", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["HPC_SERVE_HOME"] = f"{folder}/home"
+def measure(options: argparse.Namespace, measured: Measured) -> None:
+    with tempfile.TemporaryDirectory() as folder, variables(HPC_SERVE_HOME=f"{folder}/home"):
         service = StubService(Path(folder) / "home")
         try:
-            service.start("--stub-greedy", "--stub-words", str(TOKENS))
-            measure(service, options.rounds)
+            service.start("--stub-greedy", "--stub-words", str(options.tokens))
+            measure_costs(options, measured, service)
         finally:
             service.close()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the long stream")
+    parser.add_argument("--times", type=int, default=50, help="requests in a turn; a tenth of it for long streams")
+
+
+BENCHMARK = Benchmark(
+    name="client_cost",
+    about=__doc__,
+    measure=measure,
+    rounds=15,
+    options=add_options,
+    short={"tokens": 4, "times": 1},
+)
+
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

@@ -1,68 +1,60 @@
-"""Requests a second with many in flight, of the plain SDK and of our client: `python -m benchmarks.client_throughput`.
+"""Requests a second with many in flight, of our client and of others: `python -m benchmarks.client_throughput`.
 
-One stub engine is asked by the plain SDK and by a client of this package, in threads and in asyncio, for whole answers
-and for streams. All speak TLS and keep their connections. In each round both take a turn of the same length, in an
-order that changes by chance. Each rate is a median over the rounds, each ratio the median of the rounds' ratios. CPU
-time is this process's. Three minutes; needs no engine. Run it on a quiet machine.
+The plain SDK, our client, httpx and aiohttp ask one stub engine, in threads and in asyncio, for whole answers and for
+streams. All speak TLS and keep their connections. httpx and aiohttp read the same answers without the SDK: a JSON text,
+or the lines of a stream, each parsed. CPU time is this process's. Ten minutes; needs no engine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import random
-import statistics
+import json
+import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
-from benchmarks.client_cost import MESSAGES, plain_client
+from benchmarks.client_cost import MESSAGES, PLAIN, plain_client
+from benchmarks.common import Benchmark, Figures, Measured, cost_of, run_alone, variables
 from hpc_serve.client import connect, connect_async
 from hpc_serve.trust.pinned import pinned_context
 from tests.support.stubs import StubService
 
+try:
+    import aiohttp
+except ImportError:  # it comes with the engine
+    aiohttp = None
+
 IN_FLIGHT = (1, 16, 64, 256)
-PLAIN, OURS = "plain SDK", "client"
 KINDS = {"whole answers": False, "streams": True}
+BODY = {"model": "405b", "messages": MESSAGES, "temperature": 0}
+
+Ask = Callable[[bool], None]
+AskAsync = Callable[[bool], Awaitable[None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """What one client did in one turn."""
-
-    rate: float
-    cpu_ms: float
-
-
-def timed(work: Callable[[], int]) -> Turn:
-    """`work` returns how many requests it has had answered."""
-    began_s, cpu_s = time.perf_counter(), time.process_time()
-    answered = work()
-    took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
-    return Turn(rate=answered / took_s, cpu_ms=1e3 * cpu_s / answered)
+def cost(work: Callable[[], int], chunks: int) -> Figures:
+    """Of work that returns how many requests it has had answered, each in so many chunks."""
+    found = cost_of(work)
+    figures = {"requests/s": found.result / found.wall_s, "CPU ms a request": 1e3 * found.cpu_s / found.result}
+    return {**figures, "CPU µs a chunk": 1e6 * found.cpu_s / found.result / chunks} if chunks else figures
 
 
-def asked(client: Any, *, stream: bool) -> Any:
-    return client.chat.completions.create(model="405b", messages=MESSAGES, temperature=0, stream=stream)
-
-
-def in_threads(client: Any, in_flight: int, seconds: float, *, stream: bool) -> int:
+def in_threads(ask: Ask, in_flight: int, seconds: float, stream: bool) -> int:
     counts = [0] * in_flight
     until_s = time.perf_counter() + seconds
 
     def go_on(place: int) -> None:
-        while time.perf_counter() < until_s:
-            answer = asked(client, stream=stream)
-            for _ in answer if stream else ():
-                pass
+        while not counts[place] or time.perf_counter() < until_s:
+            ask(stream)
             counts[place] += 1
 
     threads = [threading.Thread(target=go_on, args=(place,)) for place in range(in_flight)]
@@ -73,89 +65,183 @@ def in_threads(client: Any, in_flight: int, seconds: float, *, stream: bool) -> 
     return sum(counts)
 
 
-async def in_tasks(client: Any, in_flight: int, seconds: float, *, stream: bool) -> int:
+async def in_tasks(ask: AskAsync, in_flight: int, seconds: float, stream: bool) -> int:
     until_s = time.perf_counter() + seconds
 
     async def go_on() -> int:
         count = 0
-        while time.perf_counter() < until_s:
-            answer = await asked(client, stream=stream)
-            if stream:
-                async for _ in answer:
-                    pass
+        while not count or time.perf_counter() < until_s:
+            await ask(stream)
             count += 1
         return count
 
     return sum(await asyncio.gather(*(go_on() for _ in range(in_flight))))
 
 
-def compare(what: str, turns: Mapping[str, Callable[[], int]], rounds: int) -> None:
-    """Let the clients take turns, and print what they did."""
-    seen: dict[str, list[Turn]] = {name: [] for name in turns}
-    for turn in turns.values():
-        turn()  # connections, caches
-    for _ in range(rounds):
-        for name in random.sample(list(turns), len(turns)):
-            seen[name].append(timed(turns[name]))
-    ratio = statistics.median(mine.rate / base.rate for mine, base in zip(seen[OURS], seen[PLAIN], strict=True))
-    over_ms = statistics.median(mine.cpu_ms - base.cpu_ms for mine, base in zip(seen[OURS], seen[PLAIN], strict=True))
-    plain, ours = (statistics.median(turn.rate for turn in seen[name]) for name in (PLAIN, OURS))
-    plain_ms = statistics.median(turn.cpu_ms for turn in seen[PLAIN])
-    cost = f"CPU a request {plain_ms:5.2f} {over_ms:+5.2f} ms"
-    print(f"{what:38} {plain:6.0f} {ours:6.0f} requests/s, ratio {ratio:4.2f}; {cost}", flush=True)
+def run(loop: asyncio.AbstractEventLoop, ask: AskAsync, in_flight: int, seconds: float, stream: bool) -> int:
+    return loop.run_until_complete(in_tasks(ask, in_flight, seconds, stream))
 
 
-def measure(service: StubService, *, in_flight: list[int], kinds: list[str], rounds: int, seconds: float) -> None:
-    clients = {PLAIN: plain_client(service), OURS: connect("405b")}
-    print(f"{'':38} {'plain':>6} {'ours':>6}")
-    for kind in kinds:
-        for count in in_flight:
-            turns = {
-                name: partial(in_threads, client, count, seconds, stream=KINDS[kind])
-                for name, client in clients.items()
-            }
-            compare(f"{kind}, {count} threads", turns, rounds)
-    loop = asyncio.new_event_loop()
+# -- who asks
+
+
+def with_sdk(client: Any) -> Ask:
+    def ask(stream: bool) -> None:
+        answer = client.chat.completions.create(**BODY, stream=stream)
+        for _ in answer if stream else ():
+            pass
+
+    return ask
+
+
+def with_async_sdk(client: Any) -> AskAsync:
+    async def ask(stream: bool) -> None:
+        answer = await client.chat.completions.create(**BODY, stream=stream)
+        if stream:
+            async for _ in answer:
+                pass
+
+    return ask
+
+
+def _parsed(line: str) -> None:
+    if line.startswith("data: {"):
+        json.loads(line[6:])
+
+
+def with_httpx(client: httpx.Client, url: str) -> Ask:
+    def ask(stream: bool) -> None:
+        if not stream:
+            client.post(url, json=BODY).raise_for_status().json()
+            return
+        with client.stream("POST", url, json={**BODY, "stream": True}) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                _parsed(line)
+
+    return ask
+
+
+def with_async_httpx(client: httpx.AsyncClient, url: str) -> AskAsync:
+    async def ask(stream: bool) -> None:
+        if not stream:
+            (await client.post(url, json=BODY)).raise_for_status().json()
+            return
+        async with client.stream("POST", url, json={**BODY, "stream": True}) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                _parsed(line)
+
+    return ask
+
+
+def with_aiohttp(session: Any, url: str) -> AskAsync:
+    async def ask(stream: bool) -> None:
+        async with session.post(url, json={**BODY, "stream": stream}) as answer:
+            answer.raise_for_status()
+            if not stream:
+                await answer.json()
+                return
+            async for line in answer.content:
+                _parsed(line.decode())
+
+    return ask
+
+
+def threads_askers(service: StubService, context: ssl.SSLContext) -> Iterator[dict[str, Ask]]:
+    plain = plain_client(service)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Authorization": f"Bearer {plain.api_key}"}
+    with httpx.Client(verify=context, headers=headers, trust_env=False, limits=limits, timeout=60) as client:
+        url = f"{plain.base_url}chat/completions"
+        yield {PLAIN: with_sdk(plain), "client": with_sdk(connect("405b")), "httpx": with_httpx(client, url)}
+
+
+async def tasks_askers(service: StubService, context: ssl.SSLContext) -> AsyncGenerator[dict[str, AskAsync], None]:
+    plain = plain_client(service)
+    http_client = openai.DefaultAsyncHttpxClient(verify=context, trust_env=False)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Authorization": f"Bearer {plain.api_key}"}
+    url = f"{plain.base_url}chat/completions"
+    async with (
+        openai.AsyncOpenAI(base_url=plain.base_url, api_key=plain.api_key, http_client=http_client) as sdk,
+        await connect_async("405b") as ours,
+        httpx.AsyncClient(verify=context, headers=headers, trust_env=False, limits=limits, timeout=60) as client,
+    ):
+        askers = {
+            PLAIN: with_async_sdk(sdk),
+            "client": with_async_sdk(ours),
+            "httpx": with_async_httpx(client, url),
+        }
+        if aiohttp is None:
+            yield askers
+            return
+        connector = aiohttp.TCPConnector(ssl=context, limit=0)
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            yield {**askers, "aiohttp": with_aiohttp(session, url)}
+
+
+# -- what they are asked
+
+
+def measure_service(options: argparse.Namespace, measured: Measured, service: StubService) -> None:
     (engine,) = service.engines
     assert engine.certificate is not None
-    http_client = openai.DefaultAsyncHttpxClient(verify=pinned_context(engine.certificate), trust_env=False)
-    plain, ours = clients[PLAIN], loop.run_until_complete(connect_async("405b"))
-    tasks = {
-        PLAIN: openai.AsyncOpenAI(base_url=plain.base_url, api_key=plain.api_key, http_client=http_client),
-        OURS: ours,
-    }
-    for kind in kinds:
-        for count in in_flight:
-            turns = {
-                name: partial(run, loop, client, count, seconds, stream=KINDS[kind]) for name, client in tasks.items()
-            }
-            compare(f"{kind}, {count} tasks of asyncio", turns, rounds)
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
+    context = pinned_context(engine.certificate)
+    kinds = {kind: KINDS[kind] for kind in options.kind or KINDS}
+
+    def take_turns(what: str, askers: Any, runs: Callable[..., int]) -> None:
+        chosen = {name: ask for name, ask in askers.items() if name in (options.client or askers)}
+        for kind, stream in kinds.items():
+            for count in options.in_flight:
+                chunks = options.words if stream else 0
+                turns = {
+                    name: partial(cost, partial(runs, ask, count, options.seconds, stream), chunks)
+                    for name, ask in chosen.items()
+                }
+                measured.take_turns(f"{kind}, {count} {what}", turns, rounds=options.rounds, base=PLAIN)
+
+    if "threads" in options.how:
+        for askers in threads_askers(service, context):
+            take_turns("threads", askers, in_threads)
+    if "tasks" in options.how:
+        if aiohttp is None:
+            measured.notes.append("aiohttp is not installed and was left out.")
+        loop = asyncio.new_event_loop()
+        made = tasks_askers(service, context)
+        take_turns("tasks of asyncio", loop.run_until_complete(made.__anext__()), partial(run, loop))
+        loop.run_until_complete(made.aclose())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
-def run(loop: asyncio.AbstractEventLoop, client: Any, count: int, seconds: float, *, stream: bool) -> int:
-    return loop.run_until_complete(in_tasks(client, count, seconds, stream=stream))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.client_throughput", description=__doc__)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=IN_FLIGHT)
-    parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
-    parser.add_argument("--words", type=int, default=4, help="length of an answer")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["HPC_SERVE_HOME"] = f"{folder}/home"
+def measure(options: argparse.Namespace, measured: Measured) -> None:
+    with tempfile.TemporaryDirectory() as folder, variables(HPC_SERVE_HOME=f"{folder}/home"):
         service = StubService(Path(folder) / "home")
         try:
             service.start("--stub-greedy", "--stub-words", str(options.words))
-            kinds = options.kind or list(KINDS)
-            measure(service, in_flight=options.in_flight, kinds=kinds, rounds=options.rounds, seconds=options.seconds)
+            measure_service(options, measured, service)
         finally:
             service.close()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--in-flight", type=int, nargs="+", default=IN_FLIGHT)
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--how", choices=["threads", "tasks"], nargs="+", default=["threads", "tasks"])
+    parser.add_argument("--client", action="append", metavar="NAME", help="only these, by their names in the table")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")
+    parser.add_argument("--words", type=int, default=4, help="length of an answer")
+
+
+BENCHMARK = Benchmark(
+    name="client_throughput",
+    about=__doc__,
+    measure=measure,
+    rounds=5,
+    options=add_options,
+    short={"in_flight": [2], "seconds": 0.01},
+)
+
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

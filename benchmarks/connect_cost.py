@@ -1,7 +1,6 @@
 """What `connect()` costs: `python -m benchmarks.connect_cost`. A minute; stub engines alone, on this machine.
 
-Services with many records, or with one of a node that is gone, beside a service with two records. They take turns in an
-order that changes by chance, each figure is a median, each ratio the median of the rounds' ratios. CPU time of this
+Services with many records, or with one of a node that is gone, beside a service with two records. CPU time of this
 process is the figure to trust on a shared machine.
 """
 
@@ -9,37 +8,18 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from benchmarks.common import Benchmark, Figures, Measured, cost_of, run_alone
 from hpc_serve.client import connect
 from tests.support.stubs import StubService, make_record, make_submitted
 
-RECORDS = 1000
 LIVE = 10
-ANSWERING = 100
 ENGINES = 2
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Milliseconds of the wall's clock and of this process's CPU."""
-
-    wall_ms: float
-    cpu_ms: float
-
-
-def measure(work: Callable[[], object]) -> Cost:
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    work()
-    return Cost(1000 * (time.perf_counter() - wall_s), 1000 * (time.process_time() - cpu_s))
 
 
 def service(home: Path, name: str) -> StubService:
@@ -49,10 +29,10 @@ def service(home: Path, name: str) -> StubService:
     return made
 
 
-def add_ended(made: StubService) -> None:
+def add_ended(made: StubService, count: int) -> None:
     """Records of jobs that ended, as months of use leave them, beside LIVE live ones."""
     now = time.time()
-    for number in range(RECORDS - LIVE):
+    for number in range(count - LIVE):
         at = now - 500_000 + 400 * number
         record = make_record(
             service=made.service,
@@ -81,59 +61,47 @@ def add_live(made: StubService, count: int, *, answering: int) -> None:
         )
 
 
-def _connect(name: str, home: Path, made: list[Any]) -> None:
-    made.append(connect(name, home=home))
-
-
-def settled() -> None:
-    """Wait until what a connect left to do in the background is done."""
+def connecting(name: str, home: Path) -> Figures:
+    """One connect, and what it left to do in the background is waited for."""
+    cost = cost_of(partial(connect, name, home=home))
     while any(thread.name.startswith("hpc-serve") for thread in threading.enumerate()):
         time.sleep(0.01)
+    cost.result.close()
+    return {"ms": 1e3 * cost.wall_s, "CPU ms": 1e3 * cost.cpu_s}
 
 
-def report_connect(home: Path, names: list[str], rounds: int) -> None:
-    costs: dict[str, list[Cost]] = {name: [] for name in names}
-    for name in names:
-        connect(name, home=home).close()
-        settled()
-    for _ in range(rounds):
-        for name in random.sample(names, len(names)):
-            made: list[Any] = []
-            costs[name].append(measure(partial(_connect, name, home, made)))
-            settled()
-            made[0].close()
-    few = [cost.wall_ms for cost in costs[names[0]]]
-    print(f"{'connect()':44}{'wall, ms':>10}{'best':>8}{'CPU, ms':>9}{'ratio':>8}")
-    for name, found in costs.items():
-        wall, cpu = statistics.median(c.wall_ms for c in found), statistics.median(c.cpu_ms for c in found)
-        ratio = statistics.median(cost.wall_ms / least for cost, least in zip(found, few, strict=True))
-        print(f"{name:44}{wall:10.1f}{min(c.wall_ms for c in found):8.1f}{cpu:9.1f}{ratio:8.2f}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, measured: Measured) -> None:
+    count = options.records
+    services = {
+        "2 records": "few",
+        f"{count} records, {LIVE} of them live": "ended",
+        f"{count} records that look live, {count // 10} of them are": "live",
+        "2 records, and one of a dead node": "dead",
+    }
     with tempfile.TemporaryDirectory() as root:
         home = Path(root) / "home"
-        few, ended, live, dead = (
-            "2-records",
-            "1000-records-10-live",
-            "1000-live-looking-100-answer",
-            "2-and-a-dead-node",
-        )
-        made = [service(home, name) for name in (few, ended, live, dead)]
+        made = {name: service(home, name) for name in services.values()}
         try:
-            add_ended(made[1])
-            add_live(made[2], RECORDS - ENGINES, answering=ANSWERING)
+            add_ended(made["ended"], count)
+            add_live(made["live"], count - ENGINES, answering=count // 10)
             # 192.0.2.0/24 is for documentation: nobody answers there.
-            record = make_record(service=dead, job_id="7", hosts=("192.0.2.1",), port=9, certificate=None)
-            made[3].store.write(record)
-            report_connect(home, [few, ended, live, dead], options.rounds)
+            record = make_record(service="dead", job_id="7", hosts=("192.0.2.1",), port=9, certificate=None)
+            made["dead"].store.write(record)
+            turns = {what: partial(connecting, name, home) for what, name in services.items()}
+            measured.take_turns("connect()", turns, rounds=options.rounds, base="2 records")
         finally:
-            for each in made:
+            for each in made.values():
                 each.close()
 
 
+BENCHMARK = Benchmark(
+    name="connect_cost",
+    about=__doc__,
+    measure=measure,
+    rounds=9,
+    options=lambda parser: parser.add_argument("--records", type=int, default=1000),
+    short={"records": 20},
+)
+
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

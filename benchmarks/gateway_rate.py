@@ -1,53 +1,65 @@
-"""Requests a second through the gateway and without it: `python -m benchmarks.gateway_rate`. A minute; needs no engine.
+"""Requests a second through the gateway, through vllm-router and without them: `python -m benchmarks.gateway_rate`.
 
-Two stub engines answer short chats. A client that does as little as it can (prepared bytes over connections that stay
-open) asks one engine over TLS, and a gateway on its Unix socket, in turns of one run. Beside the rates it prints what a
-request costs each program in CPU time, which tells more than the rate where programs share cores, and where the
-gateway's own time goes (`--profile`, by package). Run it on a quiet machine.
+Two stub engines answer short chats, whole and as streams. A client that does as little as it can (prepared bytes over
+connections that stay open) asks one engine over TLS, a gateway on its Unix socket, and, where `--router` or PATH has
+it, vllm-router over TCP, which cannot be given a run's certificate: its engines are two more, without TLS. Beside the
+rates stands what a request costs each program in CPU time, which tells more than the rate where programs share cores,
+and where the gateway's own time goes, by package. Ten minutes; needs no engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
+import json
 import os
 import pstats
 import selectors
+import shutil
 import signal
 import socket
 import ssl
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import Benchmark, Figures, Measured, run_alone
 from hpc_serve.trust.pinned import pinned_context
 from tests.cluster import wait_for
-from tests.support.stubs import StubService
+from tests.support.stubs import StubEngine, StubService
 
-BODY = b'{"model":"405b","messages":[{"role":"user","content":"Why is the sky blue?"}],"temperature":0}'
-CONNECTIONS = 32
+IN_FLIGHT = (1, 16, 64, 256)
+DIRECT, GATEWAY, ROUTER = "direct", "gateway", "vllm-router"
+KINDS = {"whole answers": False, "streams": True}
+WORDS = 4
+START_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def request(key: str) -> bytes:
+def request(key: str, *, stream: bool) -> bytes:
+    asked = {"model": "405b", "messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
+    body = json.dumps({**asked, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 class Client:
     """Connections, each with one request under way."""
 
-    def __init__(self, connect: Callable[[], socket.socket], asked: bytes) -> None:
+    def __init__(self, connect: Callable[[], socket.socket], asked: bytes, in_flight: int) -> None:
         self._asked = asked
-        self._connections = [connect() for _ in range(CONNECTIONS)]
+        self._connections = [connect() for _ in range(in_flight)]
 
-    def run(self, seconds: float) -> float:
-        """Requests a second, for so long."""
+    def run(self, seconds: float) -> tuple[int, float]:
+        """How many requests were answered in how many seconds."""
         selector = selectors.DefaultSelector()
         got: dict[socket.socket, bytes] = {}
         for connection in self._connections:
@@ -70,7 +82,7 @@ class Client:
                 else:
                     waiting -= 1
         selector.close()
-        return answered / (time.perf_counter() - began)
+        return answered, time.perf_counter() - began
 
     def _is_whole(self, data: bytes) -> bool:
         head, blank, body = data.partition(b"\r\n\r\n")
@@ -87,8 +99,7 @@ class Client:
             connection.close()
 
 
-def to_engine(service: StubService) -> Callable[[], socket.socket]:
-    engine = service.engines[0]
+def to_engine(engine: StubEngine) -> Callable[[], socket.socket]:
     assert engine.certificate is not None
     context: ssl.SSLContext = pinned_context(engine.certificate)
 
@@ -96,6 +107,10 @@ def to_engine(service: StubService) -> Callable[[], socket.socket]:
         return context.wrap_socket(socket.create_connection(("127.0.0.1", engine.port)))
 
     return connect
+
+
+def to_port(port: int) -> Callable[[], socket.socket]:
+    return lambda: socket.create_connection(("127.0.0.1", port))
 
 
 def to_gateway(path: Path) -> Callable[[], socket.socket]:
@@ -119,11 +134,37 @@ def start_gateway(home: Path, path: Path, profile: Path | None) -> subprocess.Po
     started = subprocess.Popen(argv, env={**os.environ, "HPC_SERVE_HOME": str(home)}, stdout=subprocess.DEVNULL)
 
     def listens() -> bool:
+        if started.poll() is not None:
+            raise SystemExit(f"the gateway has ended with {started.returncode}; it says why above")
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(path)) == 0
 
     wait_for(listens, 60, what="the gateway")
     return started
+
+
+def start_router(program: str, ports: Sequence[int], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """vllm-router in front of engines without TLS, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, metrics = free.getsockname()[1], other.getsockname()[1]
+    argv = [program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    argv += ["--policy", "round_robin", "--worker-urls", *(f"http://127.0.0.1:{engine}" for engine in ports)]
+    argv += ["--log-level", "error"]
+    with log.open("wb") as out:
+        started = subprocess.Popen(argv, stdout=out, stderr=out)
+
+    def answers() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/readiness")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    wait_for(answers, START_S, what="vllm-router")
+    return started, port
 
 
 def by_package(profile: Path) -> Any:
@@ -144,82 +185,106 @@ def by_package(profile: Path) -> Any:
     return spent
 
 
-def measure(home: Path, folder: Path, service: StubService, *, rounds: int, seconds: float) -> None:
-    path = folder / "g.sock"
-    gateway = start_gateway(home, path, None)
-    engines = [engine.process.pid for engine in service.engines]
-    clients = {
-        "direct": Client(to_engine(service), request(service.key_file.read_text().strip())),
-        "gateway": Client(to_gateway(path), request("none")),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in clients}
-    costs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in clients}
-    try:
-        for client in clients.values():
-            client.run(1.0)  # connections, caches
-        for _ in range(rounds):
-            for name, client in clients.items():
-                before = time.process_time(), cpu_s([gateway.pid]), cpu_s(engines)
-                began = time.perf_counter()
-                rate = client.run(seconds)
-                answered = rate * (time.perf_counter() - began)
-                after = time.process_time(), cpu_s([gateway.pid]), cpu_s(engines)
-                rates[name].append(rate)
-                client_s, gateway_s, engines_s = (end - start for start, end in zip(before, after, strict=True))
-                costs[name].append((client_s / answered, gateway_s / answered, engines_s / answered))
-    finally:
-        for client in clients.values():
-            client.close()
-        gateway.send_signal(signal.SIGTERM)
-        gateway.wait()
-    for name in clients:
-        client_ms, gateway_ms, engines_ms = (
-            1e3 * statistics.median(column) for column in zip(*costs[name], strict=True)
-        )
-        print(
-            f"{name:8} {statistics.median(rates[name]):7.0f} requests/s; CPU ms a request: client {client_ms:.2f},"
-            f" gateway {gateway_ms:.2f}, engines {engines_ms:.2f}"
-        )
-    ratio = statistics.median(
-        through / direct for through, direct in zip(rates["gateway"], rates["direct"], strict=True)
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to the engines: how to connect, the key to show, the processes of what stands between, and the engines'."""
+
+    connect: Callable[[], socket.socket]
+    key: str
+    between: Sequence[int]
+    engines: Sequence[int]
+
+
+def turn(way: Way, client: Client, seconds: float) -> Figures:
+    before = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
+    answered, took_s = client.run(seconds)
+    after = time.process_time(), cpu_s(way.between), cpu_s(way.engines)
+    client_ms, between_ms, engines_ms = (
+        1e3 * (end - start) / answered for start, end in zip(before, after, strict=True)
     )
-    own_ms = 1e3 * statistics.median(cost[1] for cost in costs["gateway"])
-    print(f"through the gateway: {ratio:.2f} of the direct rate; one core carries {1e3 / own_ms:.0f} requests/s of it")
+    costs = {"CPU ms a request between": between_ms, "of the engines": engines_ms, "of the client": client_ms}
+    return {"requests/s": answered / took_s, **costs}
 
 
-def profiled(home: Path, folder: Path, seconds: float) -> None:
-    path, profile = folder / "p.sock", folder / "profile"
+def compare(ways: Mapping[str, Way], options: argparse.Namespace, measured: Measured) -> None:
+    for kind, stream in KINDS.items():
+        for count in options.in_flight:
+            clients = {name: Client(way.connect, request(way.key, stream=stream), count) for name, way in ways.items()}
+            turns = {name: partial(turn, way, clients[name], options.seconds) for name, way in ways.items()}
+            measured.take_turns(f"{kind}, {count} in flight", turns, rounds=options.rounds, base=DIRECT)
+            for client in clients.values():
+                client.close()
+
+
+def note_profile(home: Path, path: Path, seconds: float, measured: Measured) -> None:
+    """Where the gateway's time goes."""
+    profile = path.with_suffix(".profile")
     gateway = start_gateway(home, path, profile)
-    client = Client(to_gateway(path), request("none"))
+    client = Client(to_gateway(path), request("none", stream=False), 32)
     client.run(seconds)
     client.close()
-    gateway.send_signal(signal.SIGTERM)
-    gateway.wait()
+    end(gateway)
     spent = by_package(profile)
     del spent["(waiting)"]
-    print("where the gateway's time goes (the profiler makes calls dearer, so shares only):")
-    for package, own in spent.most_common(10):
-        print(f"  {own / spent.total():5.0%}  {package}")
+    shares = ", ".join(f"{own / spent.total():.0%} {package}" for package, own in spent.most_common(10))
+    measured.notes.append(f"The gateway's time by package, under a profiler, which makes calls dearer: {shares}.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_rate", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
-    parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hpc-serve-rate-") as name:
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+
+
+def measure(options: argparse.Namespace, measured: Measured) -> None:
+    router = options.router or shutil.which("vllm-router")
+    with tempfile.TemporaryDirectory(prefix="hpc-serve-rate-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        service = StubService(folder / "home")
-        try:
-            for _ in range(2):
-                service.start("--stub-greedy", "--stub-words", "4")
-            measure(folder / "home", folder, service, rounds=options.rounds, seconds=options.seconds)
-            if options.profile:
-                profiled(folder / "home", folder, options.seconds)
-        finally:
-            service.close()
+        service, plain = StubService(folder / "home"), StubService(folder / "plain")
+        stack.callback(service.close)
+        stack.callback(plain.close)
+        words = ("--stub-greedy", "--stub-words", str(WORDS))
+        engines = [service.start(*words) for _ in range(2)]
+        pids = [engine.process.pid for engine in engines]
+        path = folder / "g.sock"
+        gateway = start_gateway(folder / "home", path, None)
+        stack.callback(end, gateway)
+        key = service.key_file.read_text().strip()
+        ways = {
+            DIRECT: Way(connect=to_engine(engines[0]), key=key, between=[], engines=pids),
+            GATEWAY: Way(connect=to_gateway(path), key="none", between=[gateway.pid], engines=pids),
+        }
+        if router:
+            others = [plain.start(*words, tls=False) for _ in range(2)]
+            process, port = start_router(router, [engine.port for engine in others], folder / "router.log")
+            stack.callback(end, process)
+            ways[ROUTER] = Way(
+                connect=to_port(port),
+                key=plain.key_file.read_text().strip(),
+                between=[process.pid],
+                engines=[engine.process.pid for engine in others],
+            )
+        else:
+            measured.notes.append("vllm-router is not installed and was left out.")
+        compare(ways, options, measured)
+        if options.profile:
+            note_profile(folder / "home", folder / "p.sock", options.seconds, measured)
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--in-flight", type=int, nargs="+", default=IN_FLIGHT)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--router", metavar="FILE", help="the program vllm-router (envs/vllm-router/requirements.txt)")
+    parser.add_argument("--no-profile", dest="profile", action="store_false", help="only the rates")
+
+
+BENCHMARK = Benchmark(
+    name="gateway_rate",
+    about=__doc__,
+    measure=measure,
+    rounds=5,
+    options=add_options,
+    short={"in_flight": [2], "seconds": 0.05, "profile": False},
+)
 
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

@@ -1,9 +1,8 @@
 """What TLS on the endpoint costs: `python -m benchmarks.tls_cost`. About five minutes; needs vLLM on CPUs.
 
-Two engines of one tiny model, one in the clear, one with TLS, are asked the same things in turn, in an order that
-changes by chance. CPU time of the engine's server process is the figure to trust on a shared machine; requests per
-second count what is left of the machine beside the client. Each figure is a median over the rounds, each ratio the
-median of the rounds' ratios.
+Two engines of one tiny model, one in the clear, one with TLS, are asked the same things in turn. CPU time of the
+engine's server process is the figure to trust on a shared machine; requests per second count what is left of the
+machine beside the client.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import shlex
 import socket
 import statistics
@@ -24,8 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from benchmarks.common import Benchmark, Figures, Measured, run_alone
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.pinned import pinned_context
@@ -64,7 +64,16 @@ def engine(folder: Path, *flags: str, certificate: str | None = None) -> Iterato
         port = free.getsockname()[1]
     model = folder / "model"
     words = shlex.split((model / ARGS_FILE).read_text(), comments=True)
-    argv = ["vllm", "serve", str(model), "--served-model-name", "m", *words, "--host", "127.0.0.1"]
+    argv = [
+        str(Path(sys.executable).with_name("vllm")),
+        "serve",
+        str(model),
+        "--served-model-name",
+        "m",
+        *words,
+        "--host",
+        "127.0.0.1",
+    ]
     argv += ["--port", str(port), "--middleware", GATE, "--disable-uvicorn-access-log", *flags]
     environ = {
         **os.environ,
@@ -158,13 +167,7 @@ WORKS: dict[str, tuple[Work, int]] = {
 }
 
 
-@dataclass(frozen=True)
-class Figures:
-    per_s: float
-    cpu_ms: float
-
-
-def measure(engine: Engine, work: Work, requests: int) -> Figures:
+def turn(engine: Engine, work: Work, requests: int) -> Figures:
     """`requests` from each of THREADS threads at once."""
     threads = [threading.Thread(target=work, args=(engine, requests)) for _ in range(THREADS)]
     cpu_s, start_s = engine.cpu_s(), time.perf_counter()
@@ -174,7 +177,7 @@ def measure(engine: Engine, work: Work, requests: int) -> Figures:
         thread.join()
     total = requests * THREADS
     wall_s = time.perf_counter() - start_s
-    return Figures(total / wall_s, 1000 * (engine.cpu_s() - cpu_s) / total)
+    return {"requests/s": total / wall_s, "server CPU ms a request": 1000 * (engine.cpu_s() - cpu_s) / total}
 
 
 def first_answer_ms(engine: Engine) -> float:
@@ -188,47 +191,30 @@ def first_answer_ms(engine: Engine) -> float:
     return 1000 * taken_s
 
 
-def report(plain: Engine, tls: Engine, rounds: int) -> None:
-    engines = [("plain", plain), ("tls", tls)]
-    figures: dict[str, dict[str, list[Figures]]] = {name: {"plain": [], "tls": []} for name in WORKS}
-    firsts: dict[str, list[float]] = {"plain": [], "tls": []}
-    for work, _ in WORKS.values():
-        for _, found in engines:
-            work(found, 5)
-    for _ in range(rounds):
-        for name, (work, requests) in WORKS.items():
-            for mode, found in random.sample(engines, 2):
-                figures[name][mode].append(measure(found, work, requests))
-        for _ in range(25):
-            for mode, found in random.sample(engines, 2):
-                firsts[mode].append(first_answer_ms(found))
-    print(f"{'':36}{'requests/s':>24}{'':6}{'server CPU, ms a request':>26}")
-    print(f"{'':36}{'plain':>9}{'TLS':>9}{'ratio':>8}{'':6}{'plain':>8}{'TLS':>8}{'ratio':>8}")
-    for name, by_mode in figures.items():
-        rate = [statistics.median(f.per_s for f in by_mode[mode]) for mode in ("plain", "tls")]
-        cpu = [statistics.median(f.cpu_ms for f in by_mode[mode]) for mode in ("plain", "tls")]
-        pairs = list(zip(by_mode["plain"], by_mode["tls"], strict=True))
-        rates = statistics.median(b.per_s / a.per_s for a, b in pairs)
-        cpus = statistics.median(b.cpu_ms / a.cpu_ms for a, b in pairs)
-        print(f"{name:36}{rate[0]:9.1f}{rate[1]:9.1f}{rates:8.2f}{'':6}{cpu[0]:8.2f}{cpu[1]:8.2f}{cpus:8.2f}")
-    first = [statistics.median(firsts[mode]) for mode in ("plain", "tls")]
-    print(f"\nfrom no connection to the first answer of /health: {first[0]:.2f} ms plain, {first[1]:.2f} ms TLS")
+def first_answers(engine: Engine) -> Figures:
+    return {"ms": statistics.median(first_answer_ms(engine) for _ in range(25))}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+def measure(options: argparse.Namespace, measured: Measured) -> None:
     with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         folder = Path(root)
         make_demo_model(folder / "model")
         (folder / "key").write_text(KEY)
         made = make_run_certificate(folder / "home", folder, run="benchmark", addresses=[])
         flags = ("--ssl-keyfile", str(made.key_file), "--ssl-certfile", str(made.certificate_file))
-        plain = stack.enter_context(engine(folder))
-        tls = stack.enter_context(engine(folder, *flags, certificate=made.certificate))
-        report(plain, tls, rounds)
+        engines = {
+            "plain": stack.enter_context(engine(folder)),
+            "TLS": stack.enter_context(engine(folder, *flags, certificate=made.certificate)),
+        }
+        for name, (work, requests) in WORKS.items():
+            turns = {mode: partial(turn, found, work, requests) for mode, found in engines.items()}
+            measured.take_turns(name, turns, rounds=options.rounds, base="plain")
+        firsts = {mode: partial(first_answers, found) for mode, found in engines.items()}
+        what = "from no connection to the first answer of /health"
+        measured.take_turns(what, firsts, rounds=options.rounds, base="plain")
 
+
+BENCHMARK = Benchmark(name="tls_cost", about=__doc__, measure=measure, rounds=9, needs="a real engine")
 
 if __name__ == "__main__":
-    main()
+    run_alone(BENCHMARK)

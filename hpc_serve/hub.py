@@ -19,6 +19,7 @@ from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.local_weights import cached_folder
+from hpc_serve.needed_files import is_plain_path
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
 from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
@@ -147,6 +148,10 @@ def _indexed(index: Path) -> list[Path]:
     names = _read(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InvalidRequestError(f"{index} has no weight_map of tensors to files: it is damaged.")
+    if outside := [name for name in names.values() if not is_plain_path(name)]:
+        raise InvalidRequestError(
+            f"{index} names {outside[0]!r}, which is not below the model's folder: it is damaged."
+        )
     return [index.parent / name for name in sorted(set(names.values()))]
 
 

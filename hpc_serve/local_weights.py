@@ -11,12 +11,19 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.needed_files import is_plain_path
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Of every tokenizer that transformers, mistral_common or a model's own code reads, at least one is there.
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model*", "tekken.json", "vocab.*", "*.tiktoken", "*.spm", "*.vocab", "*.gguf"),
+    *("spiece.model", "sentencepiece*.model", "*.bpe.model", "tokenization_*.py"),
+)
 _SHOWN = 3
 _HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -40,13 +47,18 @@ class MissingWeights:
 
 def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
     """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
-    folder = read_hub_settings(environ).cache / ("models--" + repository.replace("/", "--"))
+    return snapshot_folder(read_hub_settings(environ).cache, repository, "main")
+
+
+def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
+    """The folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
+    folder = cache / ("models--" + repository.replace("/", "--"))
     try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:
-        return None
-    snapshot = folder / "snapshots" / revision
-    return snapshot if revision and (snapshot / "config.json").is_file() else None
+        commit = revision
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and (snapshot / "config.json").is_file() else None
 
 
 def missing_weights(folder: Path | None) -> MissingWeights | None:
@@ -56,10 +68,16 @@ def missing_weights(folder: Path | None) -> MissingWeights | None:
     for name in _INDEXES:
         if (folder / name).is_file():
             files = _indexed(folder / name)
-            missing = tuple(file for file in files if not (folder / file).is_file())
+            missing = tuple(file for file in files if not _is_there(folder, file))
             has_others = len(missing) == len(files) and _has_weights(folder)
             return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
     return None if _has_weights(folder) else MissingWeights()
+
+
+def lacks_tokenizer(folder: Path) -> bool:
+    """Whether a folder has none of the files from which an engine reads a tokenizer. Raises OSError."""
+    names = os.listdir(folder)
+    return not any(fnmatchcase(name, pattern) for name in names for pattern in _OF_TOKENIZERS)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -68,10 +86,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     Raises OSError.
     """
     for name in _INDEXES:
-        if (folder / name).is_file():
-            indexed = (folder / file for file in _indexed(folder / name))
-            if present := tuple(path for path in indexed if path.is_file()):
-                return present
+        indexed = _indexed(folder / name) if (folder / name).is_file() else ()
+        if present := tuple(folder / file for file in indexed if _is_there(folder, file)):
+            return present
     for pattern in PATTERNS:
         if found := tuple(sorted(folder.glob(pattern))):
             return found
@@ -115,6 +132,11 @@ def _indexed(index: Path) -> tuple[str, ...]:
         return tuple(sorted({str(name) for name in names}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ()
+
+
+def _is_there(folder: Path, file: str) -> bool:
+    """Whether a folder has a file that its index names. Engines read none that lies outside of it."""
+    return is_plain_path(file) and (folder / file).is_file()
 
 
 def _has_weights(folder: Path) -> bool:

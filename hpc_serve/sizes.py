@@ -41,3 +41,16 @@ def format_size(size: int) -> str:
         if size % scale == 0:
             return f"{size // scale}{unit}"
     return str(size)
+
+
+def readable_size(size: int) -> str:
+    """Bytes for a person who reads them, rounded.
+
+    >>> readable_size(16_060_556_376), readable_size(5 * 2**20), readable_size(1400)
+    ('15.0 GiB', '5 MiB', '1 KiB')
+    """
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    if size >= MIB:
+        return f"{size / MIB:.0f} MiB"
+    return f"{size / 1024:.0f} KiB"

@@ -4,6 +4,14 @@ Each study is a module that prints a table: `python -m benchmarks.accuracy.memor
 `… .scaling_book`.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 DATA = Path(__file__).parent / "data"
+
+
+def published_configs() -> list[dict[str, Any]]:
+    """Configs that are not in the catalogue, each with its source, and the publisher's parameters, least and most."""
+    found: list[dict[str, Any]] = json.loads((DATA / "published_configs.json").read_text())["models"]
+    return found

@@ -14,7 +14,18 @@ from typing import Any
 
 from benchmarks.accuracy import DATA
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
+from hpc_serve.plan import (
+    EngineConfig,
+    MemoryEstimate,
+    ModelSpec,
+    accelerator,
+    estimate_memory,
+    model_from_config,
+    resolve,
+)
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.loaded import loaded_model
+from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.sizes import GIB
 
 
@@ -39,6 +50,30 @@ class Score:
         return 100 * (predicted - measured) / measured
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the planner is asked of a case: a config, machines and options."""
+
+    config: dict[str, Any]
+    model: ModelSpec
+    gpu: AcceleratorSpec
+    engine: EngineConfig
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    max_model_len: int
+
+    def estimate(self) -> MemoryEstimate:
+        """The planner's answer. Raises DoesNotFitError, InvalidRequestError."""
+        return estimate_memory(
+            self.model,
+            self.gpu,
+            self.engine,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            max_model_len=self.max_model_len,
+        )
+
+
 def load_cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(figures, what they describe) of every case."""
     models = json.loads((DATA / "memory_case_models.json").read_text())
@@ -58,6 +93,24 @@ def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
     refused = "error" in measured
     if "leave_out" in about:
         return Score(id=case["id"], figures={}, refused=refused, left_out=about["leave_out"])
+    one = asked(case, about)
+    try:
+        estimate = one.estimate()
+    except (DoesNotFitError, InvalidRequestError) as error:
+        return Score(id=case["id"], figures={}, fits=False, refused=refused, note=str(error))
+    only_weights = about.get("only") == ["weights"]
+    return Score(
+        id=case["id"],
+        is_v0=one.engine.is_v0,
+        figures=_figures(case, about, estimate),
+        fits=None if only_weights else estimate.holds(1),
+        refused=refused,
+        ran=not refused and not only_weights,
+    )
+
+
+def asked(case: dict[str, Any], about: dict[str, Any]) -> Asked:
+    """What the planner is asked of a case that is not left out."""
     engine = _engine(case, about)
     config = about.get("config") or dict(resolve(about["model"]).config)
     config = {**config, **about.get("overrides", {})}
@@ -65,28 +118,19 @@ def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
         config["quantization_config"] = about["quantization_config"]
     model = model_from_config(config, name=case["model"], dtype=_dtype(case), quantization=about.get("quantization"))
     max_model_len = case.get("max_model_len") or about.get("max_model_len") or model.max_model_len
+    draft = about.get("draft")
+    if draft is not None:
+        model = loaded_model(model, engine, draft_from_config(draft["config"], name="draft", method=draft["method"]))
     model = replace(model, max_model_len=max(max_model_len, model.max_model_len))
     gib = about.get("gpu_mem_gib") or case.get("gpu_mem_gib")
-    gpu = accelerator(about.get("accelerator", "h100-80gb"), total_bytes=int(gib * GIB) if gib else None)
-    try:
-        estimate = estimate_memory(
-            model,
-            gpu,
-            engine,
-            tensor_parallel_size=case.get("tp", 1),
-            pipeline_parallel_size=about.get("pp") or case.get("pp", 1),
-            max_model_len=max_model_len,
-        )
-    except (DoesNotFitError, InvalidRequestError) as error:
-        return Score(id=case["id"], figures={}, fits=False, refused=refused, note=str(error))
-    only_weights = about.get("only") == ["weights"]
-    return Score(
-        id=case["id"],
-        is_v0=engine.is_v0,
-        figures=_figures(case, about, estimate),
-        fits=None if only_weights else estimate.holds(1),
-        refused=refused,
-        ran=not refused and not only_weights,
+    return Asked(
+        config=config,
+        model=model,
+        gpu=accelerator(about.get("accelerator", "h100-80gb"), total_bytes=int(gib * GIB) if gib else None),
+        engine=engine,
+        tensor_parallel_size=case.get("tp", 1),
+        pipeline_parallel_size=about.get("pp") or case.get("pp", 1),
+        max_model_len=max_model_len,
     )
 
 
@@ -96,7 +140,7 @@ def _dtype(case: dict[str, Any]) -> str:
 
 def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
     """The engine of a case. Where the case has no version, the form of its log shows the generation."""
-    version = case.get("vllm_version", "")
+    version = case.get("vllm_version") or about.get("vllm_version", "")
     text = json.dumps(case)
     speaks_v0 = "model weights take" in text or "GPU blocks" in text or "Loading model weights took" in text
     is_v0 = "V0" in version or (not version and speaks_v0)
@@ -109,6 +153,7 @@ def _engine(case: dict[str, Any], about: dict[str, Any]) -> EngineConfig:
         max_num_seqs=case.get("max_num_seqs"),
         max_num_batched_tokens=about.get("max_num_batched_tokens") or case.get("max_num_batched_tokens"),
         enforce_eager=bool(case.get("enforce_eager")),
+        enable_expert_parallel=bool(about.get("enable_expert_parallel")),
     )
 
 
@@ -129,7 +174,11 @@ def _figures(case: dict[str, Any], about: dict[str, Any], estimate: MemoryEstima
         figures["kv"] = (estimate.num_blocks, measured["state_blocks"])
     elif "kv_cache_tokens" in measured:
         figures["kv"] = (estimate.kv_cache_tokens, measured["kv_cache_tokens"])
-    for name, key in (("activation", "activation_peak_gib"), ("non-torch", "non_torch_gib")):
+    for name, key in (
+        ("activation", "activation_peak_gib"),
+        ("non-torch", "non_torch_gib"),
+        ("cuda-graph", "cuda_graph_estimate_gib"),
+    ):
         if key in measured:
             value = getattr(estimate, name.replace("-", "_") + "_bytes") / GIB
             figures[name] = (value, measured[key])

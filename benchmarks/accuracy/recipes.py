@@ -2,8 +2,8 @@
 
 CHECKOUT is a copy of that repository, CONFIGS are folders of config.json files named after their models
 (`org--name_config.json`, `org__name.json` or `org/name/config.json`). A model is sized by its own config, by that of a
-variant the recipe names (the same model, quantised), or by the catalogue's. Recipes for pictures, sound and embeddings
-are out of scope.
+variant (the same model, quantised; the recipe names it, or its name is the model's with -FP8 or -NVFP4), by the
+catalogue's, or by data/published_configs.json. Recipes for pictures, sound and embeddings are out of scope.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy import published_configs
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import model_from_config
 from hpc_serve.plan.catalog import find
@@ -63,9 +64,13 @@ def recipes(checkout: Path) -> Iterator[Recipe]:
         yield Recipe(model=names[0], variants=tuple(names[1:]), says=says[1] if says else "")
 
 
-def configs(folders: list[Path]) -> dict[str, Path]:
-    """The files in these folders by the name of their model, in small letters."""
-    found: dict[str, Path] = {}
+Configs = dict[str, list[dict[str, Any]]]
+"""Configs by the name of their model, in small letters: without its organisation, and without how it is quantised."""
+
+
+def configs(folders: list[Path]) -> Configs:
+    """The files in these folders, and the configs of this project."""
+    found: Configs = {}
     for folder in folders:
         for file in sorted(folder.rglob("*.json")):
             if file.name == "config.json":
@@ -74,32 +79,29 @@ def configs(folders: list[Path]) -> dict[str, Path]:
                 continue
             else:
                 name = re.sub(r"--|__", "/", file.stem.removesuffix("_config"), count=1)
-            found.setdefault(name.lower(), file)
+            found.setdefault(_short(name), []).append(json.loads(file.read_text(encoding="utf-8")))
+    for entry in published_configs():
+        found.setdefault(_short(entry["name"]), []).append(entry["config"])
     return found
 
 
-def planned(recipe: Recipe, files: dict[str, Path]) -> Result:
+def _short(name: str) -> str:
+    return re.sub(r"-(?:FP8|NVFP4|BF16)$", "", name.rsplit("/", 1)[-1], flags=re.IGNORECASE).lower()
+
+
+def planned(recipe: Recipe, known: Configs) -> Result:
     """Size one recipe's model. A config that is refused does not hide another one that is not."""
     result = Result(recipe=recipe)
     for name in (recipe.model, *recipe.variants):
-        config = _config(name, files)
-        if config is None:
-            continue
-        try:
-            parameters = model_from_config(config, name=name).parameters
-        except InvalidRequestError as error:
-            result = Result(recipe=recipe, refusal=result.refusal or str(error))
-        else:
-            return Result(recipe=recipe, parameters=parameters)
+        entry = find(name)
+        for config in (*known.get(_short(name), ()), *([dict(entry.config)] if entry else ())):
+            try:
+                parameters = model_from_config(config, name=name).parameters
+            except InvalidRequestError as error:
+                result = Result(recipe=recipe, refusal=result.refusal or str(error))
+            else:
+                return Result(recipe=recipe, parameters=parameters)
     return result
-
-
-def _config(name: str, files: dict[str, Path]) -> dict[str, Any] | None:
-    if name.lower() in files:
-        found: dict[str, Any] = json.loads(files[name.lower()].read_text(encoding="utf-8"))
-        return found
-    entry = find(name)
-    return dict(entry.config) if entry else None
 
 
 def summary(results: list[Result]) -> str:

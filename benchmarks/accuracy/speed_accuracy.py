@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from benchmarks.accuracy.speed_cases import Case, load
+from benchmarks.accuracy.speed_case import Case
+from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.accuracy.speed_accuracy import ENGINE, WITHIN_PER_CENT
-from benchmarks.accuracy.speed_cases import Case, load
+from benchmarks.accuracy.speed_case import Case
+from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import load_later
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ClusterSpec, Workload

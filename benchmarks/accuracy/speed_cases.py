@@ -8,86 +8,23 @@ that nothing was fitted on.
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from benchmarks.accuracy import DATA
-from hpc_serve.plan import (
-    EngineConfig,
-    MemoryEstimate,
-    ModelSpec,
-    accelerator,
-    estimate_memory,
-    model_from_config,
-    resolve,
+from benchmarks.accuracy.speed_case import (
+    LONGEST_CONTEXT,
+    SHORTEST_OUTPUT,
+    Case,
+    arriving,
+    measured_ttft_s,
+    model_spec,
 )
+from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import (
-    Factors,
-    Roofline,
-    SpeedEstimate,
-    Traffic,
-    estimate_speed,
-    requests_held,
-    running_requests,
-    speed_column,
-)
+from hpc_serve.plan.speed.estimate import Roofline, Traffic, requests_held, running_requests
 
-SHORTEST_OUTPUT = 10
-LONGEST_CONTEXT = 36_000
-"""The longest context that is planned for where a row does not say it."""
-_QWEN3_14B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 5120,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 17408,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "model_type": "qwen3",
-}
-_GLM_45_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "hidden_size": 4096,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": False,
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-CONFIGS = {"Qwen/Qwen3-14B": _QWEN3_14B, "zai-org/GLM-4.5-Air": _GLM_45_AIR}
-"""Public config.json files of models that the catalogue does not have. The dimensions are those of
-sglang/Model_Config.md of citsjtu2020/LLM-Prof (Qwen3-14B) and scripts/models of THUDM/slime (GLM-4.5-Air)."""
-CHECKPOINTS = {
-    "quark-mxfp4": {
-        "quant_method": "quark",
-        "global_quant_config": {
-            "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
-            "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32},
-        },
-        "exclude": ["lm_head"],
-    }
-}
-"""The `quantization_config` of checkpoints that no option of the engine describes."""
 MODELS = {
     "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",
     "gpustack-glm-4.5-air": "zai-org/GLM-4.5-Air",
@@ -114,37 +51,6 @@ CHAT_INPUT_TOKENS = 300
 """gpustack's rows with shorter prompts are recorded conversations (ShareGPT). Their answers differ in length."""
 MLPERF_INPUT_TOKENS = {"llama2-70b-99": 294, "llama3.1-8b": 778}
 """Mean prompt lengths of the tasks' data sets (OpenOrca, CNN-DailyMail), from the MLPerf inference rules."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row: what is predicted and what was measured, or why the row is left out."""
-
-    id: str
-    source: str
-    roofline: Roofline | None = None
-    memory: MemoryEstimate | None = None
-    traffic: Traffic | None = None
-    batch: float = 0.0
-    replicas: int = 1
-    engine: str = "vLLM"
-    max_model_len: int = 0
-    measured: float = 0.0
-    measured_ttft_s: float | None = None
-    left_out: str | None = None
-
-    def predict(self, factors: Factors) -> SpeedEstimate:
-        """The estimate for one replica."""
-        assert self.roofline
-        assert self.traffic
-        assert self.memory
-        return estimate_speed(self.roofline, self.traffic, self.memory, factors=factors)
-
-    def tokens_per_s(self, factors: Factors) -> float:
-        """Predicted output tokens per second of all replicas, as `plan` prints them for requests that arrive so."""
-        assert self.roofline
-        assert self.traffic
-        return self.replicas * speed_column(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
 
 
 def load() -> list[Case]:
@@ -225,24 +131,6 @@ def in_flight(row: dict[str, Any]) -> int:
     return int(row["concurrency"])
 
 
-def measured_ttft_s(row: dict[str, Any]) -> float | None:
-    """The mean time to the first token in seconds, where the row has it."""
-    return row["ttft_ms_mean"] / 1000 if row.get("ttft_ms_mean") else None
-
-
-def arriving(traffic: Traffic, row: dict[str, Any], *, lengths_vary: bool) -> Traffic:
-    """The same requests, all at once where the row has no more of them than may be in flight.
-
-    Where answers differ in length and the row does not say how long the longest may be, the context is the limit.
-    """
-    requests = row.get("num_prompts", math.inf)
-    if requests > row.get("concurrency", 0):
-        return traffic
-    limit = row.get("longest_osl") or row.get("max_model_len", LONGEST_CONTEXT) - traffic.input_tokens
-    longest = max(round(limit), traffic.output_tokens) if lengths_vary else None
-    return replace(traffic, concurrency=requests, arrivals="burst", longest_output_tokens=longest)
-
-
 def _ranks(row: dict[str, Any]) -> tuple[int, int]:
     """(tensor parallel size, replicas). MLPerf's submissions run one replica a GPU.
 
@@ -278,15 +166,6 @@ def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | No
     utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", command)
     share = float(utilization[1]) if utilization else 0.98 if is_tpu else None
     return version, "--enable-expert-parallel" in command, "auto", tokens, share, is_tpu or "--async" in command
-
-
-@cache
-def model_spec(name: str, quantization: str | None) -> ModelSpec:
-    """The model of that name, by the catalogue or `CONFIGS`, in the weights that were served."""
-    config = CONFIGS.get(name) or resolve(name).config
-    if quantization in CHECKPOINTS:
-        return model_from_config({**config, "quantization_config": CHECKPOINTS[quantization]}, name=name)
-    return model_from_config(config, name=name, quantization=quantization)
 
 
 @cache

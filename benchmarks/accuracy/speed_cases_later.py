@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.accuracy.speed_cases import (
-    DATA,
+from benchmarks.accuracy import DATA
+from benchmarks.accuracy.speed_case import (
     LONGEST_CONTEXT,
     SHORTEST_OUTPUT,
     Case,

@@ -1,18 +1,21 @@
 """A run as JSON, under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
 
 Ours come after them: the service, how requests were split, the same figures of each replica, what was predicted, and
-how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`.
+how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`, and so is
+one run in a file of that name, since what reads sweeps looks for it.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from hpc_serve.bench.figures import METRICS, Figures, Spread
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Outcome
 
+SUMMARY = "summary.json"
 _CHAT = "/v1/chat/completions"
 
 
@@ -98,6 +101,7 @@ def _details(outcomes: tuple[Outcome, ...]) -> dict[str, list[Any]]:
     }
 
 
-def document(results: list[dict[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
-    """One result as itself, as vLLM saves it; several as a list."""
-    return results[0] if len(results) == 1 else results
+def document(results: list[dict[str, Any]], path: Path | None = None) -> dict[str, Any] | list[dict[str, Any]]:
+    """One result as itself, as vLLM saves it; several, and those of a file summary.json, as a list."""
+    is_one = len(results) == 1 and (path is None or path.name != SUMMARY)
+    return results[0] if is_one else results

@@ -47,6 +47,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")
 @click.option("--html", type=_FILE, help="Write a page with tables and curves.")
 @click.option("--plot", type=_FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
+@click.option("--full", is_flag=True, help="Of several runs print all figures, as of one.")
 @click.option("--json", "as_json", is_flag=True, help="Print that JSON.")
 def bench_command(services: tuple[str, ...], **options: Any) -> int:
     """Measure services: throughput and latency, as `vllm bench serve` measures them, over all their replicas.
@@ -85,12 +86,12 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     ]
     results = [run_json(one, is_detailed=options["detailed"]) for one in measured]
     if options["save"] is not None and results:
-        _write(options["save"], json.dumps(document(results), ensure_ascii=False) + "\n")
+        _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
     if options["as_json"]:
         if results:
             show.print_json(document(results))
     else:
-        bench_view.print_runs(measured)
+        bench_view.print_runs(measured, is_full=options["full"])
     if options["html"] is not None and measured:
         _write(options["html"], page(measured))
     if options["plot"] is not None and measured:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Run
-from hpc_serve.bench.report import replica_rows, run_lines, sweep_rows, table
+from hpc_serve.bench.report import pace, replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
 from hpc_serve.bench.workload import Workload
 from hpc_serve.cli.console import PlainConsole
@@ -50,20 +50,29 @@ def measure(store: ServiceStore, sweep: Sweep) -> tuple[list[Run], HpcServeError
     return runs, None
 
 
-def print_runs(runs: Sequence[Measured]) -> None:
-    """One run with all its figures; several as a table, and what must be said of each."""
+def print_runs(runs: Sequence[Measured], *, is_full: bool) -> None:
+    """One run with all its figures; several as a table, and what must be said of each. With `is_full` all figures of
+    each of them stand above the table."""
+    lines: list[str] = []
     if len(runs) == 1:
-        lines = list(run_lines(runs[0]))
-    else:
-        lines = list(table(sweep_rows(runs))) if runs else []
+        lines += run_lines(runs[0])
+    elif is_full and runs:
         for number, one in enumerate(runs, start=1):
-            if len(one.run.replicas) > 1:
-                lines += ["", f"Run {number}:", *table(replica_rows(one))]
-            lines += [f"Run {number}: {note}" for note in one.notes]
-        lines += dict.fromkeys(
-            f"No prediction: {one.prediction.reason}" for one in runs if one.prediction and one.prediction.reason
-        )
+            heading = f"Run {number}: {one.run.service}, {one.run.workload}, {pace(one.run)}"
+            lines += [heading, *run_lines(one), ""]
+        lines += table(sweep_rows(runs))
+    elif runs:
+        lines += [*table(sweep_rows(runs)), *_below_the_table(runs)]
     click.echo(printable("\n".join(lines)))
+
+
+def _below_the_table(runs: Sequence[Measured]) -> Iterator[str]:
+    for number, one in enumerate(runs, start=1):
+        if len(one.run.replicas) > 1:
+            yield from ("", f"Run {number}:", *table(replica_rows(one)))
+        yield from (f"Run {number}: {note}" for note in one.notes)
+    reasons = (one.prediction.reason for one in runs if one.prediction and one.prediction.reason)
+    yield from dict.fromkeys(f"No prediction: {reason}" for reason in reasons)
 
 
 class _Progress(Watcher):

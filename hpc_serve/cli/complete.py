@@ -1,4 +1,4 @@
-"""`completion`, and the names that a shell completes: services of this home, models of the catalogue.
+"""`completion`, and the names that a shell completes: services of this home, models of site and catalogue.
 
 A shell waits for the answer at each press of Tab. So records are not read, nothing is asked for over the network, and a
 filesystem that hangs gives no names.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterable
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -18,34 +19,49 @@ _LIST_S = 1.0
 
 def service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The services that have a folder here."""
-    from hpc_serve.errors import HpcServeError
     from hpc_serve.rendezvous.store import ServiceStore, default_home
 
-    found: list[str] = []
-
-    def look() -> None:
-        try:
-            found.extend(ServiceStore(default_home(os.environ)).services())
-        except HpcServeError:
-            return
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    looking.join(_LIST_S)
-    return [CompletionItem(name) for name in list(found) if name.startswith(incomplete)]
+    found = _listed(lambda: ServiceStore(default_home(os.environ)).services())
+    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
 def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Short names of the catalogue; once there is a slash, repositories and folders."""
+    """The site's own models and short names of the catalogue; once there is a slash, repositories and folders."""
     from hpc_serve.plan.catalog import models
 
     names = {name for entry in models().values() for name in (entry.name, *entry.aliases)}
+    names |= set(_listed(_site_model_names))
     items = [
         CompletionItem(name)
         for name in sorted(names)
         if name.startswith(incomplete) and ("/" in incomplete or "/" not in name)
     ]
     return items or [CompletionItem(incomplete, type="file")]
+
+
+def _site_model_names() -> Iterable[str]:
+    from hpc_serve.submit.site_files import read_site
+    from hpc_serve.submit.site_models import load_site_models
+
+    return [entry.name for entry in load_site_models(read_site(os.environ).models).values()]
+
+
+def _listed(read: Callable[[], Iterable[str]]) -> list[str]:
+    """The names that are read from files; none where that fails, or takes too long."""
+    from hpc_serve.errors import HpcServeError
+
+    found: list[str] = []
+
+    def look() -> None:
+        try:
+            found.extend(read())
+        except HpcServeError:
+            return
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(_LIST_S)
+    return list(found)
 
 
 @click.command("completion")

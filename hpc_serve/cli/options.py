@@ -118,6 +118,10 @@ def _slurm_option(option: Field[Any]) -> Callable[[Function], Function]:
 
 _SLURM_FIELDS = tuple(option for option in fields(SlurmOptions) if "help" in option.metadata)
 SLURM_OPTIONS = tuple(option.name for option in _SLURM_FIELDS)
+_SLURM_OPTIONS = (
+    *(_slurm_option(option) for option in _SLURM_FIELDS),
+    click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
+)
 _JOB_OPTIONS = (
     click.option("--name", "--service", "service", metavar="NAME", help="Name of the service [default: the model's]."),
     click.option(
@@ -150,6 +154,11 @@ _JOB_OPTIONS = (
         help="Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows.",
     ),
     click.option(
+        "--stage/--no-stage",
+        default=None,
+        help="Copy the model to each node first, to local disk or HPC_SERVE_STAGE, and load it from there.",
+    ),
+    click.option(
         "--backend",
         type=click.Choice(get_args(Backend)),
         default="auto",
@@ -172,7 +181,7 @@ _JOB_OPTIONS = (
         metavar="N",
         help="How often an engine that was ready is started again in place when it ends or hangs [default: 3].",
     ),
-    *(_slurm_option(option) for option in _SLURM_FIELDS),
+    *_SLURM_OPTIONS,
     click.option(
         "--env",
         "env",
@@ -180,7 +189,6 @@ _JOB_OPTIONS = (
         metavar="NAME=VALUE",
         help="A variable of the job, in its script; may be repeated. No secrets: export those before.",
     ),
-    click.option("--sbatch", "extra", multiple=True, metavar="--X=Y", help="A further sbatch option; may be repeated."),
     click.option(
         OVERRULE,
         "allow_unknown_vllm_options",
@@ -240,6 +248,11 @@ def plan_options(function: Function) -> Function:
 def request_options(function: Function) -> Function:
     """Give a command the options of a request: what to plan for, and how its job starts."""
     return plan_options(_with_options(function, _JOB_OPTIONS))
+
+
+def slurm_options(function: Function) -> Function:
+    """Give a command sbatch's options."""
+    return _with_options(function, _SLURM_OPTIONS)
 
 
 def _with_options(function: Function, options: Sequence[Callable[[Function], Function]]) -> Function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanRequest
+    from hpc_serve.submit.site_models import SiteModel
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -51,10 +52,14 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     help="Price, for tokens a dollar.",
 )
 @click.option(
+    "--decode-only", is_flag=True, help="Speed of generating alone: prompts are read elsewhere and take no time."
+)
+@click.option("--ideal", is_flag=True, help="The roofline: every rate at its peak, which no engine beats.")
+@click.option(
     "--plot",
     metavar="FILE",
     callback=not_empty,
-    help="Draw it: .png, .svg, .pdf or .html (needs the extra hpc-serve[plot]).",
+    help="Draw it: .html, a page with sliders; .png, .svg or .pdf (need the extra hpc-serve[plot]).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
@@ -70,16 +75,23 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     from hpc_serve.cli import plan_view, show
     from hpc_serve.submit.planning import plan_for
 
-    if plot and compare is not None:
-        raise click.UsageError("--plot draws one accelerator: write --gpu NAME in place of --compare.")
+    is_page = plot is not None and plot.lower().endswith(".html")
+    if plot and compare is not None and not is_page:
+        raise click.UsageError(
+            "--plot draws one accelerator: write --gpu NAME in place of --compare, or --plot FILE.html."
+        )
     names = [word.strip() for word in compare.split(",") if word.strip()] if compare is not None else [options["gpu"]]
     if not names:
         raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
     results = [plan_for(_plan_request(options | {"gpu": name})) for name in names]
-    if plot and results[0].plan:
+    if plot and is_page and any(result.plan for result in results):
+        from hpc_serve.plots.page import write_page
+
+        write_page(results, plot)
+    elif plot and results[0].plan:
         from hpc_serve.plots.figure import draw
 
-        draw(results[0].inputs, results[0].plan, results[0].traffic, plot)
+        draw(results[0], plot)
     if as_json:
         documents = [plan_view.as_json(result) for result in results]
         show.print_json(documents if compare else documents[0])
@@ -88,7 +100,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
 
         print_comparison(results)
     elif explained:
-        plan_view.print_explanation(results[0])
+        plan_view.print_explanation(results[0], _engine_words(options)[0])
     else:
         plan_view.print_plan(results[0], note=assumed_gpu_note())
     if not any(result.plan for result in results):
@@ -103,14 +115,13 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     from hpc_serve.submit.site_files import read_site
     from hpc_serve.vllm.allowed import check_arguments
 
-    site, named = read_site(os.environ), model_of(options)
-    own, words = site_model(named, site), click.get_current_context().meta.get("engine_args", ())
-    words = own.engine_args(words) if own else words
+    words, own = _engine_words(options)
+    site = read_site(os.environ)
     check_arguments(words, allow_unknown=False)
     asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
     engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
     return PlanRequest(
-        model=own.model if own else named,
+        model=own.model if own else model_of(options),
         **machines_of(options, site),
         engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
         workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),
@@ -118,7 +129,16 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
             name: options[name]
             for name in (
                 *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
-                *("usd_per_gpu_hour", "allow_unknown_config_keys"),
+                *("decode_only", "ideal", "usd_per_gpu_hour", "allow_unknown_config_keys"),
             )
         },
     )
+
+
+def _engine_words(options: Mapping[str, Any]) -> tuple[Sequence[str], SiteModel | None]:
+    """The words after --, with those of the site's own model; and that model, if one is named."""
+    from hpc_serve.submit.site_files import read_site
+
+    words = click.get_current_context().meta.get("engine_args", ())
+    own = site_model(model_of(options), read_site(os.environ))
+    return (own.engine_args(words) if own else words), own

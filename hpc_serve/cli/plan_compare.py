@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_serve.plan.report.speed import arrivals_text
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def _speed_heading(results: list[PlanResult], unit: str) -> str:
     most = "" if _is_concurrency_asked(results[0]) else ", as many in flight as --max-num-seqs and the cache allow"
     usd = next((result.usd_per_gpu_hour for result in results if result.usd_per_gpu_hour), None)
     price = f", each {unit} at {usd:g} dollars an hour" if usd else ""
-    return f"Speed to expect{together}, {requests}{most}{price}:"
+    figures = "Ideal speed" if results[0].ideal else "Speed to expect"
+    return f"{figures}{together}, {requests}, {arrivals_text(traffic)}{most}{price}:"
 
 
 def _speed_table(results: list[PlanResult], unit: str) -> Table:
@@ -86,8 +88,8 @@ def _speed_table(results: list[PlanResult], unit: str) -> Table:
             Text(result.accelerator.name),
             f"{copies * estimate.num_gpus:,}",
             f"{copies * estimate.traffic.concurrency:,}",
-            f"{1000 * estimate.expected.tpot_s:,.1f} ms",
-            f"{copies * estimate.expected.output_tokens_per_s:,.0f}",
+            f"{1000 * estimate.speed.tpot_s:,.1f} ms",
+            f"{copies * estimate.speed.output_tokens_per_s:,.0f}",
             f"{estimate.output_tokens_per_s_per_gpu:,.0f}",
             *dollar,
         )

@@ -9,7 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.plan.make import PlanResult
-from hpc_serve.plan.report.speed import accuracy_text, arrivals_text, explain_lines, knee_text, waiting_text
+from hpc_serve.plan.report.speed import (
+    accuracy_text,
+    arrivals_text,
+    critical_text,
+    explain_lines,
+    knee_text,
+    waiting_text,
+)
 
 _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
@@ -21,7 +28,7 @@ def table_padding(console: Console) -> tuple[int, int]:
 
 
 def print_speed(console: Console, result: PlanResult) -> None:
-    """The table: what to expect, and the ideal beside it."""
+    """The table: what to expect, and the ideal beside it; or the ideal alone."""
     found, traffic, usd = result.estimates(), result.traffic, result.usd_per_gpu_hour
     if not found:
         console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
@@ -30,34 +37,43 @@ def print_speed(console: Console, result: PlanResult) -> None:
     has_each = not usd or console.width >= _WIDE
     table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
     each = (f"PER {unit}",) if has_each else ()
-    for heading in ("IN FLIGHT", "TTFT", "TPOT", "TOKENS/S", "IDEAL", *each, *(("PER $",) if usd else ())):
+    first = () if traffic.decode_only else ("TTFT",)
+    beside = () if result.ideal else ("IDEAL",)
+    for heading in ("IN FLIGHT", *first, "TPOT", "TOKENS/S", *beside, *each, *(("PER $",) if usd else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("BOUND BY", no_wrap=True)
     for estimate in found:
-        expected = estimate.expected
+        speed = estimate.speed
         dollar = [f"{estimate.output_tokens_per_usd / 1e6:.2f} M"] if estimate.output_tokens_per_usd else []
         table.add_row(
             f"{estimate.traffic.concurrency:,}",
-            _time(expected.ttft_s),
-            _time(expected.tpot_s),
-            f"{expected.output_tokens_per_s:,.0f}",
-            f"{estimate.ideal.output_tokens_per_s:,.0f}",
+            *((_time(speed.ttft_s),) if first else ()),
+            _time(speed.tpot_s),
+            f"{speed.output_tokens_per_s:,.0f}",
+            *((f"{estimate.ideal.output_tokens_per_s:,.0f}",) if beside else ()),
             *((f"{estimate.output_tokens_per_s_per_gpu:,.0f}",) if has_each else ()),
             *dollar,
             estimate.bound,
         )
     whose = " of each replica" if result.chosen.replicas > 1 else ""
+    if result.ideal:
+        figures = "Ideal speed"
+        about = "every rate at its peak, communication hidden: no published measurement is above it"
+    else:
+        figures, about = "Speed to expect", accuracy_text(traffic, result.accelerator.kind)
     console.print(
         Text(
-            f"Speed to expect{whose}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} "
-            f"out, {arrivals_text(traffic)} ({accuracy_text(traffic, result.accelerator.kind)}; "
-            "--explain shows the factors):"
+            f"{figures}{whose}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} "
+            f"out, {arrivals_text(traffic)} ({about}; --explain shows the factors):"
         )
     )
     console.print(table)
     for waiting in filter(None, map(waiting_text, found)):
         console.print(Text(waiting))
-    console.print(Text(knee_text(result.roofline(), traffic, result.chosen.memory)))
+    roofline, memory = result.roofline(), result.chosen.memory
+    console.print(Text(knee_text(roofline, traffic, memory, is_ideal=result.ideal)))
+    if result.ideal or traffic.decode_only:
+        console.print(Text(critical_text(roofline, traffic, memory)))
 
 
 def print_speed_explanation(result: PlanResult) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -12,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation, table_padding
+from hpc_serve.plan.choice.contexts import LayoutContexts
+from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import ServePlan
 from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
 from hpc_serve.plan.make import PlanResult
@@ -52,11 +56,10 @@ def print_plan(result: PlanResult, *, note: str | None = None) -> None:
     console.print()
     _print_bar(console, memory, result.accelerator.unit)
     console.print()
-    console.print(_candidate_table(chosen))
+    _print_layouts(console, result)
     console.print()
     for reason in chosen.reasons:
         console.print(Text(f"- {reason}"))
-    _print_contexts(console, result)
     _print_sharing(console, result)
     console.print()
     print_speed(console, result)
@@ -65,15 +68,27 @@ def print_plan(result: PlanResult, *, note: str | None = None) -> None:
     Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
-def print_explanation(result: PlanResult) -> None:
-    """The arithmetic, line by line."""
+def print_explanation(result: PlanResult, words: Sequence[str]) -> None:
+    """The arithmetic, line by line; `words` are further ones of the engine."""
     chosen = result.chosen
     for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
         click.echo(line)
     print_speed_explanation(result)
     click.echo()
+    click.echo(f"Loading the weights: {_loading(chosen, words)}")
+    click.echo(
+        "  The job decides by its nodes. Its log (`loading weights: …`) and `hpc-serve status NAME` say what it was."
+    )
+    click.echo()
     for reason in chosen.reasons:
         click.echo(f"- {reason}")
+
+
+def _loading(chosen: ServePlan, words: Sequence[str]) -> str:
+    from hpc_serve.submit.weights import foreseen_loading
+
+    words = (*chosen.vllm_args, *words)
+    return foreseen_loading(chosen.model, words, os.environ, ranks_per_node=chosen.layout.gpus_per_node)
 
 
 def _headline(chosen: ServePlan) -> Text:
@@ -116,43 +131,56 @@ def _widths(sizes: list[int], columns: int) -> list[int]:
     return widths
 
 
-def _candidate_table(chosen: ServePlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+def _print_layouts(console: Console, result: PlanResult) -> None:
+    """The layouts that were looked at, and why; with `--max-model-len auto` the context that each holds."""
+    verdicts: dict[Layout, tuple[str, tuple[str, ...]]] = {}
+    for candidate in result.chosen.candidates:
+        verdicts[candidate.layout] = candidate.verdict, (candidate.reason,)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=table_padding(console) if result.contexts else (0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
     for heading in ("TP", "PP", "NODES"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("WHY", overflow="fold")
-    for candidate in chosen.candidates:
-        layout = candidate.layout
+    if result.contexts:
+        counts = [str(count) for count, _ in result.contexts[0].by_requests]
+        for heading in (f"{counts[0]} AT ONCE", *counts[1:]):
+            table.add_column(heading, justify="right", no_wrap=True)
+        verdicts = _with_contexts(verdicts, result.contexts)
+        console.print(Text("Longest context by layout, for so many requests of that length at once:"))
+    else:
+        table.add_column("WHY", overflow="fold")
+    for layout, (verdict, cells) in verdicts.items():
         table.add_row(
             str(layout.tensor_parallel_size),
             str(layout.pipeline_parallel_size),
             f"{layout.num_nodes} x {layout.gpus_per_node}",
-            Text(candidate.verdict, style=_VERDICTS[candidate.verdict]),
-            Text(candidate.reason),
+            Text(verdict, style=_VERDICTS[verdict]),
+            *map(Text, cells),
         )
-    return table
-
-
-def _print_contexts(console: Console, result: PlanResult) -> None:
-    """Which context each layout holds, by requests of that length at once, where `--max-model-len auto` asks for it."""
-    if not result.contexts:
-        return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    counts = [str(count) for count, _ in result.contexts[0].by_requests]
-    for heading in ("TP", "PP", "NODES", f"{counts[0]} AT ONCE", *counts[1:]):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for found in result.contexts:
-        layout = found.layout
-        table.add_row(
-            str(layout.tensor_parallel_size),
-            str(layout.pipeline_parallel_size),
-            f"{layout.num_nodes} x {layout.gpus_per_node}",
-            *(f"{length:,}" if length else "-" for _, length in found.by_requests),
-        )
-    console.print()
-    console.print(Text("Longest context by layout, for so many requests of that length at once:"))
     console.print(table)
+
+
+def _with_contexts(
+    verdicts: Mapping[Layout, tuple[str, tuple[str, ...]]], contexts: Sequence[LayoutContexts]
+) -> dict[Layout, tuple[str, tuple[str, ...]]]:
+    """The layouts with their contexts in place of the reasons. One that holds some context fits."""
+    held = {
+        found.layout: tuple(f"{length:,}" if length else "-" for _, length in found.by_requests) for found in contexts
+    }
+    none = ("-",) * len(contexts[0].by_requests)
+    order = sorted({*verdicts, *held}, key=lambda one: (one.num_gpus, one.pipeline_parallel_size))
+    chosen = next(layout for layout, (verdict, _) in verdicts.items() if verdict == "chosen")
+    return {
+        layout: (
+            "chosen" if layout == chosen else "fits" if layout in held else verdicts[layout][0],
+            held.get(layout, none),
+        )
+        for layout in order
+    }
 
 
 def _print_sharing(console: Console, result: PlanResult) -> None:

@@ -65,7 +65,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
     if report.of_level("failed"):
         raise click.exceptions.Exit(ServiceFailedError.exit_code)
     with contextlib.suppress(HpcServeError):
-        store.forget(request.service, status.job_id)
+        store.forget(request.service, {status.job_id})
 
 
 def print_report(report: PreflightReport) -> None:

@@ -16,7 +16,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 if TYPE_CHECKING:
     from hpc_serve.cli.report_page import ReplicaReport
     from hpc_serve.client.status import ReplicaStatus
-    from hpc_serve.submit.log_history import LogHistory
+    from hpc_serve.submit.log_history import Reports
 
 _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 _MOST_REPLICAS = 16
@@ -63,7 +63,7 @@ def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
         ReplicaReport(
             status=status,
             work=work,
-            history=_history(status),
+            reports=_engine_reports(status),
             diagnosis=diagnose_replica(status),
             engine_args=_engine_args(store, status),
         )
@@ -76,12 +76,12 @@ def _shown(found: Sequence[ReplicaStatus], target: str) -> list[ReplicaStatus]:
     return (live or list(found[-1:]))[-_MOST_REPLICAS:]
 
 
-def _history(status: ReplicaStatus) -> LogHistory:
-    from hpc_serve.submit.log_history import LogHistory, read_history
+def _engine_reports(status: ReplicaStatus) -> Reports:
+    from hpc_serve.submit.log_history import read_reports
 
     near = status.updated_at or status.started_at or time.time()
     head = Path(status.log_dir) / f"{status.name}-node0.log"
-    return read_history(head, near=near) if status.log_dir else LogHistory()
+    return read_reports(head, near=near) if status.log_dir else ()
 
 
 def _engine_args(store: ServiceStore, status: ReplicaStatus) -> tuple[str, ...]:

@@ -12,32 +12,29 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 import hpc_serve
-from hpc_serve.cli.charts import Curve, curves, stage_bar
 from hpc_serve.cli.work_view import figure, when, work_rows
 from hpc_serve.diagnose.redact import redact
 from hpc_serve.durations import duration
+from hpc_serve.pages.charts import Curve, over_time, stage_bar
+from hpc_serve.pages.frame import document, swatch, table
 from hpc_serve.printable import printable
 from hpc_serve.submit.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
+from hpc_serve.submit.start_words import stage_seconds
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.status import ReplicaStatus
     from hpc_serve.submit.diagnosis import Diagnosis
-    from hpc_serve.submit.log_history import LogHistory
+    from hpc_serve.submit.log_history import Reports
 
 _STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;color:#1d1d1f;max-width:900px;margin:2em auto;padding:0 1em}
-h1{font-size:1.5em;margin-bottom:0} h2{font-size:1.2em;margin:1.8em 0 .3em;border-bottom:1px solid #ddd}
-h3{font-size:1em;margin:1.3em 0 .3em} p.note,.when{color:#666} table{border-collapse:collapse}
-td,th{padding:.15em 1.2em .15em 0;text-align:left;vertical-align:top} td.n,th.n{text-align:right}
-th{font-weight:600;color:#555;white-space:nowrap} pre{background:#f5f5f7;
-padding:.7em;white-space:pre-wrap;overflow-wrap:anywhere}
-td{overflow-wrap:anywhere} svg{width:100%;height:auto;display:block} figure{margin:.8em 0} figcaption{font-size:.9em}
-.grid{stroke:#e3e3e6} svg text{font-size:11px;fill:#666} svg .y{text-anchor:end} svg .in{fill:#fff;text-anchor:middle}
-.ready{color:#27753c} .failed,.unresponsive{color:#b3261e} .bad{background:#fdf1f0;
-border-left:3px solid #b3261e;padding:.4em .8em}
+body{max-width:900px} th{white-space:nowrap} td{overflow-wrap:anywhere} .scroll td{overflow-wrap:normal}
+svg{width:100%;display:block}
+pre{background:var(--panel);padding:.7em;white-space:pre-wrap;overflow-wrap:anywhere} svg .in{fill:var(--paper)}
+.ready{color:var(--good)} .failed,.unresponsive{color:var(--bad)}
+.bad{background:var(--bad-panel);border-left:3px solid var(--bad);padding:.4em .8em}
+.bad pre{background:none;padding:0;margin:.3em 0}
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _WITHOUT_HISTORY = (
     "No figures over time: vLLM writes them to its log every ten seconds while it has work, and the log that this host "
     "can see has none."
@@ -50,28 +47,17 @@ class ReplicaReport:
 
     status: ReplicaStatus
     work: ReplicaWork
-    history: LogHistory
+    reports: Reports
     diagnosis: Diagnosis
     engine_args: Sequence[str] = ()
 
 
 def report_page(title: str, replicas: Sequence[ReplicaReport], *, at: float) -> str:
     """The page. `at`: seconds since the epoch, when its figures were read."""
-    return str(
-        Markup(
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta http-equiv="Content-Security-Policy" content="{}"><title>{}</title><style>{}</style></head>\n'
-            '<body><h1>{}</h1><p class="when">hpc-serve {}, {}</p>\n{}</body></html>\n'
-        ).format(
-            _POLICY,
-            _text(title),
-            Markup(_STYLE),
-            _text(title),
-            hpc_serve.__version__,
-            when(at),
-            Markup("\n").join(_replica(one, at) for one in replicas),
-        )
+    about = Markup('<h1>{}</h1><p class="when">hpc-serve {}, {}</p>').format(
+        _text(title), hpc_serve.__version__, when(at)
     )
+    return document(_text(title), Markup("\n").join((about, *(_replica(one, at) for one in replicas))), style=_STYLE)
 
 
 def _replica(found: ReplicaReport, at: float) -> Markup:
@@ -83,7 +69,7 @@ def _replica(found: ReplicaReport, at: float) -> Markup:
         _facts(_status_rows(status, at)),
         _failure(found.diagnosis),
         _section("Plan", _plan(found)),
-        _section("The start", _start(found)),
+        _section("The start", _start(status)),
         _section("Measured against predicted", _figures(status)),
         _section("Now", _facts(work_rows(status, found.work))),
         _section("Over time", _over_time(found)),
@@ -137,22 +123,29 @@ def _plan(found: ReplicaReport) -> Markup:
     cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
     what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out:"
     return Markup('{}<p class="note">{}</p>{}').format(
-        _facts(rows), what, _table(("in flight", "generated tokens/s"), cells, numbers_from=0)
+        _facts(rows), what, table(("in flight", "generated tokens/s"), cells, numbers_from=0)
     )
 
 
-def _start(found: ReplicaReport) -> Markup:
-    spans = [(span.name, span.took_s) for span in found.history.stages]
-    if not spans:
-        return Markup('<p class="note">{}</p>').format("The log that this host can see tells no stage of it.")
-    total = sum(seconds for _, seconds in spans)
-    cells = [(_text(name), f"{seconds:,.0f} s", f"{100 * seconds / max(total, 1.0):.0f} %") for name, seconds in spans]
-    end = "until it was ready" if found.history.is_ready else "so far"
-    note = f"{total:,.0f} s {end}, by the head's log, to the second."
+def _start(status: ReplicaStatus) -> Markup:
+    stages = {_text(name): seconds for name, seconds in stage_seconds(status).items()}
+    if not stages:
+        return Markup('<p class="note">{}</p>').format("Its record tells no stage of it.")
+    total = sum(stages.values())
+    cells = [
+        (
+            Markup("{} {}").format(swatch(place), name),
+            f"{seconds:,.1f} s",
+            f"{100 * seconds / max(total, 1.0):.0f} %",
+        )
+        for place, (name, seconds) in enumerate(stages.items())
+    ]
+    is_ready = status.start is not None and not status.start.stage
+    end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
+    caches = f" Caches: {_text(status.cache)}." if status.cache else ""
+    note = f"{duration(total)} {end}.{caches}"
     return Markup('{}<p class="note">{}</p>{}').format(
-        stage_bar([(_text(name), seconds) for name, seconds in spans]),
-        note,
-        _table(("stage", "took", "share"), cells, numbers_from=1),
+        stage_bar(list(stages.items())), note, table(("stage", "took", "share"), cells, numbers_from=1)
     )
 
 
@@ -168,11 +161,11 @@ def _figures(status: ReplicaStatus) -> Markup:
         predicted, measured = status.predicted[name], status.measured[name]
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
         cells.append((_text(name), figure(name, predicted), figure(name, measured), ratio))
-    return _table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)
+    return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)
 
 
 def _over_time(found: ReplicaReport) -> Markup:
-    reports = found.history.reports
+    reports = found.reports
     if not reports:
         return Markup('<p class="note">{}</p>').format(_WITHOUT_HISTORY)
     generated = [Curve(name="generated", points=[(at, one.generation_tokens_per_s) for at, one in reports])]
@@ -184,20 +177,20 @@ def _over_time(found: ReplicaReport) -> Markup:
     if planned:
         generated.append(Curve(name="planned, for as many requests as there were at that moment", points=planned))
     pictures = [
-        curves("Generated", generated, unit="tokens/s"),
-        curves(
+        over_time("Generated", generated, unit="tokens/s"),
+        over_time(
             "Prompts",
             [Curve(name="of prompts", points=[(at, one.prompt_tokens_per_s) for at, one in reports])],
             unit="tokens/s",
         ),
-        curves(
+        over_time(
             "Requests",
             [
                 Curve(name="running", points=[(at, float(one.running)) for at, one in reports]),
                 Curve(name="waiting", points=[(at, float(one.waiting)) for at, one in reports]),
             ],
         ),
-        curves(
+        over_time(
             "KV cache in use",
             [Curve(name="in use", points=[(at, one.cache_use) for at, one in reports if one.cache_use is not None])],
             percent=True,
@@ -217,19 +210,6 @@ def _facts(rows: Mapping[str, str]) -> Markup:
         if value
     ]
     return Markup("<table>{}</table>").format(Markup("").join(lines)) if lines else Markup("")
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int) -> Markup:
-    """A table whose columns from the given one on are numbers."""
-
-    def line(cells: Sequence[str], tag: str) -> Markup:
-        found = [
-            Markup('<{} class="{}">{}</{}>').format(tag, "n" if place >= numbers_from else "", cell, tag)
-            for place, cell in enumerate(cells)
-        ]
-        return Markup("<tr>{}</tr>").format(Markup("").join(found))
-
-    return Markup("<table>{}{}</table>").format(line(headings, "th"), Markup("").join(line(row, "td") for row in rows))
 
 
 def _text(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import click
 from hpc_serve.cli.options import SLURM_OPTIONS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.request import JobSettings, ServeRequest
 
 if TYPE_CHECKING:
     from hpc_serve.submit.site import SiteProfile
@@ -98,14 +99,23 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),
-        settings=site.job_settings(environ),
+        settings=_job_settings(site, options["stage"], environ),
         env=expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"]),
         log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
         templates_dir=site.templates_dir,
         jobs_can_submit=site.jobs_can_submit is not False,
+        memory_folders=site.memory_folders,
         offline_nodes=bool(site.offline_nodes),
         weights_help=site.weights_help,
     )
+
+
+def _job_settings(site: SiteProfile, stage: bool | None, environ: Mapping[str, str]) -> JobSettings:
+    """The site's, with what was asked of staging: `--stage` takes the folder that the site names, if it names one."""
+    settings = site.job_settings(environ)
+    if stage is None:
+        return settings
+    return replace(settings, stage=(settings.stage if settings.stage not in (None, "off") else "on") if stage else None)
 
 
 def default_service(model: str) -> str:

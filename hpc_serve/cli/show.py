@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections import Counter
@@ -45,11 +46,10 @@ def print_json(value: Any) -> None:
     click.get_current_context().meta["has_answered"] = True
 
 
-def report_json(report: StatusReport, works: Sequence[ReplicaWork] | None = None) -> dict[str, Any]:
-    """A report under stable keys. `works` says what the engine of each replica does, where they were asked."""
-    asked: Sequence[ReplicaWork | None] = [None] * len(report.replicas) if works is None else works
+def report_json(report: StatusReport, works: Sequence[ReplicaWork]) -> dict[str, Any]:
+    """A report under stable keys. `works` says what the engine of each replica does."""
     return {
-        "services": [status_json(status, work) for status, work in zip(report.replicas, asked)],
+        "services": [status_json(status, work) for status, work in zip(report.replicas, works)],
         "problems": list(report.problems),
         "elastic": {service: _elastic_json(elastic) for service, elastic in report.elastic.items()},
     }
@@ -89,23 +89,27 @@ def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[
     return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
 
 
-def print_table(statuses: Sequence[ReplicaStatus], console: Console | None = None) -> None:
-    """One line a replica, in the width of the terminal. On a narrow terminal the details go on a line below."""
+def print_table(
+    statuses: Sequence[ReplicaStatus], works: Sequence[ReplicaWork] = (), console: Console | None = None
+) -> None:
+    """A line for each replica and one for what its engine does, in the width of the terminal. On a narrow one the
+    details go on a line below."""
     console = console or PlainConsole()
+    details = [_state_detail(status, work) for status, work in itertools.zip_longest(statuses, works[: len(statuses)])]
     in_columns = max(len(f"{status.service} {status.name} {status.state}") for status in statuses) + 8
     if console.width < in_columns + _LEAST_SUMMARY:
-        for status in statuses:
+        for status, detail in zip(statuses, details):
             name = f"{status.service} {status.name} "
             console.print(Text.assemble(name, (status.state, _COLOURS[status.state])), overflow="fold")
-            console.print(Padding(Text(_state_detail(status), overflow="fold"), (0, 0, 0, 2)))
+            console.print(Padding(Text(detail, overflow="fold"), (0, 0, 0, 2)))
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for heading in ("SERVICE", "JOB", "STATE"):
         table.add_column(heading, no_wrap=True)
     table.add_column("")
-    for status in statuses:
+    for status, detail in zip(statuses, details):
         state = Text(status.state, style=_COLOURS[status.state])
-        table.add_row(Text(status.service), Text(status.name), state, Text(_state_detail(status), overflow="fold"))
+        table.add_row(Text(status.service), Text(status.name), state, Text(detail, overflow="fold"))
     console.print(table)
 
 
@@ -138,6 +142,7 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "started": when(status.started_at),
         "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
         "caches": status.cache,
+        "loading": status.loading,
         "time left": status.time_left or "",
         "successor": status.successor,
         **(work_rows(status, work) if work is not None else {}),
@@ -177,11 +182,16 @@ def _sentence(status: ReplicaStatus) -> str:
     return f"starting: {detail_words(status)}" if status.state == "starting" and status.detail else status.sentence
 
 
-def _state_detail(status: ReplicaStatus) -> str:
+def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str:
+    from hpc_serve.cli.work_view import work_words
+    from hpc_serve.durations import duration
+
     successor = f"; successor {status.successor}" if status.successor else ""
     if status.state == "ready":
+        age = f", {duration(time.time() - status.started_at)} old" if status.started_at else ""
         left = f", {status.time_left} left" if status.time_left else ""
-        return f"{status.model} at {status.address}{left}{successor}"
+        does = f"\n{words}" if work is not None and (words := work_words(work)) else ""
+        return f"{status.model} at {status.address}{age}{left}{successor}{does}"
     return f"{_first_words(status)}{successor}"
 
 

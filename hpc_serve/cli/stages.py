@@ -100,7 +100,7 @@ class Stages:
 
 def stage_line(status: ReplicaStatus) -> str:
     """How a replica is, as one line; for one that starts without the word itself."""
-    return detail_words(status) if status.state == "starting" else status.sentence
+    return (detail_words(status) if status.state == "starting" else "") or status.sentence
 
 
 def _clock(seconds: float) -> str:

@@ -19,6 +19,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
     from hpc_serve.client.status import ReplicaStatus
+    from hpc_serve.submit.log_files import LogWriter
 
 _A_DAY_S = 24 * 3600.0
 _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
@@ -30,7 +31,7 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 @click.option("--watch", "-w", "watched", is_flag=True, help="Go on showing it, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
-    """Show all services, or all about one.
+    """Show all services, or all about one, and what their engines do: tokens/s are those of one second.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
     requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine; or a job runs
@@ -53,19 +54,17 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     if not everything:
         within_s = math.inf if service else _A_DAY_S
         report = replace(report, replicas=tuple(_latest(report.replicas, within_s)))
-    works = None
-    if service is not None:
-        from hpc_serve.client.engine_work import look_for
+    from hpc_serve.client.engine_work import look_for
 
-        works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
+    works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
     if as_json:
         show.print_json(show.report_json(report, works))
         return
-    if works is not None:
+    if service is not None:
         for status, work in zip(report.replicas, works):
             show.print_details(status, work)
     elif report.replicas:
-        show.print_table(report.replicas)
+        show.print_table(report.replicas, works)
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
     show.print_counts(report)
@@ -96,8 +95,18 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
 @click.option("--node", type=int, metavar="K", help="Only the launcher of the job's K-th node, from 0.")
 @click.option("--tail", "lines", type=click.IntRange(min=0), default=100, help="Last lines of a file [default: 100].")
 @click.option("--files", is_flag=True, help="Print the names of the files instead.")
-def logs_command(target: str, follow: bool, node: int | None, lines: int, files: bool) -> None:
-    """Show what the batch script and the launcher of each node have written.
+@click.option(
+    "--only",
+    "writer",
+    type=click.Choice(("script", "launcher", "engine", "ray")),
+    help="The batch script's lines, the launchers', the engine's, or the ends of Ray's own logs.",
+)
+def logs_command(
+    target: str, follow: bool, node: int | None, lines: int, files: bool, writer: LogWriter | None
+) -> None:
+    """Show what the batch script, and on each node the launcher and the engine, have written.
+
+    Standard output and standard error are in one file, in their order. Ray's own logs are shown by --only ray.
 
     Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
     that ended; those of another by its JOB.
@@ -110,12 +119,11 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
         click.echo(_which_is_shown(status, others), err=True)
 
     def find_files() -> list[Path]:
-        of_node = f"{status.name}-node{node}.log"
-        return [path for path in log_files.files_of(status) if node is None or path.name == of_node]
+        return log_files.files_of_writer(status, writer, node)
 
     found = find_files()
     if not found and not follow:
-        of_which = "" if node is None else f" of node {node}"
+        of_which = (f" by {writer}" if writer else "") + ("" if node is None else f" of node {node}")
         raise click.ClickException(
             f"{status.service} (job {status.name}, {status.sentence}) has no logs{of_which} that this host can see; "
             f"they would be {' and '.join(log_files.places_of(status))}."
@@ -123,9 +131,10 @@ def logs_command(target: str, follow: bool, node: int | None, lines: int, files:
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
-        _print_lines(log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status)))
+        new = log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status))
+        _print_lines((path, line) for path, line in new if log_files.is_by(writer, line))
     else:
-        _print_lines((path, line) for path in found for line in log_files.tail(path, lines))
+        _print_lines((path, line) for path in found for line in log_files.tail_by(path, lines, writer))
 
 
 @click.command("stop")

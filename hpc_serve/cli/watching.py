@@ -66,7 +66,7 @@ def _table(replicas: Replicas) -> str:
         return "No services."
     console = PlainConsole()
     with console.capture() as captured:
-        print_table(replicas, console)
+        print_table(replicas, console=console)
     return captured.get().rstrip()
 
 

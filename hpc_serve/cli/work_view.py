@@ -30,6 +30,16 @@ def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:
     return rows
 
 
+def work_words(work: ReplicaWork) -> str:
+    """The same in a few words, for a table; "" where the engine said nothing."""
+    now = work.now
+    counts = ((now.running, "running"), (now.waiting, "waiting"), (work.generation_tokens_per_s, "tokens/s"))
+    words = [f"{value:,.0f} {name}" for value, name in counts if value is not None]
+    if now.cache_use is not None:
+        words.append(f"{100 * now.cache_use:.1f} % of the KV cache")
+    return ", ".join(words)
+
+
 def _speed(work: ReplicaWork) -> str:
     if work.over_s is None or work.generation_tokens_per_s is None:
         return "" if work.in_flight else "none: no request runs"

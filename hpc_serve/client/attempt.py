@@ -34,12 +34,13 @@ class Attempt:
     `abandon` is called from another thread while it is under way.
     """
 
-    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins) -> None:
+    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins, prompt_bytes: int = 0) -> None:
         self._watch = watch
         self._origins = origins
         self._is_under_way = True
         self.why_lost: str | None = None
         self.began_at_s = time.monotonic()
+        self.prompt_bytes = prompt_bytes
         self.heard_at_s = float("-inf")
         self.is_talking = False
         self.replica = replica
@@ -102,24 +103,30 @@ class AttemptBody(http.SyncByteStream):
     def __init__(self, response: http.Response, attempt: Attempt) -> None:
         self._body = cast(http.SyncByteStream, response.stream)
         self._pieces = iter(self._body)  # one: who iterates again after the end must not wait for more
+        self._is_begun = False
+        self._more = b""
         self._connection = response.extensions.get("network_stream")
         self.attempt = attempt
 
     def __iter__(self) -> Iterator[bytes]:
-        pieces = self._pieces
+        return self
+
+    def __next__(self) -> bytes:
+        if self._more:
+            more, self._more = self._more, b""
+            return more
         try:
-            for piece in pieces:
-                self.attempt.heard_first()
-                yield piece
-                break
-            for piece in pieces:
-                self.attempt.heard_at_s = time.monotonic()
-                more = self._read_end() if self.attempt.is_stream and piece.endswith(DONE_EVENT) else b""
-                yield piece
-                if more:
-                    yield more
+            piece = next(self._pieces)
         except http.TransportError as error:
             raise self.attempt.end_with(error) from error.__cause__
+        if not self._is_begun:
+            self._is_begun = True
+            self.attempt.heard_first()
+            return piece
+        self.attempt.heard_at_s = time.monotonic()
+        if self.attempt.is_stream and piece.endswith(DONE_EVENT):
+            self._more = self._read_end()
+        return piece
 
     def _read_end(self) -> bytes:
         """What follows `[DONE]`, which is nothing. Without an end of the body in time the connection is closed."""
@@ -141,24 +148,31 @@ class AsyncAttemptBody(http.AsyncByteStream):
     def __init__(self, response: http.Response, attempt: Attempt) -> None:
         self._body = cast(http.AsyncByteStream, response.stream)
         self._pieces = aiter(self._body)
+        self._is_begun = False
+        self._more = b""
         self._connection = response.extensions.get("network_stream")
         self.attempt = attempt
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        pieces = self._pieces
+    # No async generator: the SDK leaves one suspended at `[DONE]`, and the event loop makes a task to end each of them.
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._more:
+            more, self._more = self._more, b""
+            return more
         try:
-            async for piece in pieces:
-                self.attempt.heard_first()
-                yield piece
-                break
-            async for piece in pieces:
-                self.attempt.heard_at_s = time.monotonic()
-                more = await self._read_end() if self.attempt.is_stream and piece.endswith(DONE_EVENT) else b""
-                yield piece
-                if more:
-                    yield more
+            piece = await anext(self._pieces)
         except http.TransportError as error:
             raise self.attempt.end_with(error) from error.__cause__
+        if not self._is_begun:
+            self._is_begun = True
+            self.attempt.heard_first()
+            return piece
+        self.attempt.heard_at_s = time.monotonic()
+        if self.attempt.is_stream and piece.endswith(DONE_EVENT):
+            self._more = await self._read_end()
+        return piece
 
     async def _read_end(self) -> bytes:
         with reads_within(self._connection, END_S), suppress(http.TransportError):

@@ -104,10 +104,10 @@ class Exchange:
         self._lost = 0
         self.sent = 0
         self.resumed = 0
-        self.relay: Relay | None = None
-        if resume and _is_replayable(request):
-            asked = read_request(request.url.path, request.content)
-            self.relay = Relay(asked) if asked is not None else None
+        content = request.content if _is_replayable(request) else None
+        self._prompt_bytes = len(content or b"")
+        asked = read_request(request.url.path, content) if resume and content is not None else None
+        self.relay: Relay | None = Relay(asked) if asked is not None else None
 
     def answer(self) -> Steps[http.Response]:
         """The response of the first replica that has one."""
@@ -206,7 +206,7 @@ class Exchange:
 
     def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
         replica = self._watch.pick(tried)
-        return Attempt(self._watch, replica, self._origins) if replica is not None else None
+        return Attempt(self._watch, replica, self._origins, self._prompt_bytes) if replica is not None else None
 
     # -- whether again
 

@@ -19,7 +19,7 @@ from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.silence import LATE_S, Silence
 from hpc_serve.errors import HpcServeError
 
-LISTEN_S = 0.25
+LISTEN_S = 0.1
 LOOK_S = 2.5
 DOUBT_S = 0.5  # until the next look, when a replica has missed its first probe
 
@@ -32,11 +32,13 @@ _log = logging.getLogger("hpc_serve.client")
 class Attempt(Protocol):
     """One request at one replica. `heard_at_s` is when the replica last sent something of its answer (monotonic).
 
-    `is_talking`: it is a stream that has begun.
+    `is_talking`: it is a stream that has begun. `prompt_bytes` were sent to it at `began_at_s`.
     `abandon` makes whoever waits for the answer fail at once, for the reason in `why_lost`.
     """
 
     why_lost: str | None
+    began_at_s: float
+    prompt_bytes: int
     heard_at_s: float
     is_talking: bool
 
@@ -113,8 +115,8 @@ class RequestWatch:
                 if not attempts and now_s >= self._look_at_s:
                     self._thread = None
                     return
-            if now_s - before_s > LISTEN_S + LATE_S:
-                self._silence.start_anew()
+            if (late_s := now_s - before_s - LISTEN_S) > LATE_S:
+                self._silence.stood_still(late_s)
             self._abandon(self._silence.listen(attempts))
             if attempts and now_s >= self._look_at_s:
                 self._look_at_s = math.inf

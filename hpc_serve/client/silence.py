@@ -1,10 +1,11 @@
-"""Finds the replicas that have gone silent with requests of this client under way, within 1 to 3 s.
+"""Finds the replicas that have gone silent with requests of this client under way, within one to two seconds.
 
 A replica from which nothing comes is asked for a sign of life. It is given up if it leaves two connections unanswered,
-or if it answers and its engine makes no step although it has requests. That is little evidence, so it is believed only
-while another replica answers: the last one that does is never given up here, and where none answers the fault may be
-this program's or its network's. What takes longer to tell, a replica without another, is left to the looks of
-`discovery`. What becomes of the requests is decided in `exchange`.
+if it answers and its engine makes no step although it has requests, or if the network to it loses what is sent. That is
+little evidence, so it is believed only while another replica answers: the last one that does is never given up here,
+and where none answers the fault may be this program's or its network's. What takes longer to tell, a replica without
+another, is left to the looks of `discovery`. When a replica that was given up has its turn again is decided in
+`probation`, and what becomes of the requests in `exchange`.
 """
 
 from __future__ import annotations
@@ -16,21 +17,31 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.probation import Asker, Probation
+from hpc_serve.client.probe import in_background
 from hpc_serve.client.pulse import Pulse
 from hpc_serve.client.questions import Questions, Sign
 
-ANSWER_S = 0.4  # on each of two connections, where streams have gone silent
-QUIET_ANSWER_S = 0.6  # where no stream tells of the replica
+ANSWER_S = 0.6  # on two connections, side by side
 WITNESSES = 2
-LATE_S = 0.5  # this program stood still, if anything takes so much longer than it may
+# This program stood still, if anything takes so much longer than it may. After a long time all begins anew.
+LATE_S = 0.5
+LONG_STILL_S = 2.0
+# What a slow engine reads of a prompt in a second: 4,000 tokens.
+PROMPT_BYTES_S = 16 << 10
 
 # A replica whose engine hung is chosen last for so long. By then its launcher has found out, too.
 HUNG_COUNTS_S = 15.0
 
 
 class Heard(Protocol):
-    """What is heard of one request: when the replica last sent something, and whether it is a stream that has begun."""
+    """What is heard of one request: when the replica last sent something, and whether it is a stream that has begun.
 
+    `prompt_bytes` were sent to it at `began_at_s`.
+    """
+
+    began_at_s: float
+    prompt_bytes: int
     heard_at_s: float
     is_talking: bool
 
@@ -38,33 +49,36 @@ class Heard(Protocol):
     def replica(self) -> ReplicaAddress: ...
 
 
-class Asker(Protocol):
-    """Asks replicas for a sign of life; True: for the engine's figures, too. The answers by record name."""
-
-    def ask(self, replicas: Mapping[ReplicaAddress, bool], answer_s: float) -> dict[str, Sign]: ...
-    def keep(self, replicas: Collection[ReplicaAddress]) -> None: ...
-
-
 class Silence:
     """The replicas of one service. For one thread at a time."""
 
     def __init__(
-        self, pool: ReplicaPool, *, questions: Asker | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: ReplicaPool,
+        *,
+        questions: Asker | None = None,
+        probation: Probation | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._questions = questions or Questions()
+        self._probation = probation or Probation(Questions(), start=in_background)
         self._clock = clock
         self._pulses: dict[str, Pulse] = {}
         self._hung_at_s: dict[str, float] = {}
 
-    def start_anew(self) -> None:
-        """This program stood still: what it has not heard says nothing."""
+    def stood_still(self, seconds: float) -> None:
+        """This program stood still: what it has not heard in that time says nothing."""
         for pulse in self._pulses.values():
-            pulse.start(self._clock())
+            if seconds > LONG_STILL_S:
+                pulse.start(self._clock())
+            else:
+                pulse.skip(seconds)
 
     def after_fork(self) -> None:
         """In a forked process: the requests and connections are those of the other one."""
         self._questions.keep(())
+        self._probation.after_fork()
         self._pulses = {}
 
     def listen(self, requests: Collection[Heard]) -> dict[str, str]:
@@ -74,35 +88,55 @@ class Silence:
         self._questions.keep(set(replicas.values()))
         self._hear(requests, replicas, now_s)
         silent = {name for name in replicas if self._pulses[name].is_silent(now_s)}
-        self._pool.doubt_also(silent | self._hung(now_s))
+        self._probation.look(self._pool.others(set()), now_s)
+        self._pool.doubt_also(silent | self._hung(now_s) | self._probation.names)
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
         if not asked or (len(asked) == 1 and not self._pool.others({asked[0].name})):
             return {}
         for replica in asked:
             self._pulses[replica.name].was_asked(now_s)
-        answer_s = ANSWER_S if silent.intersection(replica.name for replica in asked) else QUIET_ANSWER_S
-        signs = self._questions.ask(dict.fromkeys(asked, True), answer_s)
-        if self._clock() - now_s > 2 * answer_s + LATE_S:
-            self.start_anew()
+        signs = self._questions.ask(dict.fromkeys(asked, True), ANSWER_S)
+        if (took_s := self._clock() - now_s) > ANSWER_S + LATE_S:
+            self.stood_still(took_s)
             return {}
         self._hear(requests, replicas, self._clock())
         counts = Counter(request.replica.name for request in requests)
         lost = self._judge({replica.name: counts[replica.name] for replica in asked}, signs, now_s)
-        return lost if lost and self._is_witnessed(lost, signs.keys() - lost.keys()) else {}
+        if not lost:
+            return {}
+        heard = {name for name in replicas if self._pulses[name].was_heard_since(now_s)}
+        answering = {name for name, sign in signs.items() if sign.is_answer}
+        steady = {name for name in answering | heard if not self._pulses[name].has_losses(self._clock())}
+        if not self._is_witnessed(lost, steady - lost.keys()):
+            return {}
+        self._give_up([replicas[name] for name in lost])
+        return lost
 
     def _hear(self, requests: Iterable[Heard], replicas: Collection[str], now_s: float) -> None:
         for name in self._pulses.keys() - set(replicas):
             self._pulses[name].start(now_s)
         words: dict[str, float] = {}
         signs = dict.fromkeys(replicas, -math.inf)
-        for request in requests:
+        reads_until = dict.fromkeys(replicas, -math.inf)
+        stalled: dict[str, float] = {}
+        for request in sorted(requests, key=lambda request: request.began_at_s):
             name, heard_at_s = request.replica.name, request.heard_at_s
             signs[name] = max(signs[name], heard_at_s)
             if request.is_talking:
                 words[name] = max(words.get(name, -math.inf), heard_at_s)
+                stalled[name] = min(stalled.get(name, math.inf), heard_at_s)
+            else:
+                began_at_s = max(reads_until[name], request.began_at_s)
+                reads_until[name] = began_at_s + request.prompt_bytes / PROMPT_BYTES_S
         for name, sign_at_s in signs.items():
             pulse = self._pulses.setdefault(name, Pulse(now_s))
-            pulse.hear(word_at_s=words.get(name), sign_at_s=sign_at_s, now_s=now_s)
+            pulse.hear(
+                word_at_s=words.get(name),
+                stalled_at_s=stalled.get(name),
+                sign_at_s=sign_at_s,
+                now_s=now_s,
+                reads_until_s=reads_until[name],
+            )
 
     def _hung(self, now_s: float) -> set[str]:
         return {name for name, at_s in self._hung_at_s.items() if now_s - at_s < HUNG_COUNTS_S}
@@ -112,22 +146,34 @@ class Silence:
         lost = {}
         for name, requests in asked.items():
             pulse, sign = self._pulses[name], signs.get(name)
-            if sign is not None:
+            if sign is not None and sign.was_sent_again:
+                pulse.was_sent_again(now_s)
+            if sign is not None and sign.is_answer:
                 pulse.answered(sign.figures, now_s, requests=requests)
                 if still_s := pulse.hung_s(now_s):
                     lost[name] = f"its engine has made no step for {still_s:.1f} s, although it has requests"
-            elif not pulse.was_heard_since(asked_at_s):
+                    continue
+            elif not pulse.was_heard_since(asked_at_s) and pulse.is_unusual(asked_at_s):
                 lost[name] = f"nothing has come for {pulse.quiet_s(now_s):.1f} s, and no answer on two connections"
+                continue
+            if unsteady_s := pulse.unsteady_s(now_s):
+                lost[name] = f"for {unsteady_s:.1f} s the network to it has lost what was sent"
         return lost
 
-    def _is_witnessed(self, lost: Collection[str], answering: Collection[str]) -> bool:
-        """Whether another replica answers now. Only then the lost ones are given up."""
-        witnesses = self._pool.others(set(lost))[:WITNESSES] if not answering else []
-        if not answering and not self._questions.ask(dict.fromkeys(witnesses, False), ANSWER_S):
-            return False
+    def _is_witnessed(self, lost: Collection[str], steady: Collection[str]) -> bool:
+        """Whether another replica answers now, or is `steady` anyway. Only then the lost ones are given up."""
+        if steady:
+            return True
+        witnesses = self._pool.others(set(lost))[:WITNESSES]
+        signs = self._questions.ask(dict.fromkeys(witnesses, False), ANSWER_S)
+        return any(sign.is_answer and not sign.was_sent_again for sign in signs.values())
+
+    def _give_up(self, lost: Iterable[ReplicaAddress]) -> None:
         now_s = self._clock()
-        for name in lost:
-            if self._pulses[name].hung_s(now_s):
-                self._hung_at_s[name] = now_s
-            self._pulses[name].given_up(now_s)
-        return True
+        for replica in lost:
+            pulse = self._pulses[replica.name]
+            if pulse.hung_s(now_s):
+                self._hung_at_s[replica.name] = now_s
+            else:
+                self._probation.enter(replica, now_s)
+            pulse.given_up(now_s)

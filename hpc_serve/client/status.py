@@ -28,8 +28,7 @@ _TAKEN_FROM_RECORD = (
     *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
     *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
     *("state_since", "engine_restarts", "replicas_per_job", "failed_part", "exit_code", "last_log_lines", "measured"),
-    "cache",
-    "start",
+    *("cache", "loading", "start"),
 )
 _TAKEN_FROM_SUBMITTED = (
     *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
@@ -91,6 +90,7 @@ class ReplicaStatus:
     state_since: float | None = None
     engine_restarts: int = 0
     cache: str = ""
+    loading: str = ""
     failed_part: str | None = None
     exit_code: int | None = None
     last_log_lines: tuple[str, ...] = ()

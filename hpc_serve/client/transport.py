@@ -159,29 +159,36 @@ class _ResumedBody(http.SyncByteStream):
         self._exchange = exchange
         self._relay = relay
         self._body = body
+        self._is_over = False
 
     def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._is_over:
+            raise StopIteration
+        self._is_over = True  # whatever is raised here ends it
         relay = self._relay
         while True:
-            failure: Exception = http.RemoteProtocolError("it ended early")
+            failure: Exception | None = None
             try:
-                for data in self._body:
-                    if passed := relay.feed(data):
-                        yield passed
-                    if relay.failure:
-                        failure = http.RemoteProtocolError(relay.failure)
-                        break
+                while not relay.failure:
+                    if passed := relay.feed(next(self._body)):
+                        self._is_over = False
+                        return passed
+            except StopIteration:
+                pass
             except http.TransportError as error:
                 failure = error
             except CannotResumeError as error:
                 raise broken_stream(relay, self._replica, error, "it was resumed once") from None
             if relay.is_done:
-                return
+                raise StopIteration
+            failure = failure or http.RemoteProtocolError(relay.failure or "it ended early")
             self._body.attempt.end(is_suspect=True)
             self._body.close()
             if (rest := relay.rest()) is not None:
-                yield rest
-                return
+                return rest
             response = self._transport.carry_out(self._exchange.go_on(relay, self._replica, failure))
             self._body = cast(AttemptBody, response.stream)
 
@@ -203,29 +210,36 @@ class _AsyncResumedBody(http.AsyncByteStream):
         self._exchange = exchange
         self._relay = relay
         self._body = body
+        self._is_over = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._is_over:
+            raise StopAsyncIteration
+        self._is_over = True  # whatever is raised here ends it
         relay = self._relay
         while True:
-            failure: Exception = http.RemoteProtocolError("it ended early")
+            failure: Exception | None = None
             try:
-                async for data in self._body:
-                    if passed := relay.feed(data):
-                        yield passed
-                    if relay.failure:
-                        failure = http.RemoteProtocolError(relay.failure)
-                        break
+                while not relay.failure:
+                    if passed := relay.feed(await anext(self._body)):
+                        self._is_over = False
+                        return passed
+            except StopAsyncIteration:
+                pass
             except http.TransportError as error:
                 failure = error
             except CannotResumeError as error:
                 raise broken_stream(relay, self._replica, error, "it was resumed once") from None
             if relay.is_done:
-                return
+                raise StopAsyncIteration
+            failure = failure or http.RemoteProtocolError(relay.failure or "it ended early")
             self._body.attempt.end(is_suspect=True)
             await self._body.aclose()
             if (rest := relay.rest()) is not None:
-                yield rest
-                return
+                return rest
             response = await self._transport.carry_out(self._exchange.go_on(relay, self._replica, failure))
             self._body = cast(AsyncAttemptBody, response.stream)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from hpc_serve.client.asyncio_streams import AsyncioBackend
 from hpc_serve.client.origins import Origins
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import core
@@ -149,8 +150,12 @@ def running_loop() -> Any:
         return trio.lowlevel.current_trio_token()
 
 
+def is_asyncio(loop: Any) -> bool:
+    return isinstance(loop, asyncio.AbstractEventLoop)
+
+
 def has_ended(loop: Any) -> bool:
-    return isinstance(loop, asyncio.AbstractEventLoop) and loop.is_closed()
+    return is_asyncio(loop) and loop.is_closed()
 
 
 def _shut_down(found: Any) -> None:
@@ -208,7 +213,6 @@ class VerifyingBackend(core.NetworkBackend):
 class AsyncVerifyingBackend(core.AsyncNetworkBackend):
     def __init__(self, origins: Origins) -> None:
         self._origins = origins
-        self._network = core.AnyIOBackend()
 
     async def connect_tcp(
         self,
@@ -219,7 +223,7 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
         socket_options: Any = None,
     ) -> core.AsyncNetworkStream:
         replica, deadline = self._origins.replica_of(host), _Deadline(timeout)
-        stream = await self._network.connect_tcp(
+        stream = await _network().connect_tcp(
             replica.host, replica.port, timeout=deadline.left_s, socket_options=_KEEPALIVE
         )
         try:
@@ -240,7 +244,11 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
             raise
 
     async def sleep(self, seconds: float) -> None:
-        await self._network.sleep(seconds)
+        await _network().sleep(seconds)
+
+
+def _network() -> core.AsyncNetworkBackend:
+    return AsyncioBackend() if is_asyncio(running_loop()) else core.AnyIOBackend()
 
 
 def _challenge(replica: ReplicaAddress, stream: Any) -> Challenge:

@@ -1,8 +1,9 @@
 """Which of all that the logs of a job hold is the first cause: the root, not what followed from it.
 
-What a rule knows as a cause comes first; then an exception that ended a process; then symptoms, which another part may
-have brought about (a timeout of those who waited for a rank that died); last what only reports that something went
-wrong. Among equals the first in time counts, on whichever node. Which lines a rule knows is data in `rules`.
+What a rule knows as a cause comes first; then an exception that ended a process, then a part that was killed; then
+symptoms, which another part may have brought about (a timeout of those who waited for a rank that died); last what only
+reports that something went wrong. Among equals the first in time counts, on whichever node. Which lines a rule knows
+is data in `rules`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_serve.diagnose.evidence import LogEvidence, Match
+from hpc_serve.diagnose.rules import RULES
 from hpc_serve.diagnose.tracebacks import Raised
 
-_RANKS = {"cause": 0, "symptom": 2, "consequence": 4}
-_EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 2, 3, 4
+_RANKS = {"cause": 0, "death": 2, "symptom": 3, "consequence": 5}
+_EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 3, 4, 5
 # vLLM, Ray and torch end with these whatever the cause was.
 _CONSEQUENCES = re.compile(
     r"Engine core initialization failed|EngineCore (?:encountered|failed)|EngineDeadError|"
@@ -39,6 +41,9 @@ _MOST_FINDINGS = 6
 _LONGEST_QUOTE = 300
 _LONGEST_IN_SENTENCE = 220
 UNKNOWN = "unknown"
+OWN_WORDS = "hpc-serve"
+"""The name of a cause that hpc-serve itself ended the run for: its own sentence, which says what to do."""
+OWN_CURE = "Change what the sentence above names, and submit again."
 UNKNOWN_CURE = (
     "This is no cause that is known here: the lines around it say more. `hpc-serve doctor JOB --bundle FILE.tar.gz` "
     "collects what "
@@ -123,6 +128,12 @@ def _one_finding(group: Sequence[_Candidate]) -> Finding:
     return replace(first.finding, lines=lines[:_MOST_LINES_SHOWN])
 
 
+def tells_the_root(findings: Sequence[Finding]) -> bool:
+    """Whether the first of the findings is a cause that a rule knows, and no symptom of another."""
+    kinds = {rule.name: rule.kind for rule in RULES}
+    return bool(findings) and kinds.get(findings[0].name) in ("cause", "error")
+
+
 def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:
     """The first cause; None if the logs tell of none."""
     return next(iter(find_causes(logs)), None)
@@ -140,7 +151,8 @@ def cause_in(text: str, *, source: str = "") -> Finding | None:
 def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
     known_lines = {match.line for match in log.matches}
     for match in log.matches:
-        is_over = match.rule.in_notes and log.num_lines - match.line > _LAST_NOTE_LINES
+        may_be_over = match.rule.in_notes and not match.rule.is_final
+        is_over = may_be_over and log.num_lines - match.line > _LAST_NOTE_LINES
         if match.rule.kind != "error" and not is_over:
             yield _of_match(log, match, _RANKS[match.rule.kind])
     is_root = {id(one.root) for one in log.raised}
@@ -158,9 +170,9 @@ def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
     for end in unknown:
         if (rank := _rank(end.first)) != _EXCEPTION:
             yield _of_exception(log, end, rank)
-    for number, reason in log.launcher_failures:
+    for number, reason, is_own in log.launcher_failures:
         if number not in known_lines:
-            yield _of_launcher(log, number, reason)
+            yield _of_launcher(log, number, reason, is_own=is_own)
 
 
 def _is_own(raised: Raised, known_lines: set[int]) -> bool:
@@ -216,11 +228,13 @@ def _of_exception(log: LogEvidence, raised: Raised, rank: int) -> _Candidate:
     return _Candidate(rank=rank, at=_time(first.at), key=re.sub(r"0x\w+|\d+", "#", first.words), finding=finding)
 
 
-def _of_launcher(log: LogEvidence, number: int, reason: str) -> _Candidate:
-    """A part that ended without a word that is known: what it said last."""
-    last = [line for line in log.before_failure if line[0] < number][-_MOST_LINES_SHOWN:]
+def _of_launcher(log: LogEvidence, number: int, reason: str, *, is_own: bool) -> _Candidate:
+    """Why hpc-serve ended the run by itself; or a part that ended without a word that is known: what it said last."""
+    last = [] if is_own else [line for line in log.before_failure if line[0] < number][-_MOST_LINES_SHOWN:]
     lines = (SeenLine(source=log.source, number=at, text=_quote(text)) for at, text in [(number, reason), *last])
-    finding = Finding(name=UNKNOWN, cause=_quote(reason), cure=UNKNOWN_CURE, lines=tuple(lines))
+    name, cure = (OWN_WORDS, OWN_CURE) if is_own else (UNKNOWN, UNKNOWN_CURE)
+    cause = reason if is_own else _quote(reason)
+    finding = Finding(name=name, cause=cause, cure=cure, lines=tuple(lines))
     return _Candidate(rank=_LAUNCHER, at=math.inf, key=reason, finding=finding)
 
 

@@ -24,7 +24,7 @@ _BEGINS_ANEW = re.compile(
     r"Application startup complete|Ray runtime started|"
     r"hpc-serve: (?:launcher of |engine command: )|logs of this run are |srun: Step created"
 )
-_LAUNCHER_FAILED = re.compile(r"(?:.+? failed \(exit code \d+\): )?(?P<reason>.+)")
+_LAUNCHER_FAILED = re.compile(r"(?:(?P<part>.+?) failed \(exit code \d+\): )?(?P<reason>.+)")
 _SCRIPT_FAILED = re.compile(r"hpc-serve: (?!attempt |logs of )(?P<reason>.+)")
 _NOTES = tuple(rule for rule in RULES if rule.in_notes)
 
@@ -60,8 +60,8 @@ class LogEvidence:
     def _forget(self) -> None:
         self.matches: list[Match] = []
         self.raised: list[Raised] = []
-        self.launcher_failures: list[tuple[int, str]] = []
-        """What the script or the launcher said of its own end or of a part's: the line, and the reason."""
+        self.launcher_failures: list[tuple[int, str, bool]] = []
+        """What the script or the launcher said of an end: the line, the reason, and whether it ended by itself."""
         self.before_failure: tuple[tuple[int, str], ...] = ()
         """The last lines before the first of them."""
         self._counts: Counter[str] = Counter()
@@ -86,7 +86,8 @@ class LogEvidence:
             self._note_rules(head, raised, repeats=self.is_record or is_of_launcher)
         if failed := _LAUNCHER_FAILED.fullmatch(head.text) if is_of_launcher else _SCRIPT_FAILED.match(line):
             self.before_failure = self.before_failure or tuple(self.last_lines)
-            _keep(self.launcher_failures, (self.num_lines, failed["reason"]))
+            is_own = (failed.groupdict().get("part") or "launcher") == "launcher"
+            _keep(self.launcher_failures, (self.num_lines, failed["reason"], is_own))
         self.last_lines.append((self.num_lines, line))
 
     def _note_traceback(self, head: LineHead) -> Raised | None:

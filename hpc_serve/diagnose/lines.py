@@ -32,13 +32,18 @@ _FORMS = (
     re.compile(rf"\[(?P<level>[IWEF])(?P<date>\d{{3,4}}) {_TIME}\S* \S+:\d+\] ?"),
     re.compile(r"\[(?P<level>[IWEF]) \S+\.(?:cpp|cc|h):\d+\] ?"),
     re.compile(rf"(?P<level>[IWEF])(?P<date>\d{{4}}) {_TIME}\S* +\d+ \S+\] ?"),
-    re.compile(r"\S+:\d+:\d+ \[\d+\] (?P<cpp>NCCL) (?P<level>INFO|TRACE|WARN) ?"),
+    # vm:812:940 [3] NCCL INFO …; since 2.27 after the time, and a warning after its place in the source
+    re.compile(
+        rf"(?:\[{_DAY} {_TIME}\] )?\S+:\d+:\d+ \[\d+\] (?:\S+:\d+ (?:\(\w+\) )?)?(?P<cpp>NCCL) "
+        r"(?P<level>INFO|TRACE|WARN) ?"
+    ),
     _BASIC_LOGGING,
     re.compile(rf"(?P<level>{_LEVELS}):\s+"),
     re.compile(r"\S+\.py:\d+: \w*(?P<level>Warning): "),
 )
 _SLURM = re.compile(r"(?:slurmstepd|srun|slurmd|sbatch)(?:-\S+)?: (?:error|fatal): ?")
 _SLURM_TIME = re.compile(rf"\bAT {_DAY}T{_TIME}")
+_NEVER_WITH_TRACEBACK = ("DEBUG", "INFO")
 _HARMLESS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCC", "TRACE", "Warning", "D", "I", "W"})
 _SECONDS_A_MONTH, _SECONDS_A_DAY = 31 * 86_400, 86_400
 
@@ -79,7 +84,7 @@ def read_head(line: str) -> LineHead:
                 process=process,
                 is_error=_is_error(found),
                 at=_at(found),
-                may_go_on=form in (_LOGGING, _BASIC_LOGGING),
+                may_go_on=form in (_LOGGING, _BASIC_LOGGING) and found["level"] not in _NEVER_WITH_TRACEBACK,
             )
     return LineHead(text=rest, process=process)
 

@@ -9,18 +9,15 @@ folders together are bounded in size; those used last stay. Which folder a run u
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import shutil
-import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.rendezvous.ownership import fault
+from hpc_serve.job.guarded_folders import lock_beside, others_file, remove_tree, remove_unless_locked, walk
 
 _log = logging.getLogger(__name__)
 READY = "ready"
@@ -55,15 +52,15 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
     """
     for number in range(first, first + _MOST_AT_ONCE):
         path = root / f"{key}-{number}"
-        descriptor = _lock(path)
+        descriptor = lock_beside(path)
         if descriptor is None:
             continue
         try:
-            if (reason := _others_file(path)) is not None:
+            if (reason := others_file(path)) is not None:
                 _log.warning("caches of an earlier start are removed: %s", reason)
-                _remove_tree(path)
+                remove_tree(path, mark=READY)
             path.mkdir(mode=0o700, exist_ok=True)
-            if _others_file(path) is None:
+            if others_file(path) is None:
                 return LockedFolder(path=path, descriptor=descriptor)
         except OSError:
             os.close(descriptor)
@@ -95,7 +92,7 @@ def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
         for used_at, path in sorted(folders):
             if total <= limit_bytes and time.time() - used_at < _UNUSED_S:
                 continue
-            if _remove(path):
+            if remove_unless_locked(path, mark=READY):
                 removed.append(path)
                 total -= sizes[path]
     return removed
@@ -103,51 +100,7 @@ def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
 
 def folder_bytes(path: Path) -> int:
     """What the files in it take, in bytes."""
-    return sum(status.st_blocks * 512 for _, status in _walk(path))
-
-
-def _lock(path: Path) -> int | None:
-    """The lock of a folder; None while another process has it. Raises OSError."""
-    name = path.with_name(f"{path.name}.lock")
-    while True:
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.lstat(name)):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except FileNotFoundError:
-            pass  # whoever had the lock has removed the folder and its file: make it anew
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> bool:
-    """Remove a folder unless it is in use; returns whether nothing of it is left."""
-    with contextlib.suppress(OSError):
-        descriptor = _lock(path)
-        if descriptor is None:
-            return False
-        try:
-            _remove_tree(path)
-            if not os.path.lexists(path):
-                path.with_name(f"{path.name}.lock").unlink()
-                return True
-        finally:
-            os.close(descriptor)
-    return False
-
-
-def _remove_tree(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        (path / READY).unlink()  # first of all: a removal may be interrupted
-    shutil.rmtree(path, ignore_errors=True)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
+    return sum(status.st_blocks * 512 for _, status in walk(path))
 
 
 def _used_at(path: Path) -> float:
@@ -155,31 +108,3 @@ def _used_at(path: Path) -> float:
         with contextlib.suppress(OSError):
             return os.lstat(name).st_mtime
     return 0.0
-
-
-def _others_file(path: Path) -> str | None:
-    """Why a folder of caches may not be used; None if it may, or if it is not there."""
-    if not os.path.lexists(path):
-        return None
-    if path.is_symlink() or not path.is_dir():
-        return f"{path} is no folder"
-    if (reason := fault(path, "private")) is not None:
-        return reason
-    for name, status in _walk(path):
-        if status.st_uid != os.geteuid():
-            return f"{name} belongs to user {status.st_uid}, not to you"
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
-            return f"{name} is no file"
-    return None
-
-
-def _walk(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All that is below a folder, without following links. What vanishes or cannot be read meanwhile is left out."""
-    folders = [str(path)]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    yield entry.path, entry.stat(follow_symlinks=False)
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)

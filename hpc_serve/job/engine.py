@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.job import node_dir, shared_memory
-from hpc_serve.job.checkpoint import checkpoint_bytes
+from hpc_serve.job.checkpoint import cached_part, checkpoint_bytes, weights_in
 from hpc_serve.job.endpoint import Endpoint, move_endpoint
 from hpc_serve.job.engine_watch import EngineWatch
 from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
@@ -25,7 +25,8 @@ from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, PartFailedError, RunEnd, drain_s_after_signal, failure
 from hpc_serve.job.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
-from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids, read_bytes
+from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids
+from hpc_serve.job.reading import ReadSoFar, RunReading
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.job.shared_memory import Segment
@@ -45,7 +46,7 @@ _SETTLE_S = 1.0
 
 
 class Engine:
-    """The engine of one run. `workers_read_bytes` says what the run's processes on the other nodes have read so far.
+    """The engine of one run. `read_by_workers` says what the run's processes on the other nodes have read so far.
 
     `on_ready` is called each time it has become ready.
     """
@@ -58,12 +59,13 @@ class Engine:
         parts: Parts,
         run_end: RunEnd,
         *,
-        workers_read_bytes: Callable[[], int],
+        read_by_workers: Callable[[], ReadSoFar],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._keeper, self._endpoint = node, keeper, endpoint
         self._parts, self._run_end = parts, run_end
-        self._workers_read_bytes, self._on_ready = workers_read_bytes, on_ready
+        self._read_by_workers, self._on_ready = read_by_workers, on_ready
+        self._reading = RunReading(node.run_mark)
         self._progress = StartProgress()
         self._watch: EngineWatch | None = None
         self._restart: Restart | None = None
@@ -85,9 +87,11 @@ class Engine:
         self._keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
-        size = await asyncio.to_thread(checkpoint_bytes, Path(command.stand_in or command.model))
+        files = await asyncio.to_thread(weights_in, Path(command.stand_in or command.model))
+        size = await asyncio.to_thread(checkpoint_bytes, files)
         self._keeper.add_figures({"checkpoint_bytes": size} if size else {})
         while True:
+            self._keeper.stages.cached_part = await asyncio.to_thread(cached_part, files)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
             restart = None if may_be_cache else restarts.after_end(ready_s)
@@ -247,9 +251,9 @@ class Engine:
                     )
                 except NotReadyError as error:
                     self._set_stage(f"not ready: {error}")
-            read = await self._read_bytes()
-            self._progress.note_read_bytes(read)
-            self._keeper.stages.note_read_bytes(read)
+            read = await self._read_so_far()
+            self._progress.note_read_bytes(read.total)
+            self._keeper.stages.note_read(read)
             if (idle_s := self._progress.idle_s) > node.options.stall_s:
                 record = self._keeper.record
                 how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
@@ -263,9 +267,9 @@ class Engine:
                 await asyncio.wait_for(self._server_is_up.wait(), _POLL_INTERVAL_S)
             self._server_is_up.clear()
 
-    async def _read_bytes(self) -> int:
+    async def _read_so_far(self) -> ReadSoFar:
         """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
-        return await asyncio.to_thread(read_bytes, self._node.run_mark) + self._workers_read_bytes()
+        return await asyncio.to_thread(self._reading.look) + self._read_by_workers()
 
     def _read_line(self, line: str) -> None:
         print_line(line)

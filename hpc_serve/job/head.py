@@ -20,15 +20,15 @@ from hpc_serve.job.control import ControlServer
 from hpc_serve.job.drain import Drain, follow_drain_requests
 from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.engine import Engine
+from hpc_serve.job.head_ray import HeadRay
 from hpc_serve.job.link import Link, Message
-from hpc_serve.job.network import hold_port, listen_on
+from hpc_serve.job.network import listen_on
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
-from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.parts import Parts
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
-from hpc_serve.job.process import start_child
-from hpc_serve.job.ray_cluster import RayNodes, head_argv, parse_nodes, read_gcs_port, watch_nodes_argv
 from hpc_serve.job.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.staging import stage
 from hpc_serve.job.takeover import take_over
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.claims import claim
@@ -39,7 +39,6 @@ from hpc_serve.vllm.command import check_layout
 
 _log = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 0.5
-_RAY_GRACE_S = 4.0
 
 
 async def run_head(node: Node) -> int:
@@ -62,19 +61,23 @@ class Head:
         self._node, self._keeper = node, keeper
         self._run_end = RunEnd(node.options.kill_wait_s)
         self._changed = asyncio.Event()
-        self._parts = Parts(node.run_mark, self._run_end, is_starting=lambda: keeper.record.state == "starting")
+        self._parts = Parts(
+            node.run_mark,
+            self._run_end,
+            is_starting=lambda: keeper.record.state == "starting",
+            node_name=node.allocation.node_name,
+        )
         self._preflight: HeadPreflight | None = None
         self._workers = WorkerLinks(
             node.allocation.num_nodes, self._parts, self._run_end, self._publish_worker, self._take_answer
         )
-        self._ray_nodes = RayNodes({})
         self._engine = Engine(
             node,
             keeper,
             endpoint,
             self._parts,
             self._run_end,
-            workers_read_bytes=lambda: self._workers.read_bytes,
+            read_by_workers=lambda: self._workers.read,
             on_ready=self._keep_cache,
         )
 
@@ -93,6 +96,7 @@ class Head:
             self._preflight = HeadPreflight(node, self._parts.run_in_background)
         await control.start(listener)
         self._parts.run_in_background(self._keeper.renew())
+        self._parts.run_in_background(self._parts.watch_memory())
         self._parts.run_in_background(self._run_end.fail_on_error(self._start(control)))
         drain_request = Path(node.environ["HPC_SERVE_DRAIN_REQUEST"])
         self._parts.run_in_background(follow_drain_requests(drain_request, self._run_end))
@@ -134,22 +138,37 @@ class Head:
             per_node=node.options.gpus_per_node,
             backend=node.backend,
         )
+        uses_ray = node.backend == "ray" and node.options.preflight != "only"
+        ray = (
+            HeadRay(node, self._parts, self._keeper, self._wait_until_complete, self._changed.set) if uses_ray else None
+        )
+        if ray is not None:
+            await ray.hold()
         await self._wait_for_workers()
         control.close()  # all are in, and nobody else has business there
-        if not await self._are_nodes_fit():
-            return
         keeps_cache = self._agree_on_cache()
         node = self._node
-        if node.backend == "ray":
-            environ = node.ray_environ(address=node.internal_head)
-            gcs = await self._start_ray(environ)
-            environ["RAY_ADDRESS"] = gcs
-            await self._workers.start_all(gcs, keeps_cache=keeps_cache)
-            await self._wait_for_ray_nodes(environ)
+        if ray is not None:  # Ray's head reads no weights, so it need not wait for the preflight
+            await ray.start_head(node)
+        if not await self._are_nodes_fit():
+            return
+        await self._stage_model()
+        if ray is not None:
+            environ = await ray.engine_environ()
+            await self._workers.start_all(environ["RAY_ADDRESS"], keeps_cache=keeps_cache)
+            await ray.wait_for_nodes(self._workers.names)
         else:
             environ = node.child_environ(address=node.internal_head)
             await self._workers.start_all(None, keeps_cache=keeps_cache)
         await self._engine.serve(environ)
+
+    async def _stage_model(self) -> None:
+        """Copy the model to every node, all at once, if that is wanted. A copy may take as long as it likes."""
+        if self._node.staging is not None:
+            self._keeper.set_stage("staging the model")
+            await self._workers.stage_all()
+            await stage(self._node.staging, self._keeper.note_copied)
+            await self._workers.wait_until_staged()
 
     def _agree_on_cache(self) -> bool:
         """Whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them, so all
@@ -199,45 +218,6 @@ class Head:
         if node.options.preflight == "only":
             self._run_end.stop(report.summary)
         return node.options.preflight != "only"
-
-    async def _start_ray(self, environ: dict[str, str]) -> str:
-        """Start Ray's head; returns the "address:port" of its GCS."""
-        node = self._node
-        self._keeper.set_stage("starting Ray's head")
-        self._client_port = hold_port()
-        options = node.ray_options(address=node.internal_head)
-        argv = head_argv(options, client_port=self._client_port.getsockname()[1])
-        await self._parts.start("ray head", argv, environ, order=StopOrder.RAY, grace_s=_RAY_GRACE_S)
-
-        def missing() -> str | None:
-            return None if read_gcs_port(node.ray_dir) else "Ray's GCS does not listen"
-
-        await self._wait_until_complete(missing, part="ray head")
-        return f"{node.internal_head}:{read_gcs_port(node.ray_dir)}"
-
-    async def _wait_for_ray_nodes(self, environ: dict[str, str]) -> None:
-        node = self._node
-        expected = {node.internal_head: node.allocation.node_name, **self._workers.names}
-
-        def on_line(line: str) -> None:
-            if (nodes := parse_nodes(line)) is not None:
-                self._ray_nodes = nodes
-                self._changed.set()
-
-        watcher = await start_child("ray nodes", watch_nodes_argv(node.options.device), environ, on_line)
-
-        def missing() -> str | None:
-            sentences = self._ray_nodes.missing(expected, node.options.device, node.options.gpus_per_node)
-            joined = set(expected) & set(self._ray_nodes.devices)
-            self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
-            if watcher.exit_code is not None:
-                return "; ".join(["Ray does not report its nodes", *list(watcher.last_log_lines)[-3:]])
-            return "; ".join(sentences) or None
-
-        try:
-            await self._wait_until_complete(missing, part="ray nodes")
-        finally:
-            await watcher.stop(grace_s=2)
 
     async def _wait_until_complete(self, missing: Callable[[], str | None], *, part: str) -> None:
         """Wait until `missing()` is None. The deadline (HPC_SERVE_JOIN_S) starts again whenever its answer changes.

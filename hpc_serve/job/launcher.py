@@ -15,10 +15,14 @@ from hpc_serve.job.engine_cache import EngineCache, open_cache
 from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import DirOwner
+from hpc_serve.job.ray_logs import kept_ray_logs
 from hpc_serve.job.run_dir import remove_run_dir
+from hpc_serve.job.staging import Staging, plan_staging, staged_command
 from hpc_serve.job.sweep import private_node_dir
+from hpc_serve.job.weights_place import find_load_strategy, with_strategy
 from hpc_serve.stand_in import find_stand_in
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
+from hpc_serve.vllm.load_strategy import LoadStrategy
 
 _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS"),
@@ -41,11 +45,16 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     owner = DirOwner(run_mark=f"{node_dir.name}-{allocation.node_rank}", run_dir=run_dir)
     with _removed_run_dir(run_dir), private_node_dir(node_dir, owner):
         command = read_command(words, stand_in=find_stand_in(environ))
-        with run_cache(options, allocation, command, environ) as cache:
+        staging = plan_staging(command, environ)
+        with contextlib.ExitStack() as at_end, run_cache(options, allocation, command, environ) as cache:
+            if staging is not None:
+                at_end.callback(staging.close)
+            strategy = _load_strategy(command, staging, environ, num_nodes=allocation.num_nodes)
             node = Node(
                 options=options,
                 allocation=allocation,
-                command=command,
+                command=staged_command(command, staging) if staging else with_strategy(command, strategy),
+                loading=strategy.reason,
                 backend=choose_backend(options.backend, command, allocation.num_nodes),
                 head=environ["HPC_SERVE_HEAD_ADDRESS"],
                 head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
@@ -55,8 +64,19 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
                 run_mark=owner.run_mark,
                 token=read_token(environ),
                 environ=environ,
+                staging=staging,
             )
-            return asyncio.run(_run(node))
+            with kept_ray_logs(node):
+                return asyncio.run(_run(node))
+
+
+def _load_strategy(
+    command: ServeCommand, staging: Staging | None, environ: Mapping[str, str], *, num_nodes: int
+) -> LoadStrategy:
+    """How the engine reads its weights. A copy on the node is left to vLLM's default."""
+    if staging is not None:
+        return LoadStrategy(reason=f"vLLM's default (lazy): from the copy {staging.target} on the node")
+    return find_load_strategy(command, environ, num_nodes=num_nodes)
 
 
 def run_cache(

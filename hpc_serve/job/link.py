@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
+from hpc_serve.job.reading import ReadSoFar
 
 MAX_MESSAGE_BYTES = 256 * 1024
 _MAX_HEARTBEAT_INTERVAL_S = 3.0
@@ -29,7 +30,7 @@ class Link:
     """One end of an open connection.
 
     `rank`, `name` and `address` describe the node at the other end; `cache` is its folder of caches, if it has one that
-    outlives the run. `read_bytes` is what that node's processes had
+    outlives the run. `read` is what that node's processes had
     read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
     """
 
@@ -46,7 +47,7 @@ class Link:
     ) -> None:
         self.rank, self.name, self.address, self.cache = rank, name, address, cache
         self._silence_s = silence_s
-        self.read_bytes = 0
+        self.read = ReadSoFar()
         self._reader, self._writer = reader, writer
 
     async def send(self, kind: str, **fields: Any) -> None:
@@ -69,7 +70,7 @@ class Link:
                 raise LinkLostError(f"the launcher on node {self.name} ended") from error
             if message.get("kind") != "heartbeat":
                 return message
-            self.read_bytes = whole_number(message.get("read_bytes", 0))
+            self.read = _read_so_far(message.get("read", [0, 0, 0]))
 
     async def _next_message(self) -> Message:
         """The next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
@@ -87,19 +88,19 @@ class Link:
             reading.cancel()
         raise asyncio.TimeoutError
 
-    async def send_heartbeats(self, read_bytes: Callable[[], int]) -> None:
-        """Send heartbeats until cancelled. Each carries the latest result of `read_bytes`.
+    async def send_heartbeats(self, look: Callable[[], ReadSoFar]) -> None:
+        """Send heartbeats until cancelled. Each carries the latest result of `look`.
 
-        `read_bytes` runs in a thread and may take long: /proc is slow for a process that is mapping much memory.
+        `look` runs in a thread and may take long: /proc is slow for a process that is mapping much memory.
         Heartbeats do not wait for it.
         """
         interval_s = min(_MAX_HEARTBEAT_INTERVAL_S, self._silence_s / _HEARTBEATS_PER_SILENCE)
-        latest, reading = 0, asyncio.create_task(asyncio.to_thread(read_bytes))
+        latest, reading = ReadSoFar(), asyncio.create_task(asyncio.to_thread(look))
         while True:
             await asyncio.wait({reading}, timeout=interval_s)
             if reading.done():
-                latest, reading = reading.result(), asyncio.create_task(asyncio.to_thread(read_bytes))
-            await self.send("heartbeat", read_bytes=latest)
+                latest, reading = reading.result(), asyncio.create_task(asyncio.to_thread(look))
+            await self.send("heartbeat", read=latest.counts)
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
@@ -112,6 +113,12 @@ def whole_number(value: object) -> int:
     if not isinstance(value, int):
         raise ValueError("no whole number")
     return value
+
+
+def _read_so_far(value: object) -> ReadSoFar:
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError("no three numbers")
+    return ReadSoFar.of([whole_number(count) for count in value])
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:

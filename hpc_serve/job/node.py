@@ -19,8 +19,9 @@ from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.job.restarts import DEFAULT_RESTARTS
+from hpc_serve.job.staging import Staging
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.trust.peers import make_peer_files
+from hpc_serve.trust.peers import PeerFiles, make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
 
 PreflightMode = Literal["on", "warn", "off", "only"]
@@ -66,7 +67,8 @@ class Node:
     """One node's share of a run.
 
     `head` is the address of the head node, `token` the run's secret. `run_mark` is in the environment of every process
-    of this run on this node. Another node counts as lost when it has sent nothing for `silence_s` seconds.
+    of this run on this node. `staging` is the copy of the model that is loaded, if any, `loading` says how the
+    weights are read, and why. Another node counts as lost when it has sent nothing for `silence_s` seconds.
     """
 
     options: LaunchOptions
@@ -81,6 +83,8 @@ class Node:
     run_mark: str
     token: str
     environ: Mapping[str, str]
+    staging: Staging | None = None
+    loading: str = ""
 
     @cached_property
     def internal_head(self) -> str:
@@ -156,6 +160,7 @@ class Node:
         defaults = {
             # Our deadline extends with progress. vLLM's own, 600 s, is too short for 405B.
             "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
+            "PYTHONFAULTHANDLER": "1",  # a crash in compiled code says so; only SIGKILL leaves no word
             **self.cache.environ(),
         }
         if not self.options.gpus_per_node:
@@ -182,14 +187,17 @@ class Node:
         """The environment of an engine that is started again, from that of its last start."""
         return {**environ, "VLLM_PORT": str(choose_ports(1)[0])}
 
-    def ray_environ(self, *, address: str) -> dict[str, str]:
-        """The same for Ray on this node, and for an engine over it, with a certificate for this node.
+    @property
+    def _peer_folder(self) -> Path:
+        return self.node_dir / "tls"
 
-        Raises what `make_peer_files` does.
-        """
-        run_dir = Path(self.environ["HPC_SERVE_JOB_DIR"])
-        peer = make_peer_files(run_dir, self.node_dir / "tls", addresses=(address,))
-        return ray_environ(self.child_environ(address=address), peer)
+    def make_peer_files(self, *, address: str) -> None:
+        """A certificate for this node's Ray, which listens at `address`. Raises what `make_peer_files` does."""
+        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self._peer_folder, addresses=(address,))
+
+    def ray_environ(self, *, address: str) -> dict[str, str]:
+        """The same for Ray on this node, and for an engine over it. They read what `make_peer_files` makes."""
+        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self._peer_folder))
 
 
 def ray_dir(node_dir: str) -> str:

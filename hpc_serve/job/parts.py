@@ -10,16 +10,22 @@ import asyncio
 import enum
 import math
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.job.log_setup import print_line
+from hpc_serve.job.oom_kills import OomWatch
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.process import Child, end_marked, start_child
 
 _PORT_CLASH = re.compile(r"[Aa]ddress already in use|port .* is already (?:in use|used)|EADDRINUSE")
 PORT_CLASH_EXIT_CODE = 75
 _LEFTOVERS_GRACE_S = 1.0
+_SIGKILL_EXIT_CODE = 137
+SIGKILL_RULES = frozenset({"killed", "engine-process-killed"})
+SILENT_RULES = SIGKILL_RULES | {"engine-core-gone", "worker-died"}
+"""Rules of `diagnose` for a process that ended without a word of its own: by SIGKILL for sure, or as if by it."""
 
 
 class StopOrder(enum.IntEnum):
@@ -35,10 +41,19 @@ class Parts:
 
     `run_mark` is in the environment of all the run's processes on this node. While `is_starting()` is true, a part
     that ends because a port was taken ends the run with exit code 75; then the batch script starts again.
+    `node_name` is what people are told of this node.
     """
 
-    def __init__(self, run_mark: str, run_end: RunEnd, *, is_starting: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        run_mark: str,
+        run_end: RunEnd,
+        *,
+        is_starting: Callable[[], bool] = lambda: False,
+        node_name: str = "this node",
+    ) -> None:
         self._run_mark, self._run_end, self._is_starting = run_mark, run_end, is_starting
+        self._oom_watch = OomWatch(node_name)
         self._tasks: set[asyncio.Task[None]] = set()
         self.most_grace_s = math.inf
         """How many seconds a part may take to end, at most."""
@@ -70,8 +85,12 @@ class Parts:
         """
         child = await self.start_child(name, argv, environ, on_line=on_line)
         self.add(order, lambda: child.stop(min(grace_s, self.most_grace_s)))
-        self.run_in_background(self._fail_at_end(child))
+        self.end_with(child)
         return child
+
+    def end_with(self, child: Child) -> None:
+        """Have the run end with a child's end."""
+        self.run_in_background(self._fail_at_end(child))
 
     async def start_child(
         self,
@@ -81,14 +100,20 @@ class Parts:
         *,
         on_line: Callable[[str], None] = print_line,
         is_noise: Callable[[str], bool] = lambda line: False,
+        told: bool = False,
     ) -> Child:
         """Start a child whose end is the caller's affair. Raises PartFailedError if there is no such command."""
-        try:
-            return await start_child(name, argv, environ, on_line, is_noise=is_noise)
-        except FileNotFoundError as error:
+        self.require_command(name, argv[0], environ)
+        return await start_child(name, argv, environ, on_line, is_noise=is_noise, told=told)
+
+    def require_command(self, name: str, command: str, environ: Mapping[str, str]) -> None:
+        """Raises PartFailedError if the part of that name has no such command on its PATH."""
+        if shutil.which(command, path=environ.get("PATH")) is None:
             raise failure(
-                name, f"no command {error} in this environment: activate one that has it (HPC_SERVE_ENV)", exit_code=127
-            ) from error
+                name,
+                f"no command {command} in this environment: activate one that has it (HPC_SERVE_ENV)",
+                exit_code=127,
+            )
 
     async def outcome_of(self, child: Child) -> Outcome:
         """Wait for a child's end; what it means for the run that it ended by itself."""
@@ -97,7 +122,13 @@ class Parts:
         reason = child.failure_reason
         if self._is_starting() and any(_PORT_CLASH.search(line) for line in lines):
             code, reason = PORT_CLASH_EXIT_CODE, f"{reason}: a port was taken"
+        elif words := self._words_of_kernel(child):
+            reason = f"{reason}; {words}"
         return Outcome(failed_part=child.name, reason=reason, exit_code=code or 1, last_log_lines=lines)
+
+    async def watch_memory(self) -> None:
+        """Log what the kernel kills of this job for memory, until cancelled."""
+        await self._oom_watch.run()
 
     async def take_down(self, *, most_grace_s: float = math.inf) -> None:
         """Stop all parts in their order, then every process that they left on this node.
@@ -113,3 +144,11 @@ class Parts:
 
     async def _fail_at_end(self, child: Child) -> None:
         await self._run_end.fail(await self.outcome_of(child))
+
+    def _words_of_kernel(self, child: Child) -> str:
+        """What the kernel's counts of those that it killed for memory say of a child's end."""
+        rule = child.cause.name if child.cause is not None else ""
+        was_killed = child.exit_code == _SIGKILL_EXIT_CODE
+        return self._oom_watch.words_of_end(
+            by_sigkill=was_killed or rule in SIGKILL_RULES, is_silent=was_killed or rule in SILENT_RULES
+        )

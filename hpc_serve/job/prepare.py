@@ -24,6 +24,7 @@ from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
 from hpc_serve.job.share import Share
+from hpc_serve.rendezvous.claims import require_filelock
 from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir
 from hpc_serve.rendezvous.ownership import require
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) -> dict[str, str]:
     """Make what a run needs; returns the variables that its processes must have."""
     _check_working_folder()
+    require_filelock()  # before there are launchers: those of other nodes would wait for the head's
     store = ServiceStore(default_home(environ))
     api_key_file = store.ensure_api_key(service)
     log_dir = _make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))

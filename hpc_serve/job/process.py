@@ -81,6 +81,16 @@ class Child:
         assert self.exit_code is not None
         return self.exit_code
 
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input, if it was started with one."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def tell_no_more(self) -> None:
+        """Close its standard input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
     def terminate(self) -> None:
         """Send SIGTERM."""
         self._signal(signal.SIGTERM)
@@ -138,15 +148,19 @@ async def start_child(
     *,
     is_noise: Callable[[str], bool] = lambda line: False,
     cwd: Path | None = None,
+    told: bool = False,
 ) -> Child:
-    """Start `argv` with exactly `environ`. Raises FileNotFoundError if there is no such command on its PATH."""
+    """Start `argv` with exactly `environ`. With `told` it has a standard input, for `Child.tell`.
+
+    Raises FileNotFoundError if there is no such command on its PATH.
+    """
     if shutil.which(argv[0], path=environ.get("PATH")) is None:
         raise FileNotFoundError(argv[0])
     process = await asyncio.create_subprocess_exec(
         *argv,
         env=environ,
         cwd=cwd,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
@@ -194,22 +208,6 @@ def marked_pids(mark: str, *, variable: str = RUN_MARK) -> Iterator[int]:
                 yield int(entry.name)
         except OSError:
             continue
-
-
-def read_bytes(mark: str) -> int:
-    """How many bytes the marked processes have read so far. It grows while weights are loaded.
-
-    Bytes that read() took from a disk are counted twice.
-    """
-    total = 0
-    for pid in marked_pids(mark):
-        try:
-            for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-                if line.startswith(("rchar:", "read_bytes:")):  # by read(); from disk, mapped files included
-                    total += int(line.split()[1])
-        except (OSError, ValueError):
-            continue
-    return total
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

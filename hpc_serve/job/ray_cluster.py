@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def ray_start_options(
 
 
 def head_argv(options: RayStartOptions, *, client_port: int) -> list[str]:
-    """`client_port` is Ray Client's, which nobody uses here. It can be neither turned off nor left to the kernel."""
+    """`client_port` is Ray Client's. No word turns its server off, or leaves the port to the kernel."""
     return [
         *_start_argv(options),
         "--head",
@@ -163,13 +162,16 @@ class RayNodes:
         return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
-def watch_nodes_argv(device: Device) -> Sequence[str]:
-    """The command of the child `ray_nodes`, which prints Ray's nodes whenever they change. It needs RAY_ADDRESS."""
-    return [sys.executable, "-u", "-m", "hpc_serve.job.ray_nodes", device]
+def parse_gcs_port(line: str) -> int | None:
+    """The port in a line that `ray_nodes` printed, or None if it is another line."""
+    try:
+        return int(json.loads(line)["hpc_serve_gcs"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def parse_nodes(line: str) -> RayNodes | None:
-    """One line that `ray_nodes` printed, or None if it is a log line of Ray."""
+    """The nodes in a line that `ray_nodes` printed, or None if it is another line."""
     try:
         found = json.loads(line)
         return RayNodes({str(address): int(count) for address, count in found["hpc_serve_nodes"].items()})

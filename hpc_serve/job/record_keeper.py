@@ -22,7 +22,7 @@ from hpc_serve.job.start_stages import StartStages
 from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
-from hpc_serve.rendezvous.start_times import cache_of, last_start, layout_of, remember_start
+from hpc_serve.rendezvous.start_times import cache_of, last_starts, layout_of, remember_start
 from hpc_serve.rendezvous.store import ServiceStore, default_home, read_entry
 from hpc_serve.rendezvous.user import user_name
 
@@ -72,6 +72,7 @@ def first_record(node: Node) -> EndpointRecord:
         pipeline_parallel_size=command.pipeline_parallel_size,
         gpus_per_node=node.options.gpus_per_node,
         cache=node.cache.words,
+        loading=node.loading,
         lease_s=LEASE_S,
     )
 
@@ -127,7 +128,7 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
         self._is_written = False
-        self._past = last_start(store.home, record)
+        self._past = last_starts(store.home, record)
         self._planned_bytes = _planned_bytes(store, record)
         self.stages = self._begin_start("nodes")
         self._note_start()
@@ -156,7 +157,7 @@ class RecordKeeper:
 
     def start_again(self, **changes: Any) -> None:
         """Change fields as the engine is started again: its stages begin anew."""
-        self._past = last_start(self.store.home, replace(self.record, **changes))
+        self._past = last_starts(self.store.home, replace(self.record, **changes))
         self.stages = self._begin_start("engine")
         self.update(**changes)
 
@@ -165,6 +166,10 @@ class RecordKeeper:
         if self.stages.note_phrase(stage, done, total) or self.stages.is_over:
             progress = Progress(done=done, total=total) if done is not None and total is not None else None
             self.update(stage=prefix + stage, progress=progress)
+
+    def note_copied(self, done: int, total: int) -> None:
+        """Note how many bytes of the model are copied to this node, of all. Any thread may call it."""
+        self.stages.note_copied(done, total)
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
         """Add figures that the engine has logged."""
@@ -186,7 +191,8 @@ class RecordKeeper:
             await asyncio.sleep(_WRITE_INTERVAL_S)
 
     def _begin_start(self, first: str) -> StartStages:
-        stages = StartStages(self._past, first=first)
+        last, other = (*self._past, None, None)[:2]
+        stages = StartStages(last, other=other, first=first)
         stages.checkpoint_bytes = self._checkpoint_bytes
         return stages
 

@@ -38,19 +38,55 @@ def rest_of_steps(
 
 
 def rest_of_stage(
-    *, past_s: float, position_s: float, following_s: float, reached_s: float, elapsed_s: float, pace: float
+    *,
+    past_s: float,
+    position_s: float,
+    following_s: float,
+    reached_s: float,
+    elapsed_s: float,
+    pace: float,
+    pace_lasts: bool = True,
 ) -> float:
     """Seconds left of a stage that took `past_s` seconds last time.
 
     The latest mark that both starts have was seen `position_s` seconds after the stage's begin last time, and
     `reached_s` this time; the mark that comes next, after `following_s` last time. Without marks they are 0, 0 and
-    `past_s`. `pace` is how much longer than last time it is expected to take until marks tell.
+    `past_s`. `pace` is how much longer than last time it is expected to take until marks tell. Without `pace_lasts`
+    this start and the last one differ in what is read from a disk: only the first program that imports a file waits for
+    it, so how long it took counts by half for what is to come, as a power.
 
     >>> rest_of_stage(past_s=30.0, position_s=10.0, following_s=20.0, reached_s=20.0, elapsed_s=22.0, pace=2.0)
     38.0
     """
     seen = (reached_s + _TRUSTED_S * pace) / (position_s + _TRUSTED_S)
+    if not pace_lasts:
+        later, since_s = expected_pace([seen]), elapsed_s - reached_s
+        step_s = later * (following_s - position_s)
+        rest_of_step = step_s - since_s if since_s <= step_s else _OVERDUE * since_s
+        return rest_of_step + later * (past_s - following_s)
     return _rest(position_s, following_s, past_s, reached_s=reached_s, elapsed_s=elapsed_s, pace=seen)
+
+
+def expected_weights_s(
+    starts: Sequence[tuple[float, int | None]], *, size: int | None, cached_part: float | None
+) -> float:
+    """How long the weights take, by earlier `starts`, the likest first: seconds, and bytes that came from a disk.
+
+    `cached_part` of their `size` is in the page cache. Where that, or what came from a disk, is not known, it takes as
+    long as the likest; so too where all of them came from the page cache, and these do not.
+
+    >>> expected_weights_s([(2.0, 0), (60.0, 10 << 30)], size=10 << 30, cached_part=0.5)
+    32.0
+    """
+    likest = starts[0][0] if starts else 0.0
+    if size is None or cached_part is None:
+        return likest
+    cached_s = min((seconds for seconds, disk in starts if disk is not None and disk < size / 10), default=0.0)
+    from_disk = next(((seconds, disk) for seconds, disk in starts if disk is not None and disk >= size / 10), None)
+    if from_disk is None:
+        return likest
+    seconds, disk = from_disk
+    return cached_s + seconds * min(1.0, (1 - cached_part) * size / disk)
 
 
 def expected_pace(ratios: Sequence[float]) -> float:

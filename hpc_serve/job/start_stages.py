@@ -7,12 +7,13 @@ of what is read. The arithmetic is in `start_estimate`; what a line says is deci
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
-from hpc_serve.job.start_estimate import expected_pace, ratios_of, rest_of_stage, rest_of_steps
+from hpc_serve.job.load_progress import Reading, Steps
+from hpc_serve.job.reading import ReadSoFar
+from hpc_serve.job.start_estimate import expected_pace, expected_weights_s, ratios_of, rest_of_stage
 from hpc_serve.rendezvous.record import START_STAGES, StartRecord
-from hpc_serve.rendezvous.start_times import PastStage, PastStart
+from hpc_serve.rendezvous.start_times import PastStage, PastStart, is_from_disk
 from hpc_serve.sizes import MIB
 from hpc_serve.vllm.log import read_source
 
@@ -21,6 +22,7 @@ STAGE_OF_PHRASE: Mapping[str, str] = {
     "looking at the nodes": "nodes",
     "starting Ray's head": "nodes",
     "waiting for Ray nodes": "nodes",
+    "staging the model": "staging",
     "starting the engine": "engine",
     "waiting for Ray to place the workers": "engine",
     "downloading weights": "weights",
@@ -35,28 +37,37 @@ STAGE_OF_PHRASE: Mapping[str, str] = {
 """The stage that a phrase belongs to. Those that engines say at different places belong to none."""
 
 _MOST_MARKS = 40
-_RATE_OVER_S = 15.0
 _LEAST_READ_BYTES = 64 * MIB
 _LEAST_READ_PART = 0.02
+# What a rank still imports once it has begun with its weights.
+_OTHER_BYTES = 256 * MIB
 
 
 class StartStages:
     """One start of a replica, from its `first` stage on. `past` is the last start of the same; None: nothing is known.
 
-    `clock` counts seconds, from anywhere.
+    `other` is one that found its programs in the page cache where `past` did not, or the other way round. `clock`
+    counts seconds, from anywhere. `cached_part` is how much of the weights' files is in the page cache, None: unknown.
     """
 
     def __init__(
-        self, past: PastStart | None = None, *, first: str = "nodes", clock: Callable[[], float] = time.monotonic
+        self,
+        past: PastStart | None = None,
+        *,
+        other: PastStart | None = None,
+        first: str = "nodes",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._past, self._clock = past, clock
+        self._last, self._other, self._clock = past, other, clock
         self._stage, self._began_s = first, {first: clock()}
         self._took_s: dict[str, float] = {}
         self._marks: dict[str, dict[str, float]] = {}
         self._has_compiled = False
-        self._steps = _Steps(clock())
-        self._reading = _Reading()
+        self._steps = Steps(clock())
+        self._reading = Reading()
+        self._copied = (0, 0)
         self.checkpoint_bytes: int | None = None
+        self.cached_part: float | None = None
 
     @property
     def is_over(self) -> bool:
@@ -67,6 +78,8 @@ class StartStages:
         stage = STAGE_OF_PHRASE.get(phrase)
         if self.is_over or stage is None:
             return not self.is_over
+        if stage == "nodes" and self._stage == "staging":  # Ray starts once the model is there
+            return True
         is_further = START_STAGES.index(stage) >= START_STAGES.index(self._stage)
         loads_more = stage == "weights" and self._stage == "compile" and not self._has_compiled
         if not is_further and not (loads_more and done is not None and total is not None and done < total):
@@ -83,9 +96,13 @@ class StartStages:
         if not self.is_over and len(marks) < _MOST_MARKS and (source := read_source(line)):
             marks.setdefault(source, self._elapsed_s())
 
-    def note_read_bytes(self, read_bytes: int) -> None:
+    def note_read(self, read: ReadSoFar) -> None:
         """Note what the processes of the run have read so far."""
-        self._reading.note(read_bytes, self._clock(), is_of_weights=self._stage == "weights")
+        self._reading.note(read, self._clock(), self._stage)
+
+    def note_copied(self, done: int, total: int) -> None:
+        """Note how many bytes of the model are staged, of all."""
+        self._copied = (done, total)
 
     def finish(self) -> None:
         """The replica is ready."""
@@ -113,7 +130,12 @@ class StartStages:
             layout=layout,
             ready_at=ready_at,
             stages=tuple(
-                PastStage(name=name, took_s=seconds, marks=self._marks.get(name, {}))
+                PastStage(
+                    name=name,
+                    took_s=seconds,
+                    marks=self._marks.get(name, {}),
+                    disk_bytes=self._reading.disk_bytes.get(name),
+                )
                 for name, seconds in self._took_s.items()
             ),
             read_bytes=self._reading.weights_bytes,
@@ -128,10 +150,15 @@ class StartStages:
         stage = self._stage
         if stage == "compile" and not self._has_compiled and "compile" not in past_s:
             stage = "capture"
+        if stage == "staging":
+            staging_s = self._staging_left_s()
+            later_s = sum(past_s.get(name, 0.0) for name in START_STAGES[START_STAGES.index(stage) + 1 :])
+            return None if staging_s is None else staging_s + later_s
         if stage not in past_s:
             return None
         elapsed_s, marks = self._elapsed_s(), self._marks.get(self._stage, {})
-        ratios = ratios_of({name: took for name, took in self._took_s.items() if _uses_processors(name)}, past_s)
+        took_s = {name: took for name, took in self._took_s.items() if self._is_comparable(name)}
+        ratios = ratios_of(took_s, past_s)
         past_marks = self._past.marks(stage)
         known = [(0.0, 0.0), *((past_marks[mark], seen_s) for mark, seen_s in marks.items() if mark in past_marks)]
         position_s, reached_s = max(known)
@@ -143,14 +170,42 @@ class StartStages:
             reached_s=reached_s,
             elapsed_s=elapsed_s,
             pace=expected_pace(ratios) if _uses_processors(stage) else 1.0,
+            pace_lasts=self._is_comparable(stage) or stage == "weights",
         )
         if stage == "weights":
-            rest_s = self._weights_left_s() or rest_s
-        if _uses_processors(stage):
+            weights_s = self._weights_left_s()
+            rest_s = rest_s if weights_s is None else weights_s
+        if self._is_comparable(stage):
             ratios += ratios_of({stage: elapsed_s + rest_s}, past_s)
-        later = START_STAGES[START_STAGES.index(stage) + 1 :]
         pace = expected_pace(ratios)
-        return rest_s + sum(past_s.get(name, 0.0) * (pace if _uses_processors(name) else 1.0) for name in later)
+        return rest_s + sum(
+            self._expected_weights_s() if name == "weights" else past_s.get(name, 0.0) * pace
+            for name in START_STAGES[START_STAGES.index(stage) + 1 :]
+        )
+
+    @property
+    def _past(self) -> PastStart | None:
+        """The start to go by: one that read its programs from a disk if this one does, where there is one."""
+        other = self._other
+        return other if other is not None and other.is_from_disk == self._is_from_disk else self._last
+
+    @property
+    def _is_from_disk(self) -> bool:
+        return is_from_disk(self._reading.disk_bytes["engine"])
+
+    def _is_comparable(self, stage: str) -> bool:
+        """Whether how long a stage takes, beside last time, says how fast this node's processors are now."""
+        past = self._past.is_from_disk if self._past else None
+        return _uses_processors(stage) and (stage != "engine" or past in (None, self._is_from_disk))
+
+    def _expected_weights_s(self) -> float:
+        """How long the weights will take, by the starts before and what is in the page cache of them."""
+        starts = [start for start in (self._past, self._last, self._other) if start is not None]
+        return expected_weights_s(
+            [(start.took_s["weights"], start.disk_bytes("weights")) for start in starts if "weights" in start.took_s],
+            size=self.checkpoint_bytes,
+            cached_part=self.cached_part,
+        )
 
     def _weights_left_s(self) -> float | None:
         """Seconds until the weights are loaded, by what is loaded of them or read; None where neither tells."""
@@ -160,16 +215,27 @@ class StartStages:
             return self._steps.rest_s(now, past_s)
         read, past_read = self._reading.weights_bytes, self._past.read_bytes if self._past else 0
         if past_read >= _LEAST_READ_BYTES:
-            if _LEAST_READ_PART * past_read <= read < past_read:
-                return self._elapsed_s() * (past_read - read) / read
-            return None
-        rate = self._reading.bytes_per_s
-        if self.checkpoint_bytes and rate >= MIB and read < self.checkpoint_bytes:
-            return (self.checkpoint_bytes - read) / rate
+            if read < _LEAST_READ_PART * past_read:
+                return None
+            average = read / max(self._elapsed_s(), 1e-3)
+            # For a while nothing may come.
+            return max(0, past_read - read) / max(self._reading.bytes_per_s, average / 3)
+        read, rate = self._reading.weights_and_rate
+        of_weights = read - min(max(0.0, read - rate * self._elapsed_s()), _OTHER_BYTES)
+        if self.checkpoint_bytes and rate >= MIB and of_weights <= self.checkpoint_bytes:
+            return (self.checkpoint_bytes - of_weights) / rate
         return None
 
+    def _staging_left_s(self) -> float | None:
+        """Seconds until the model is staged, by what is copied of it."""
+        done, total = self._copied
+        return self._elapsed_s() * (total - done) / done if done else None
+
     def _bytes_per_s(self) -> float | None:
-        """How fast the weights are loaded, or were."""
+        """How fast the weights are loaded, or were; while the model is staged, how fast it is copied."""
+        if self._stage == "staging":
+            done, total = self._copied
+            return done / self._elapsed_s() if MIB <= done < total and self._elapsed_s() > 0 else None
         took_s = self._took_s.get("weights")
         if took_s:
             size = self.checkpoint_bytes or self._reading.weights_bytes
@@ -179,7 +245,8 @@ class StartStages:
         done_after_s = self._steps.done_after_s
         if self.checkpoint_bytes and self._steps.done and done_after_s > 0:
             return self.checkpoint_bytes * self._steps.done / self._steps.total / done_after_s
-        return self._reading.bytes_per_s if self._reading.bytes_per_s >= MIB else None
+        _, rate = self._reading.weights_and_rate
+        return rate if rate >= MIB else None
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s.get(self._stage, self._clock())
@@ -204,58 +271,3 @@ class StartStages:
 
 def _uses_processors(stage: str) -> bool:
     return stage in ("engine", "compile", "capture", "server")
-
-
-class _Steps:
-    """The files of weights that are loaded, as the engine counts them from `began_s` on."""
-
-    def __init__(self, began_s: float) -> None:
-        self.done = self.total = 0
-        self.done_after_s = 0.0
-        self._began_s = began_s
-
-    def note(self, done: int, total: int, now: float) -> None:
-        if done < self.done or total != self.total:  # another bar has begun
-            self._began_s, self.done, self.done_after_s = now, 0, 0.0
-        if done > self.done:
-            self.done, self.done_after_s = done, now - self._began_s
-        self.total = total
-
-    def rest_s(self, now: float, past_s: float | None) -> float | None:
-        return rest_of_steps(
-            done=self.done,
-            total=self.total,
-            done_after_s=self.done_after_s,
-            elapsed_s=now - self._began_s,
-            step_s=None if past_s is None else past_s / self.total,
-        )
-
-
-class _Reading:
-    """What the processes of a run have read of the weights, and how fast of late."""
-
-    def __init__(self) -> None:
-        self.weights_bytes = 0
-        self._latest: int | None = None
-        self._total = 0
-        self._lately: deque[tuple[float, int]] = deque()
-
-    @property
-    def bytes_per_s(self) -> float:
-        if len(self._lately) < 2:
-            return 0.0
-        (since_s, before), (until_s, after) = self._lately[0], self._lately[-1]
-        return (after - before) / (until_s - since_s) if until_s > since_s else 0.0
-
-    def note(self, read_bytes: int, now: float, *, is_of_weights: bool) -> None:
-        # It falls where a process has ended; what was read before the first look was not of the weights.
-        read = 0 if self._latest is None else max(0, read_bytes - self._latest)
-        self._latest = read_bytes
-        self._total += read
-        if is_of_weights:
-            self.weights_bytes += read
-        else:
-            self._lately.clear()
-        self._lately.append((now, self._total))
-        while now - self._lately[0][0] > _RATE_OVER_S:
-            self._lately.popleft()

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_serve.job import node_dir, shared_memory
+from hpc_serve.job import node_dir, shared_memory, staging
 from hpc_serve.job.log_setup import set_up_logging
 from hpc_serve.job.node_dir import DirOwner
 from hpc_serve.job.process import end_marked, marked_pids
@@ -64,13 +64,14 @@ def main(path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(sys.stderr)
-    for removed in remove_abandoned(path.parent):
+    for removed in [*remove_abandoned(path.parent), *staging.remove_unused(os.environ)]:
         _log.info("removed %s, which a killed run had left", removed)
     _close_output()
     _list_shared_memory_until_end(path)
     with node_dir.lock_abandoned(path, wait=True) as owner:
         if owner is not None:
             _clear(path, owner)
+    staging.remove_unused(os.environ)
 
 
 def remove_abandoned(root: Path) -> list[Path]:

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.control import connect
+from hpc_serve.job.held_ray import HeldRay
 from hpc_serve.job.link import Link, LinkLostError, Message
-from hpc_serve.job.network import node_address
+from hpc_serve.job.network import node_address, reachable_addresses
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.preflight.node_side import answer_head
-from hpc_serve.job.process import read_bytes
 from hpc_serve.job.ray_cluster import worker_argv
+from hpc_serve.job.reading import RunReading
+from hpc_serve.job.staging import stage
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ray:
+    """This node's Ray, which waits for the head's word, and where it listens."""
+
+    held: HeldRay
+    address: str
+
+
 async def run_worker(node: Node) -> int:
     """Run this node's part until the head or a signal stops it, or it fails; returns the exit code.
 
-    Raises LinkLostError or PortsInUseError if the head cannot be reached.
+    Raises LinkLostError or PortsInUseError if the head cannot be reached, InvalidRequestError if it has this address.
     """
     run_end = RunEnd()
     run_end.stop_on_signals()
+    if node.head in reachable_addresses():
+        raise InvalidRequestError(
+            f"node {node.allocation.node_name} has the head's address {node.head} as well: each node needs one of its "
+            "own. Name the network that joins them in HPC_SERVE_INTERFACE."
+        )
     link = await connect(
         (node.head, node.head_ports.control),
         node.token,
@@ -36,10 +53,15 @@ async def run_worker(node: Node) -> int:
         deadline_s=node.options.join_s,
         cache=str(node.cache.path) if node.cache.folder is not None else "",
     )
-    parts = Parts(node.run_mark, run_end)
-    parts.run_in_background(link.send_heartbeats(lambda: read_bytes(node.run_mark)))
-    parts.run_in_background(_follow_head(node, link, parts, run_end))
+    parts = Parts(node.run_mark, run_end, node_name=node.allocation.node_name)
+    parts.run_in_background(parts.watch_memory())
+    parts.run_in_background(link.send_heartbeats(RunReading(node.run_mark).look))
     try:
+        ray: asyncio.Future[_Ray] | None = None
+        if node.backend == "ray":
+            ray = asyncio.get_running_loop().create_future()
+            parts.run_in_background(run_end.fail_on_error(_hold_ray(node, parts, ray)))
+        parts.run_in_background(_follow_head(node, link, parts, run_end, ray))
         outcome = await run_end.wait()
         if outcome.is_failure:
             await _report_failure(link, run_end, outcome)
@@ -51,22 +73,32 @@ async def run_worker(node: Node) -> int:
     return outcome.exit_code
 
 
-async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) -> None:
-    """Do as the head says: answer "preflight" and "peers", then start this node's part at "go", and keep the engine's
-    caches at "ready". Any other message, and the loss of the head, end the run here.
+async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[_Ray]) -> None:
+    address = _own_address(node)
+    held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
+    await held.begin(node.ray_environ(address=address))
+    await asyncio.to_thread(node.make_peer_files, address=address)
+    ready.set_result(_Ray(held=held, address=address))
+
+
+async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ray: asyncio.Future[_Ray] | None) -> None:
+    """Do as the head says: answer "preflight" and "peers", copy the model at "stage", start this node's part at
+    "go", and keep the engine's caches at "ready". Any other message, and the loss of the head, end the run here.
     """
     for_preflight: asyncio.Queue[Message] = asyncio.Queue()
     try:
-        while (message := await link.receive())["kind"] in ("preflight", "peers"):
+        while (message := await link.receive())["kind"] in ("preflight", "peers", "stage"):
             if message["kind"] == "preflight":
                 parts.run_in_background(_answer_preflight(node, link, for_preflight))
+            elif message["kind"] == "stage":
+                parts.run_in_background(run_end.fail_on_error(_stage_model(node, link)))
             else:
                 for_preflight.put_nowait(message)
         for_preflight.put_nowait(message)
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
                 node = node.without_kept_cache("the head says so")
-            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, str(message.get("gcs")))))
+            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, ray, str(message.get("gcs")))))
             message = await link.receive()
         while message["kind"] == "ready":
             await asyncio.to_thread(node.cache.note_ready)
@@ -75,6 +107,12 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd) ->
         run_end.stop("the head ended the run")
     except LinkLostError as error:
         run_end.stop(str(error))
+
+
+async def _stage_model(node: Node, link: Link) -> None:
+    if node.staging is not None:
+        await stage(node.staging, lambda done, total: None)
+    await link.send("staged")
 
 
 async def _answer_preflight(node: Node, link: Link, messages: asyncio.Queue[Message]) -> None:
@@ -87,17 +125,16 @@ async def _answer_preflight(node: Node, link: Link, messages: asyncio.Queue[Mess
         await link.send("unreached")
 
 
-async def _start_part(node: Node, parts: Parts, gcs: str) -> None:
+async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | None, gcs: str) -> None:
     """Start this node's share of Ray, whose GCS is at `gcs`, or of the engine where there is no Ray."""
     node.check_gpus()
-    address = _own_address(node)
-    if node.backend == "ray":
-        argv = worker_argv(node.ray_options(address=address), head=gcs)
-        environ = node.ray_environ(address=address)
-        await parts.start("ray worker", argv, environ, order=StopOrder.RAY, grace_s=_GRACE_S)
+    if holding is not None:
+        ray = await holding
+        argv = worker_argv(node.ray_options(address=ray.address), head=gcs)
+        await ray.held.release(argv, node.ray_environ(address=ray.address))
     else:
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
-        environ = node.child_environ(address=address)
+        environ = node.child_environ(address=_own_address(node))
         node.write_settings(port=None)
         await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
 

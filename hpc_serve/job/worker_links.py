@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 
 from hpc_serve.job.link import Link, LinkLostError, Message
 from hpc_serve.job.outcome import Outcome, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.reading import ReadSoFar
 
 _log = logging.getLogger(__name__)
 _WORKER_GRACE_S = 10.0
@@ -36,6 +38,7 @@ class WorkerLinks:
         self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
         self._on_answer = on_answer
         self._links: dict[int, Link] = {}
+        self._staged: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -51,9 +54,9 @@ class WorkerLinks:
         return {link.address: link.name for link in self._links.values()}
 
     @property
-    def read_bytes(self) -> int:
+    def read(self) -> ReadSoFar:
         """What the run's processes on the other nodes have read so far."""
-        return sum(link.read_bytes for link in self._links.values())
+        return sum((link.read for link in self._links.values()), ReadSoFar())
 
     def add_worker(self, link: Link) -> None:
         """Take in a launcher that has connected. A rank that is unknown or taken is refused."""
@@ -63,7 +66,7 @@ class WorkerLinks:
         _log.info("node %s (%s) has joined", link.name, link.address)
         self._links[link.rank] = link
         self._parts.add(StopOrder.WORKERS, functools.partial(_stop_worker, link))
-        self._parts.run_in_background(link.send_heartbeats(lambda: 0))
+        self._parts.run_in_background(link.send_heartbeats(ReadSoFar))
         self._parts.run_in_background(self._fail_with(link))
         self._on_join(link)
 
@@ -79,6 +82,16 @@ class WorkerLinks:
         for link in self._links.values():
             await link.send("go", gcs=gcs, keeps_cache=keeps_cache)
 
+    async def stage_all(self) -> None:
+        """Tell every worker to copy the model to its own node."""
+        for link in self._links.values():
+            await link.send("stage")
+
+    async def wait_until_staged(self) -> None:
+        """Wait until every worker has its copy. One that fails ends the run."""
+        for link in self._links.values():
+            await self._staged[link.rank].wait()
+
     async def tell_ready(self) -> None:
         """Tell every worker that the engine is ready."""
         for link in self._links.values():
@@ -88,7 +101,10 @@ class WorkerLinks:
         """Wait until the worker reports a failure or is lost, and fail the run."""
         try:
             while (message := await link.receive()).get("kind") != "failed":
-                self._on_answer(link, message)
+                if message.get("kind") == "staged":
+                    self._staged[link.rank].set()
+                else:
+                    self._on_answer(link, message)
             outcome = Outcome(
                 failed_part=f"{message['part']} on {link.name}",
                 reason=str(message["reason"]),

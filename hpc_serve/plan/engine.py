@@ -7,7 +7,7 @@ Earlier versions are known as far as published measurements need them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -31,6 +31,18 @@ _POSITIVE = (
     "max_loras",
     "max_lora_rank",
 )
+_OBJECTS = ("limit_mm_per_prompt", "speculative_config", "kv_transfer_config")
+_OF_SPECULATION: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("method", lambda value: isinstance(value, str), "a text"),
+    ("model", lambda value: isinstance(value, str), "a text"),
+    (
+        "num_speculative_tokens",
+        lambda value: type(value) is int and 1 <= value <= 1000,
+        "a whole number from 1 to 1000",
+    ),
+)
+_SIZES_GIB = ("cpu_offload_gb", "kv_offloading_size")
+_LARGEST_GIB = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +50,7 @@ class EngineConfig:
     """Options of `vllm serve` that decide about memory and speed.
 
     None: vLLM's default, or for the layout the planner's choice. `use_v1` False is the engine before V1. vLLM up to
-    0.9 has both.
+    0.9 has both. `uncounted` are further options that are given and may change memory or speed.
     """
 
     tensor_parallel_size: int | None = None
@@ -68,12 +80,25 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     vllm_version: str = PINNED_VERSION
     use_v1: bool | None = None
+    uncounted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
+        for name in _OBJECTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be a JSON object, as {{...}}.")
+        for name, is_right, wanted in _OF_SPECULATION:
+            value = (self.speculative_config or {}).get(name)
+            if value is not None and not is_right(value):
+                raise InvalidRequestError(f"speculative_config's {name} is {str(value)[:40]}: it must be {wanted}.")
+        for name in _SIZES_GIB:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _LARGEST_GIB:
+                raise InvalidRequestError(f"{name} is {value}: it must be from 0 to {_LARGEST_GIB:,} GiB.")
         utilization = self.gpu_memory_utilization
         if utilization is not None and not 0 < utilization <= 1:
             raise InvalidRequestError(f"gpu_memory_utilization is {utilization}: it must be above 0 and at most 1.")
@@ -134,6 +159,13 @@ class EngineConfig:
         """Whether the model's own layers for multi-token prediction draft: method mtp, or an older name of it."""
         method = self.speculative_method or ""
         return method == "mtp" or method.endswith("_mtp")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model, or head of EAGLE, whose weights and cache can be counted. None: there is none."""
+        asked = self.speculative_config or {}
+        named = asked.get("model") if self.speculative_method in ("draft_model", "eagle", "eagle3") else None
+        return str(named) if named else None
 
     @property
     def speculative_tokens(self) -> int:

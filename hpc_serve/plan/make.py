@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
-from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout
+from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout, contexts_of
 from hpc_serve.plan.choice.minimum import minimum_gpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan, plan
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals, EngineConfig, Workload
@@ -33,6 +33,7 @@ class PlanRequest:
     `engines_per_node` engines divide one node, and each uses all of its part where no size of the layout is asked for.
     `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request,
     `longest_output_tokens` those of the longest answer where they differ. `arrivals`: how requests come.
+    `decode_only`: prompts are read elsewhere. `ideal`: figures are those that no engine can beat.
     With `allow_unknown_config_keys` a config may have sizes that the planner does not know.
     """
 
@@ -49,6 +50,8 @@ class PlanRequest:
     output_tokens: int | None = None
     longest_output_tokens: int | None = None
     arrivals: Arrivals = "steady"
+    decode_only: bool = False
+    ideal: bool = False
     usd_per_gpu_hour: float | None = None
     allow_unknown_config_keys: bool = False
 
@@ -58,11 +61,12 @@ class FoundParts:
     """The model and the machines that a request names.
 
     `served_model_names` are those the engine answers to. `note` is the catalogue's remark on the model, `warning` says
-    that its config and its files do not agree.
+    that its config and its files do not agree. `draft` is the draft model that --speculative-config names.
     """
 
     model: ModelSpec
     cluster: ClusterSpec
+    draft: ModelSpec | None = None
     served_model_names: tuple[str, ...] = ()
     note: str | None = None
     warning: str | None = None
@@ -72,7 +76,8 @@ class FoundParts:
 class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from.
 
-    `contexts` are the longest ones by layout, where `--max-model-len auto` asked for them.
+    `contexts` are the longest ones by layout, where `--max-model-len auto` asked for them. `ideal`: the speed that was
+    asked for is the ideal one.
     """
 
     inputs: PlanInputs
@@ -82,6 +87,7 @@ class PlanResult:
     traffic: Traffic
     usd_per_gpu_hour: float | None = None
     contexts: tuple[LayoutContexts, ...] = ()
+    ideal: bool = False
 
     @property
     def model(self) -> ModelSpec:
@@ -110,7 +116,11 @@ class PlanResult:
         except InvalidRequestError:
             return []
         return estimates_by_concurrency(
-            roofline, self.traffic, self.chosen.memory, usd_per_gpu_hour=self.usd_per_gpu_hour
+            roofline,
+            self.traffic,
+            self.chosen.memory,
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            is_ideal=self.ideal,
         )
 
 
@@ -120,13 +130,17 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
     other or the model.
     """
-    found = replace(found, model=loaded_model(found.model, asked.engine))
+    if asked.ideal and asked.target is not None:
+        raise InvalidRequestError(
+            "--target chooses by what is expected of a real engine: leave out --ideal, or --target."
+        )
+    found = replace(found, model=loaded_model(found.model, asked.engine, found.draft))
     inputs, contexts = _inputs(asked, found)
     traffic = _traffic(asked, inputs.max_model_len)
     if asked.input_tokens or asked.output_tokens:
         tokens = traffic.input_tokens + traffic.output_tokens
         inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=tokens))
-    reasons = _context_reasons(inputs, contexts)
+    is_auto, reasons = asked.workload.max_model_len == LONGEST_THAT_FITS, _context_reasons(inputs, contexts)
     cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
     try:
         if asked.target is not None:
@@ -137,6 +151,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         chosen = plan(found.model, cluster, engine, workload, served_model_names=found.served_model_names)
     except NoLayoutError as error:
         return PlanResult(inputs=inputs, plan=None, error=error, note=found.note, traffic=traffic)
+    if is_auto:
+        contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
     notes = option_notes(found.model, asked.engine)
     warnings = [warning for warning in (found.warning, _left_out(found.model), *notes) if warning]
     return PlanResult(
@@ -147,6 +163,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         traffic=traffic,
         usd_per_gpu_hour=asked.usd_per_gpu_hour,
         contexts=tuple(contexts),
+        ideal=asked.ideal,
     )
 
 
@@ -154,6 +171,7 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
     """What the plan is made from, and for `--max-model-len auto` the longest contexts by layout.
 
     The context is then the model's, or where the machines asked for do not hold it, the longest of any layout there.
+    Where no number of nodes was asked for, the plan chooses it first.
     """
     whole = found.model.max_model_len
     is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
@@ -168,12 +186,21 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
     if not is_auto:
         return inputs, []
     one = inputs.for_one_replica()
-    contexts = contexts_by_layout(one, one.cluster.num_nodes or 1)
+    if not one.cluster.num_nodes:
+        return inputs, []
+    contexts = contexts_by_layout(one, one.cluster.num_nodes)
     longest = max((lengths.by_requests[0][1] for lengths in contexts), default=whole)
-    if one.cluster.num_nodes and longest < whole:
+    if longest < whole:
         workload = replace(workload, max_model_len=longest)
         inputs = replace(inputs, workload=workload, max_model_len=longest)
     return inputs, contexts
+
+
+def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
+    """The contexts of all layouts on as many nodes as were chosen, and of those that the plan names beside them."""
+    found = found or contexts_by_layout(inputs, chosen.layout.num_nodes)
+    known = {one.layout for one in found}
+    return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
 
 
 def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list[str]:
@@ -220,6 +247,7 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
         concurrency=asked.workload.concurrency,
         arrivals=asked.arrivals,
         longest_output_tokens=longest,
+        decode_only=asked.decode_only,
     )
 
 

@@ -5,11 +5,7 @@ The numbers come from hpc_serve.plan. This module decides only where to draw the
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Iterable
-from dataclasses import replace
-from html import escape
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,21 +14,18 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
     IDEAL,
-    Factors,
-    Roofline,
-    Traffic,
-    estimate_speed,
-    requests_held,
+    Speed,
+    SpeedEstimate,
+    critical_batch,
 )
-from hpc_serve.plots.labels import INK, PAPER, Label, Point, label_points
+from hpc_serve.plots.curves import Drawn, batches, drawn_of
+from hpc_serve.plots.labels import INK, PAPER, Label, Point, halo, label_points
 from hpc_serve.plots.memory import draw_memory
 
 if TYPE_CHECKING:
-    from hpc_serve.plan.choice.candidates import PlanInputs
-    from hpc_serve.plan.choice.planner import ServePlan
+    from hpc_serve.plan.make import PlanResult
 
-FORMATS = (".png", ".svg", ".pdf", ".html")
-CONTEXTS = (1024, 4096, 16384, 65536)
+FORMATS = (".png", ".svg", ".pdf")
 MARKED = (1, 4, 16, 64, 256, 1024)
 _GRID = "#e4e7eb"
 _FAMILY = ("#0b7285", "#2f9e44", "#e67700", "#c92a2a")
@@ -45,37 +38,39 @@ _CAUSES = (
 )
 
 
-def draw(inputs: PlanInputs, plan: ServePlan, traffic: Traffic, path: str) -> None:
-    """Write the three pictures of a plan into one file. The ending of its name decides about the format.
+def draw(result: PlanResult, path: str) -> None:
+    """Write the pictures of a plan into one file. The ending of its name decides about the format.
 
     Raises InvalidRequestError for another ending, without matplotlib, for an accelerator of unknown speed, or where the
     file cannot be written.
     """
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
-        raise InvalidRequestError(f"{path} does not end in {', '.join(FORMATS)}: the ending says how to draw it.")
+        raise InvalidRequestError(
+            f"{path} does not end in {', '.join(FORMATS)} or .html: the ending says how to draw it."
+        )
     plt = pyplot()
-    roofline = Roofline(
-        inputs.model,
-        plan.accelerator,
-        replace(inputs.engine, max_num_seqs=plan.memory.max_num_seqs),
-        plan.layout,
-    )
+    plan, traffic = result.chosen, result.traffic
+    drawn = drawn_of(result, plan.layout, plan.memory)
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(13.5, 9.2), facecolor=PAPER)
         grid = figure.add_gridspec(
             2, 2, height_ratios=[1.25, 1], hspace=0.36, wspace=0.26, left=0.065, right=0.975, top=0.85, bottom=0.075
         )
-        _pareto(figure.add_subplot(grid[0, :]), roofline, plan, traffic)
-        _breakdown(figure.add_subplot(grid[1, 0]), roofline, plan, traffic)
-        draw_memory(figure.add_subplot(grid[1, 1]), plan, roofline.accelerator)
+        if traffic.decode_only:
+            _over_batch(figure.add_subplot(grid[0, 0]), drawn, "ms of a step", _step_ms, knee_at_top=False)
+            _over_batch(figure.add_subplot(grid[0, 1]), drawn, _rate_label(drawn), _rate, knee_at_top=True)
+        else:
+            _pareto(figure.add_subplot(grid[0, :]), drawn)
+        _breakdown(figure.add_subplot(grid[1, 0]), drawn)
+        draw_memory(figure.add_subplot(grid[1, 1]), plan, plan.accelerator)
         nodes = f"{plan.layout.num_nodes} x {plan.layout.gpus_per_node} {plan.accelerator.product}"
         figure.suptitle(plan.model, x=0.065, y=0.975, ha="left", fontsize=17, fontweight="bold", color=INK)
         layout = f"TP={plan.layout.tensor_parallel_size}, PP={plan.layout.pipeline_parallel_size} on {nodes}"
-        scheme = inputs.model.quantization.method.replace("none", inputs.model.dtype)
+        scheme = result.model.quantization.method.replace("none", result.model.dtype)
         about = f"one replica: {layout}, {scheme}; answers of {traffic.output_tokens:,} tokens"
         figure.text(0.065, 0.922, about, fontsize=11.5, color="#52606d")
-        _save(figure, target, plan.model)
+        _save(figure, target)
         plt.close(figure)
 
 
@@ -111,31 +106,30 @@ STYLE = {
 }
 
 
-def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
+def _pareto(axes: Any, drawn: Drawn) -> None:
     """Time between tokens against tokens/s per GPU: a curve for each length of prompt, with marks for batches."""
     curves: list[list[Point]] = []
     ends: list[Label] = []
     between: list[Label] = []
-    for colour, inputs in zip(_FAMILY, _contexts(plan, traffic)):
-        asked = Traffic(input_tokens=inputs, output_tokens=traffic.output_tokens)
-        held = _held(roofline, plan, asked)
-        batches = _batches(held)
-        for factors, line in ((IDEAL, (0, (4, 3))), (EXPECTED, "solid")):
-            points = [_point(roofline, plan, asked, batch, factors) for batch in batches]
+    for colour, inputs in zip(_FAMILY, drawn.contexts()):
+        held = drawn.held(inputs)
+        along = [drawn.at(inputs, batch) for batch in batches(held)]
+        for is_expected, line in _columns(drawn):
+            points = [_point(one, one.expected if is_expected else one.ideal) for one in along]
             curves.append(points)
-            is_expected = factors is EXPECTED
             axes.plot(
                 [latency for latency, _ in points],
                 [rate for _, rate in points],
                 linestyle=line,
                 color=colour,
-                linewidth=2.4 if is_expected else 1.2,
-                alpha=1 if is_expected else 0.6,
-                label=f"{inputs:,} tokens in" if is_expected else None,
+                linewidth=2.4 if is_expected or drawn.is_ideal else 1.2,
+                alpha=1 if is_expected or drawn.is_ideal else 0.6,
+                label=f"{inputs:,} tokens in" if is_expected or drawn.is_ideal else None,
                 zorder=3,
             )
         for batch in sorted({*(mark for mark in MARKED if mark <= held), held}):
-            point = _point(roofline, plan, asked, batch, EXPECTED)
+            estimate = drawn.at(inputs, batch)
+            point = _point(estimate, estimate.speed)
             axes.plot(*point, "o", color=colour, markersize=5, markeredgecolor=PAPER, zorder=4)
             if batch == held or (batch == 1 and colour == _FAMILY[0]):
                 ends.append(Label(text=f"{batch:,} at once", point=point, colour=colour))
@@ -143,8 +137,8 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
                 between.append(Label(text=f"{batch:,}", point=point, colour=colour))
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("time between tokens of a request (ms), prompts of others included")
-    axes.set_ylabel(f"output tokens per second and {roofline.accelerator.unit}")
-    axes.set_title("Latency against throughput")
+    axes.set_ylabel(_rate_label(drawn))
+    axes.set_title(f"Latency against throughput, {drawn.formula}{', ideal' if drawn.is_ideal else ''}")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     axes.margins(x=0.06, y=0.1)
@@ -152,73 +146,103 @@ def _pareto(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) ->
     axes.set_xlim(least, most * (most / least) ** 0.03)
     axes.set_ylim(axes.get_ylim())
     label_points(axes, ends + between, curves)
+    _legend(axes, drawn)
+
+
+def _over_batch(
+    axes: Any, drawn: Drawn, label: str, value: Callable[[SpeedEstimate, Speed], float], *, knee_at_top: bool
+) -> None:
+    """A figure of decoding over the batch: a curve for each context, and where FLOP/s begin to take longer."""
+    for colour, inputs in zip(_FAMILY, drawn.contexts()):
+        sizes = batches(drawn.held(inputs))
+        along = [drawn.at(inputs, batch) for batch in sizes]
+        for is_expected, line in _columns(drawn):
+            heights = [value(one, one.expected if is_expected else one.ideal) for one in along]
+            is_main = is_expected or drawn.is_ideal
+            width, name = (2.4, f"{inputs:,} tokens in") if is_main else (1.2, None)
+            alpha = 1 if is_main else 0.6
+            axes.plot(sizes, heights, linestyle=line, color=colour, linewidth=width, alpha=alpha, label=name)
+    axes.set(xscale="log", yscale="log")
+    knee = critical_batch(drawn.roofline)
+    if knee is not None:
+        axes.axvline(knee, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+        axes.annotate(
+            f"critical batch {knee:,}",
+            (knee, 1 if knee_at_top else 0),
+            (-4, -10 if knee_at_top else 6),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+            path_effects=halo(PAPER),
+        )
+    axes.set_xlabel("requests that run at once")
+    axes.set_ylabel(label)
+    axes.set_title("Decoding alone, ideal" if drawn.is_ideal else "Decoding alone")
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
+    _legend(axes, drawn, columns=2, at=(1, 0) if knee_at_top else (0, 1))
+
+
+def _columns(drawn: Drawn) -> tuple[tuple[bool, Any], ...]:
+    """(whether it is the expected one, its line) of each curve that is drawn."""
+    if drawn.is_ideal:
+        return ((False, "solid"),)
+    return ((False, (0, (4, 3))), (True, "solid"))
+
+
+def _point(estimate: SpeedEstimate, speed: Speed) -> Point:
+    return _step_ms(estimate, speed), _rate(estimate, speed)
+
+
+def _step_ms(_: SpeedEstimate, speed: Speed) -> float:
+    return 1000 * speed.tpot_s
+
+
+def _rate(estimate: SpeedEstimate, speed: Speed) -> float:
+    return speed.output_tokens_per_s / estimate.num_gpus
+
+
+def _rate_label(drawn: Drawn) -> str:
+    return f"output tokens per second and {drawn.roofline.accelerator.unit}"
+
+
+def _legend(axes: Any, drawn: Drawn, *, columns: int = 5, at: tuple[int, int] = (1, 1)) -> None:
+    """The curves by name; above the axes, or in a corner of them."""
     handles, labels = axes.get_legend_handles_labels()
-    dashed = axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
-    axes.legend(
-        [*handles, *dashed],
-        [*labels, "ideal roofline"],
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=5,
-        fontsize=9.5,
-        borderaxespad=0.2,
-    )
+    if not drawn.is_ideal:
+        handles += axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)
+        labels.append("ideal roofline")
+    places = {(1, 1): "lower right", (1, 0): "lower right", (0, 1): "upper left"}
+    axes.legend(handles, labels, loc=places[at], bbox_to_anchor=at, ncols=columns, fontsize=9.5, borderaxespad=0.2)
 
 
-def _contexts(plan: ServePlan, traffic: Traffic) -> list[int]:
-    """Lengths of prompt to draw: the one asked for, and usual ones that leave room for the answer."""
-    longest = plan.max_model_len - traffic.output_tokens
-    usual = [length for length in CONTEXTS if length <= longest and length != traffic.input_tokens]
-    return sorted([traffic.input_tokens, *usual[: len(_FAMILY) - 1]])
-
-
-def _held(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> int:
-    """The most requests of the traffic that run at once."""
-    return max(1, int(min(requests_held(roofline, traffic, plan.memory), roofline.max_num_seqs)))
-
-
-def _limit(roofline: Roofline, plan: ServePlan, traffic: Traffic) -> str:
-    """Why no more requests run at once."""
-    if requests_held(roofline, traffic, plan.memory) >= roofline.max_num_seqs:
-        return f"--max-num-seqs {roofline.max_num_seqs:,}, not the cache"
-    return "as many as the cache holds"
-
-
-def _batches(held: int) -> list[int]:
-    """Batches to draw, a quarter of an octave apart."""
-    steps = {round(2 ** (part / 4)) for part in range(60)}
-    return sorted({1, held, *(step for step in steps if 1 <= step <= held)})
-
-
-def _point(roofline: Roofline, plan: ServePlan, traffic: Traffic, batch: int, factors: Factors) -> Point:
-    asked = Traffic(input_tokens=traffic.input_tokens, output_tokens=traffic.output_tokens, concurrency=batch)
-    estimate = estimate_speed(roofline, asked, plan.memory)
-    speed = estimate.ideal if factors is IDEAL else estimate.expected
-    return 1000 * speed.tpot_s, speed.output_tokens_per_s / estimate.num_gpus
-
-
-def _breakdown(axes: Any, roofline: Roofline, plan: ServePlan, traffic: Traffic) -> None:
+def _breakdown(axes: Any, drawn: Drawn) -> None:
     """The time of a decode step by cause, one bar for each batch. Of weights and FLOP/s the larger counts."""
-    held = _held(roofline, plan, traffic)
-    batches = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
-    steps = [roofline.decode(batch, traffic.mean_context) for batch in batches]
-    places, below = range(len(batches)), [0.0] * len(batches)
+    held, traffic, factors = (
+        drawn.held(drawn.traffic.input_tokens),
+        drawn.traffic,
+        IDEAL if drawn.is_ideal else EXPECTED,
+    )
+    sizes = sorted({held, *(2**power for power in range(11) if 2**power < held / 1.3)})
+    steps = [drawn.roofline.decode(batch, traffic.mean_context, factors) for batch in sizes]
+    places, below = range(len(sizes)), [0.0] * len(sizes)
     for name, label, colour in _CAUSES:
-        sizes = [
+        heights = [
             0.0
             if (name == "weights_s" and step.flops_s > step.weights_s)
             or (name == "flops_s" and step.flops_s <= step.weights_s)
             else 1000 * getattr(step, name)
             for step in steps
         ]
-        if any(sizes):
-            axes.bar(places, sizes, 0.78, bottom=below, color=colour, label=label, edgecolor=PAPER, linewidth=0.6)
-        below = [low + size for low, size in zip(below, sizes)]
+        if any(heights):
+            axes.bar(places, heights, 0.78, bottom=below, color=colour, label=label, edgecolor=PAPER, linewidth=0.6)
+        below = [low + size for low, size in zip(below, heights)]
     for place, height in zip(places, below):
         axes.annotate(f"{height:.3g}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
-    axes.set_xticks(list(places), [f"{batch:,}" for batch in batches])
+    axes.set_xticks(list(places), [f"{batch:,}" for batch in sizes])
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel(f"requests that run at once (the last: {_limit(roofline, plan, traffic)})")
+    axes.set_xlabel(f"requests that run at once (the last: {drawn.limit()})")
     axes.set_ylabel("ms")
     axes.set_title(f"What a decode step goes to, contexts of {traffic.mean_context:,.0f} tokens")
     axes.margins(y=0.12)
@@ -239,27 +263,8 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _save(figure: Any, target: Path, title: str) -> None:
+def _save(figure: Any, target: Path) -> None:
     try:
-        if target.suffix.lower() == ".html":
-            target.write_text(_page(figure, title), encoding="utf-8")
-        else:
-            figure.savefig(target, dpi=140, facecolor=PAPER)
+        figure.savefig(target, dpi=140, facecolor=PAPER)
     except OSError as error:
         raise InvalidRequestError(f"cannot write {target}: {error.strerror or error}.") from None
-
-
-def _page(figure: Any, title: str) -> str:
-    """A page that needs no other file: it contains the drawing as SVG."""
-    drawing = io.BytesIO()
-    figure.savefig(drawing, format="svg", facecolor=PAPER)
-    encoded = base64.b64encode(drawing.getvalue()).decode("ascii")
-    lines: Iterable[str] = (
-        "<!doctype html>",
-        '<html lang="en"><meta charset="utf-8">',
-        f"<title>{escape(title)}</title>",
-        f'<img style="width:100%;max-width:1400px" alt="Plan of {escape(title)}"',
-        f'src="data:image/svg+xml;base64,{encoded}">',
-        "</html>",
-    )
-    return "\n".join(lines)

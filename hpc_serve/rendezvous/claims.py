@@ -6,6 +6,7 @@ job that holds a name still exists, so callers that can ask it pass `is_over`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, JobEntry, Serv
 _LOCK_LEASE_S = 10.0
 _LOCK_TIMEOUT_S = 45.0
 _UNUSED_CLAIM_S = 60.0
+_FILELOCK = "filelock>=3.30"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +61,27 @@ def release(store: ServiceStore, service: str, model: str) -> None:
             remove_file(path)
 
 
+def require_filelock() -> None:
+    """Raises StoreError where this environment's filelock is missing or too old, so that no name can be claimed."""
+    try:
+        from filelock import SoftFileLease  # noqa: F401
+    except ImportError as error:
+        import importlib.metadata
+
+        try:
+            found = f"filelock {importlib.metadata.version('filelock')}, which is too old"
+        except importlib.metadata.PackageNotFoundError:
+            found = "no filelock"
+        raise StoreError(
+            f"this environment ({sys.prefix}) has {found}: hpc-serve needs {_FILELOCK}. Install that beside hpc-serve "
+            f"(pip install '{_FILELOCK}'), in the image where the job runs in one."
+        ) from error
+
+
 @contextmanager
 def locked(store: ServiceStore, service: str) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long."""
+    require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 

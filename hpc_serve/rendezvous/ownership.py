@@ -18,13 +18,14 @@ from typing import Literal
 
 from hpc_serve.errors import InvalidRequestError
 
-Use = Literal["own", "private", "read", "scratch"]
+Use = Literal["own", "private", "read", "scratch", "chosen"]
 """What a path is needed for.
 
 own      a folder or file of the user's, which nobody else can change
 private  the same, and nobody else can look into it
 read     of the user's or root's, and nobody else can change it
 scratch  a folder of the user's or root's for new names; others may write to it if its sticky bit is set, as in /tmp
+chosen   of anybody, or of a group, from whom the user chose to have it; but not everybody can change it
 """
 
 _MOST_LINKS = 40
@@ -68,7 +69,7 @@ def fault(path: Path, use: Use) -> str | None:
     try:
         for step, found, is_last in _walk(path.absolute()):
             is_roots = _is_unseen_root(found, holder_mode=modes.get(step.parent, 0))
-            reason = stat_fault(step, found, use, is_roots) if is_last else _folder_fault(step, found, is_roots)
+            reason = stat_fault(step, found, use, is_roots) if is_last else _folder_fault(step, found, use, is_roots)
             if reason:
                 return reason
             modes[step] = found.st_mode
@@ -84,6 +85,8 @@ def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = Fal
 
     `is_roots`: it is root's, in a container that does not show that.
     """
+    if use == "chosen":
+        return _write_fault(path, found, sticky_counts=False, counted=stat.S_IWOTH)
     if os.geteuid() == _unseen_owner():
         return (
             f"{path} cannot be judged: this container (user namespace) shows you and all other users as user "
@@ -98,18 +101,18 @@ def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = Fal
     return _write_fault(path, found, sticky_counts=use == "scratch")
 
 
-def _folder_fault(path: Path, found: os.stat_result, is_roots: bool) -> str | None:
+def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool) -> str | None:
     """Whether others can replace what is in a folder, or where a link leads."""
-    if found.st_uid not in (os.geteuid(), 0) and not is_roots:
+    if use != "chosen" and found.st_uid not in (os.geteuid(), 0) and not is_roots:
         return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
     if stat.S_ISLNK(found.st_mode):
         return None
-    return _write_fault(path, found, sticky_counts=True)
+    return _write_fault(path, found, sticky_counts=True, counted=stat.S_IWOTH if use == "chosen" else _OTHERS_WRITE)
 
 
-def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool) -> str | None:
+def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool, counted: int = _OTHERS_WRITE) -> str | None:
     mode = stat.S_IMODE(found.st_mode)
-    writers = mode & _OTHERS_WRITE
+    writers = mode & counted
     if writers == stat.S_IWGRP and _is_own_group(found.st_gid):
         return None
     if not writers or (sticky_counts and mode & stat.S_ISVTX):

@@ -30,9 +30,10 @@ class Progress:
     total: int
 
 
-# The stages of a start in their order. nodes: until all launchers, and Ray's nodes, are there. engine: until it begins
-# with its weights. capture: profiling, KV cache and CUDA graphs. server: until it has answered a first request.
-START_STAGES = ("nodes", "engine", "weights", "compile", "capture", "server")
+# The stages of a start in their order. nodes: until all launchers, and Ray's nodes, are there. staging: until each node
+# has a copy of the model, if that is wanted. engine: until it begins with its weights. capture: profiling, KV cache and
+# CUDA graphs. server: until it has answered a first request.
+START_STAGES = ("nodes", "staging", "engine", "weights", "compile", "capture", "server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class EndpointRecord:
     started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
     failed. `certificate` (PEM) is what the engine
     shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
-    `cache` says whether the engine found code that an earlier start had compiled, and where.
+    `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
+    strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0.
     """
 
@@ -112,6 +114,7 @@ class EndpointRecord:
     state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
     engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
     cache: str = field(default="", metadata=MAY_BE_MISSING)
+    loading: str = field(default="", metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
     version: int = VERSION

@@ -15,22 +15,27 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.fields import Timestamp, from_json_text, to_json_text
 from hpc_serve.rendezvous.files import read_private, write_private
 from hpc_serve.rendezvous.record import START_STAGES, EndpointRecord
+from hpc_serve.sizes import MIB
 
 FILE = "start_times.json"
 MOST_STARTS = 50
 _LONGEST_S = 30 * 24 * 3600.0
+# torch, vLLM and what they import are 1 GiB and more; a start that finds them in the page cache reads some MiB.
+_PROGRAMS_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastStage:
     """A stage of a start that is over: what it took, and how many seconds after its begin each mark was seen.
 
-    A mark is a place in vLLM's source that logged something (`core.py:133`).
+    A mark is a place in vLLM's source that logged something (`core.py:133`). `disk_bytes` came from disks, by what the
+    kernel says of all nodes; None: not looked at.
     """
 
     name: str
     took_s: float
     marks: Mapping[str, float] = field(default_factory=dict)
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,16 @@ class PastStart:
         """The seconds of each stage."""
         return {stage.name: stage.took_s for stage in self.stages}
 
+    @property
+    def is_from_disk(self) -> bool | None:
+        """Whether the engine's programs came from a disk, not from the page cache; None: not known."""
+        read = self.disk_bytes("engine")
+        return None if read is None else is_from_disk(read)
+
+    def disk_bytes(self, stage: str) -> int | None:
+        """What came from disks in a stage; None: not known."""
+        return next((one.disk_bytes for one in self.stages if one.name == stage), None)
+
     def marks(self, stage: str) -> Mapping[str, float]:
         """The marks of a stage."""
         return next((one.marks for one in self.stages if one.name == stage), {})
@@ -61,6 +76,11 @@ class PastStart:
 @dataclass(frozen=True, kw_only=True)
 class _Starts:
     starts: tuple[PastStart, ...] = ()
+
+
+def is_from_disk(read_bytes: int) -> bool:
+    """Whether so many bytes from disks, until an engine begins with its weights, are those of its programs."""
+    return read_bytes >= _PROGRAMS_BYTES
 
 
 def layout_of(record: EndpointRecord) -> str:
@@ -76,20 +96,35 @@ def cache_of(record: EndpointRecord) -> str:
 
 
 def last_start(home: Path, record: EndpointRecord) -> PastStart | None:
-    """The last start of this model in this layout; None if none is known.
+    """The first of `last_starts`; None if none is known."""
+    return next(iter(last_starts(home, record)), None)
 
-    One of the same service comes first, then one with caches that were as warm.
+
+def last_starts(home: Path, record: EndpointRecord) -> tuple[PastStart, ...]:
+    """The last start of this model in this layout, then the last whose programs came from elsewhere: disk or memory.
+
+    One with caches that were as warm comes first, then one of the same service. A start with warm caches does not tell
+    how long one with cold caches takes, since it compiled nothing; the other way round it is not longer than said.
     """
+    cache = cache_of(record)
 
     def likeness(one: PastStart) -> tuple[bool, bool, float]:
-        return one.service == record.service, one.cache == cache_of(record), one.ready_at
+        return one.cache == cache, one.service == record.service, one.ready_at
 
-    found = [one for one in _read(home) if (one.model, one.layout) == (record.model, layout_of(record))]
-    return max(found, key=likeness, default=None)
+    found = [
+        one
+        for one in _read(home)
+        if (one.model, one.layout) == (record.model, layout_of(record)) and (one.cache, cache) != ("warm", "cold")
+    ]
+    likest = sorted(found, key=likeness, reverse=True)
+    other = (one for one in likest if one.cache == likest[0].cache and one.is_from_disk == (not likest[0].is_from_disk))
+    known = likest[:1] if not likest or likest[0].is_from_disk is None else [likest[0], *list(other)[:1]]
+    return tuple(known)
 
 
 def remember_start(home: Path, start: PastStart) -> None:
-    """Write down a start, in the place of the one before of the same service, model, layout and warmth of caches.
+    """Write down a start, in the place of the one before of the same service, model, layout, caches and origin of
+    programs.
 
     The MOST_STARTS latest are kept. Raises StoreError, OSError.
     """
@@ -98,8 +133,8 @@ def remember_start(home: Path, start: PastStart) -> None:
     write_private(home / FILE, to_json_text(_Starts(starts=tuple(latest))))
 
 
-def _key(start: PastStart) -> tuple[str, ...]:
-    return start.service, start.model, start.layout, start.cache
+def _key(start: PastStart) -> tuple[object, ...]:
+    return start.service, start.model, start.layout, start.cache, bool(start.is_from_disk)
 
 
 def _read(home: Path) -> list[PastStart]:

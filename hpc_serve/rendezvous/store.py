@@ -166,19 +166,18 @@ class ServiceStore:
         except FileNotFoundError:
             raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
 
-    def forget(self, service: str, job_id: str) -> int:
-        """Remove what is written about a job that is over, not its logs; returns how many files. Raises StoreError."""
+    def forget(self, service: str, job_ids: Set[str]) -> Set[str]:
+        """Remove what is written about jobs that are over, not their logs; returns the ids of those that had anything
+        written about them. Raises StoreError."""
         folder, found = self.service_dir(service), self.read(service)
-        removed = [folder / record.name for record in found.records if record.job_id == job_id]
-        removed += [folder / "submitted" / job.name for job in found.submitted if job.job_id == job_id]
-        reports = [
-            folder / preflight_file_name(job_id, record.restart, record.replica)
-            for record in found.records
-            if record.job_id == job_id
-        ]
-        for path in (*removed, *reports):
+        records = [record for record in found.records if record.job_id in job_ids]
+        submitted = [job for job in found.submitted if job.job_id in job_ids]
+        removed = [folder / record.name for record in records]
+        removed += [folder / "submitted" / job.name for job in submitted]
+        removed += [folder / preflight_file_name(one.job_id, one.restart, one.replica) for one in records]
+        for path in removed:
             remove_file(path)
-        return len(removed)
+        return {record.job_id for record in records} | {job.job_id for job in submitted}
 
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None

@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.diagnose.causes import UNKNOWN, UNKNOWN_CURE, Finding, SeenLine, find_causes, note_lines
+from hpc_serve.diagnose.causes import (
+    OWN_WORDS,
+    UNKNOWN,
+    UNKNOWN_CURE,
+    Finding,
+    SeenLine,
+    find_causes,
+    note_lines,
+    tells_the_root,
+)
 from hpc_serve.diagnose.evidence import LogEvidence
 from hpc_serve.submit.job_status import never_starts
-from hpc_serve.submit.log_files import files_of, places_of
+from hpc_serve.submit.log_files import files_of, lines_of, places_of, ray_logs_of
 
 # Of a longer log, so much of its beginning and of its end is read.
 _HEAD_BYTES = 8 * 2**20
@@ -26,7 +35,10 @@ _MAY_GO_WRONG = ("starting",)
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is wrong with a replica: findings, the first cause first; none if nothing is. `logs` are what was read."""
+    """What is wrong with a replica: findings, the first cause first; none if nothing is. `logs` are what there is.
+
+    Ray's own are among them, and are read where the others tell of no cause, or of a symptom alone.
+    """
 
     status: ReplicaStatus
     findings: tuple[Finding, ...] = ()
@@ -42,7 +54,7 @@ class Diagnosis:
         cause = self.cause
         rows = []
         if cause is not None:
-            rows += [f"Cause: {cause.cause}.", f"To do: {cause.cure}"]
+            rows += [f"Cause: {cause.cause.rstrip('.')}.", f"To do: {cause.cure}"]
             rows += ["Read from:", *(f"    {line.place}: {line.text}" for line in cause.lines)] if cause.lines else []
         others = [f"    {one.cause} ({one.lines[0].place})" for one in self.findings[1:] if one.lines]
         rows += ["Also seen, mostly as a consequence:", *others] if others else []
@@ -51,18 +63,20 @@ class Diagnosis:
 
 def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
     """Read what there is of a replica, and say what is wrong. Raises StoreError."""
+    logs, of_ray = tuple(files_of(status)), tuple(ray_logs_of(status))
     if not _may_be_wrong(status):
-        return Diagnosis(status=status, logs=tuple(files_of(status)))
-    logs = tuple(files_of(status))
+        return Diagnosis(status=status, logs=(*logs, *of_ray))
     told = note_lines(LogEvidence(_RECORD, is_record=True), status.reason.splitlines())
     told.raised.clear()  # it repeats the logs
     evidence = [read_log(path) for path in logs] or [note_lines(LogEvidence(_RECORD), status.last_log_lines)]
     findings = find_causes([*evidence, told])
+    if status.state in _WRONG and of_ray and not tells_the_root(findings):
+        findings = find_causes([*evidence, *map(read_log, of_ray), told])
     if status.state in _MAY_GO_WRONG:
-        findings = tuple(one for one in findings if one.is_known)
+        findings = tuple(one for one in findings if one.is_known and one.name != OWN_WORDS)
     elif not findings:
         findings = (_unexplained(status),)
-    return Diagnosis(status=status, findings=findings, logs=logs)
+    return Diagnosis(status=status, findings=findings, logs=(*logs, *of_ray))
 
 
 def _may_be_wrong(status: ReplicaStatus) -> bool:
@@ -87,17 +101,17 @@ def read_log(path: Path) -> LogEvidence:
 def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as file:
-            number = 0
-            for raw in file:
-                number += 1
+            number = 1
+            for raw in lines_of(file):
                 yield number, raw.decode(errors="replace").rstrip("\n")
+                number += raw.endswith(b"\n")
                 if file.tell() > _HEAD_BYTES:
                     break
             number += _skip_middle(path, file.tell())
             file.seek(max(file.tell(), path.stat().st_size - _TAIL_BYTES))
-            for raw in file:
-                number += 1
+            for raw in lines_of(file):
                 yield number, raw.decode(errors="replace").rstrip("\n")
+                number += raw.endswith(b"\n")
     except OSError:  # gone, or of a filesystem that does not answer: the other logs may tell
         return
 

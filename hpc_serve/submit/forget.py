@@ -26,10 +26,14 @@ def forget(store: ServiceStore, found: Sequence[ReplicaStatus]) -> tuple[str, ..
                 f"hpc-serve stop {service} first."
             )
     jobs = dict.fromkeys((status.service, status.job_id) for status in found)
-    for service, job_id in jobs:
-        for status in report.replicas:
-            if (status.service, status.job_id) == (service, job_id) and not status.is_over:
-                raise InvalidRequestError(
-                    f"{service} (job {status.name}) is {status.state}, not over: hpc-serve stop {status.name} first."
-                )
-    return tuple(job_id for service, job_id in jobs if store.forget(service, job_id))
+    for status in report.replicas:
+        if (status.service, status.job_id) in jobs and not status.is_over:
+            raise InvalidRequestError(
+                f"{status.service} (job {status.name}) is {status.state}, not over: hpc-serve stop {status.name} first."
+            )
+    gone = {
+        (service, job_id)
+        for service in {service for service, _ in jobs}
+        for job_id in store.forget(service, {job_id for of, job_id in jobs if of == service})
+    }
+    return tuple(job_id for service, job_id in jobs if (service, job_id) in gone)

@@ -1,127 +1,42 @@
-"""What the log of a run's head tells of its course: the stages of the start, and the engine's own reports since.
+"""The engine's own reports over time, read from the log of a run's head. vLLM writes them while it has work.
 
-vLLM reports every ten seconds while it has work. Times are by the clock of the node that wrote the log.
+Times are by the clock of the node that wrote the log.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from hpc_serve.diagnose.lines import read_head
-from hpc_serve.vllm.log import read_stage
+from hpc_serve.submit.log_files import lines_of
 from hpc_serve.vllm.report_line import EngineReport, read_report
 
-# Of a long log both ends are read: the start is in the first, the last hours in the second.
+# Of a long log both ends are read.
 _HEAD_BYTES, _TAIL_BYTES = 4 << 20, 16 << 20
 _LONGEST_LINE = 4096
 _SECONDS_A_MONTH, _SECONDS_A_DAY = 31 * 86_400, 86_400
-_BEGINS, _COMMAND, _READY = "hpc-serve: launcher of ", "hpc-serve: engine command: ", " is ready at http"
+_BEGINS = "hpc-serve: launcher of "
+
+Reports = tuple[tuple[float, EngineReport], ...]
+"""Each with its time in seconds since the epoch, in the order of time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageSpan:
-    """One stage of a start: seconds since the epoch, to the second."""
+def read_reports(path: Path, *, near: float) -> Reports:
+    """The reports of the last run in a log; none if it cannot be read.
 
-    name: str
-    began_at: float
-    ended_at: float
-
-    @property
-    def took_s(self) -> float:
-        return self.ended_at - self.began_at
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogHistory:
-    """The last run in a log. `is_ready`: its start came to an end. Reports are in the order of time."""
-
-    stages: tuple[StageSpan, ...] = ()
-    is_ready: bool = False
-    reports: tuple[tuple[float, EngineReport], ...] = ()
-
-
-def read_history(path: Path, *, near: float) -> LogHistory:
-    """What a log tells; lines have no year, and those times are taken that are next to `near`, since the epoch."""
-    history = _History(near)
+    Lines have no year, and those times are taken that are next to `near`, in seconds since the epoch.
+    """
+    reports: dict[float, EngineReport] = {}
     for line in _lines(path):
-        for part in line.split("\r"):  # a progress bar ends each of its states with a carriage return
-            history.note(part)
-    return history.found()
-
-
-class _History:
-    def __init__(self, near: float) -> None:
-        self._near = near
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._starts: list[tuple[str, float]] = []
-        self._last_at: float | None = None
-        self._ready_at: float | None = None
-        self._reports: dict[float, EngineReport] = {}
-
-    def note(self, line: str) -> None:
-        if (report := read_report(line)) is not None:
-            if (at := self._at(line)) is not None:
-                self._reports[at] = report.plus(self._reports.get(at))
-            return
         if _BEGINS in line:  # the log of a job that Slurm runs again has several runs
-            self._begin_anew()
-            self._note_stage("nodes and Ray", line)
-        elif self._ready_at is None and self._starts:
-            self._note_start(line)
-
-    def _note_start(self, line: str) -> None:
-        if _COMMAND in line:
-            self._note_stage("starting the engine", line)
-        elif _READY in line and "hpc-serve: " in line:
-            self._ready_at = self._at(line) or self._last_at
-        elif (stage := read_stage(line)) is not None:
-            self._note_stage(stage.name, line)
-
-    def _note_stage(self, name: str, line: str) -> None:
-        at = self._at(line)
-        if at is None:
-            at = self._last_at
-        if at is None:
-            return
-        self._last_at = at
-        if not self._starts or self._starts[-1][0] != name:
-            self._starts.append((name, at))
-
-    def _at(self, line: str) -> float | None:
-        at = read_head(line).at
-        return None if at is None else _since_epoch(at, self._near)
-
-    def found(self) -> LogHistory:
-        last = self._ready_at if self._ready_at is not None else self._last_at
-        ends = [at for _, at in self._starts[1:]] + ([last] if last is not None else [])
-        stages = [
-            StageSpan(name=name, began_at=began_at, ended_at=max(began_at, ended_at))
-            for (name, began_at), ended_at in zip(self._starts, ends)
-        ]
-        return LogHistory(
-            stages=tuple(_merged(stages)),
-            is_ready=self._ready_at is not None,
-            reports=tuple(sorted(self._reports.items(), key=lambda one: one[0])),
-        )
-
-
-def _merged(stages: Iterable[StageSpan]) -> Iterator[StageSpan]:
-    """Stages that took no second are left out: what is said of them has no finer time."""
-    last: StageSpan | None = None
-    for stage in stages:
-        if last is not None and last.name == stage.name:
-            last = replace(last, ended_at=stage.ended_at)
-            continue
-        if last is not None and last.took_s > 0:
-            yield last
-        last = stage
-    if last is not None:
-        yield last
+            reports.clear()
+        elif (report := read_report(line)) is not None and (at := read_head(line).at) is not None:
+            since = _since_epoch(at, near)
+            reports[since] = report.plus(reports.get(since))
+    return tuple(sorted(reports.items(), key=lambda one: one[0]))
 
 
 def _since_epoch(at: float, near: float) -> float:
@@ -136,14 +51,23 @@ def _since_epoch(at: float, near: float) -> float:
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as file:
-            yield from _decoded(file.readlines(_HEAD_BYTES))
+            yield from _decoded(_next_lines(file, _HEAD_BYTES))
             size = path.stat().st_size
             if file.tell() < size - _TAIL_BYTES:
                 file.seek(size - _TAIL_BYTES)
-                file.readline()
-            yield from _decoded(file.readlines(_TAIL_BYTES))
+                next(lines_of(file), b"")
+            yield from _decoded(_next_lines(file, _TAIL_BYTES))
     except OSError:  # gone, or of a filesystem that does not answer
         return
+
+
+def _next_lines(file: BinaryIO, least_bytes: int) -> Iterator[bytes]:
+    """The next lines, until they have so many bytes."""
+    end = file.tell() + least_bytes
+    for line in lines_of(file):
+        yield line
+        if file.tell() >= end:
+            return
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:

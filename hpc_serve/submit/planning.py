@@ -6,12 +6,14 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
-from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import find_spec
+from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.hub import find_model, find_spec
+from hpc_serve.plan import ModelSpec
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.submit.request import ServeRequest
 
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
@@ -93,5 +95,29 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         has_sizes = bool(engine.tensor_parallel_size or engine.pipeline_parallel_size)
         cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not has_sizes)
     names = found.served_model_names
-    parts = FoundParts(model=model, cluster=cluster, served_model_names=names, note=found.note, warning=found.warning)
+    parts = FoundParts(
+        model=model,
+        cluster=cluster,
+        draft=_draft(engine),
+        served_model_names=names,
+        note=found.note,
+        warning=found.warning,
+    )
     return make_plan(asked, parts)
+
+
+def _draft(engine: EngineConfig) -> ModelSpec | None:
+    """The draft model that the engine loads. None where there is none, or nobody here knows its config.
+
+    Raises UnknownModelError for a folder that is not there, InvalidRequestError where its architecture is not known.
+    """
+    named = engine.draft_model
+    if named is None:
+        return None
+    try:
+        config = find_model(named).config
+    except UnknownModelError:
+        if named.startswith(("/", ".", "~")):
+            raise
+        return None
+    return draft_from_config(config, name=named, method=str(engine.speculative_method), dtype=engine.dtype)

@@ -1,7 +1,7 @@
 """The text of a batch script: a request and its plan in, a script a person can read and edit out.
 
-It computes no layout and starts no process: the plan and the launcher do that. Every value is quoted for the shell. A
-value in an `#SBATCH` line cannot be quoted; it was checked when the request was made.
+It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the
+shell. Those of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from markupsafe import Markup
-
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
-from hpc_serve.sizes import GIB, format_size
+from hpc_serve.sizes import format_size
 from hpc_serve.submit.engine_words import engine_words
+from hpc_serve.submit.memory import memory_gib
 from hpc_serve.submit.request import ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.submit.slurm import array_options, batch_log_option
+from hpc_serve.submit.template import Checked, comment, render_template
 from hpc_serve.vllm.allowed import OVERRULE
 from hpc_serve.vllm.arguments import read_arguments
 
@@ -31,26 +29,9 @@ if TYPE_CHECKING:
     from hpc_serve.plan import ServePlan
 
 _CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
-_MEM_GIB_PER_GPU = 16
-_MEM_GIB_BASE = 16
 _NOTICE_S = 120  # of a preemption, where the time limit gives none
 _MOST_RERUNS = 5  # with --requeue
 _WAY_DOWN_S = 20  # from the last answer to the end of the job
-
-
-# With autoescape on, Jinja marks the output of blocks and macros as Markup. Here that mark means "checked" or "quoted".
-_Checked = Markup
-
-
-def _shell_word(value: object) -> Markup:
-    return value if isinstance(value, Markup) else Markup(_quote(str(value)))
-
-
-def _quote(word: str) -> str:
-    """`word` quoted for bash, on one line, so that a template may indent what holds it."""
-    if "\n" not in word:
-        return shlex.quote(word)
-    return "$'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
@@ -59,33 +40,7 @@ def render_script(request: ServeRequest, plan: ServePlan) -> str:
     Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
     not there.
     """
-    environment = _template_environment(request.templates_dir)
-    try:
-        template = environment.get_template(f"{request.cluster}.sh.j2")
-        return template.render(_context(request, plan))
-    except jinja2.TemplateError as error:
-        raise InvalidRequestError(f"template {request.cluster}.sh.j2 cannot be rendered: {error}") from error
-
-
-def _template_environment(site_templates: str | None) -> jinja2.Environment:
-    ours = jinja2.PackageLoader("hpc_serve.templates", "")
-    folders = [jinja2.FileSystemLoader(site_templates)] if site_templates else []
-    ours_by_name = jinja2.PrefixLoader({"hpc-serve": ours})  # for a template of the site that has the name of ours
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([*folders, ours, ours_by_name]),
-        undefined=jinja2.StrictUndefined,
-        finalize=_shell_word,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=True,
-    )
-    environment.filters["both_sides"] = lambda bind: bind if ":" in bind else f"{bind}:{bind}"
-    environment.filters["on_one_line"] = lambda text: Markup(
-        " ".join(line.strip() for line in text.split("\n") if line.strip())
-    )
-    environment.filters["words"] = lambda words: Markup(" ".join(_quote(str(word)) for word in words))
-    return environment
+    return render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
 
 
 def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
@@ -95,13 +50,13 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
             f"hpc-serve plans for {device.product}, but has no script for it: {device.no_script_reason}."
         )
     return {
-        "title": _comment(_title(request, plan)),
-        "not_run": _comment(_not_run(device)),
-        "version": _Checked(hpc_serve.__version__),
-        "directives": [_Checked(line) for line in directives(request, plan)],
+        "title": comment(_title(request, plan)),
+        "not_run": comment(_not_run(device)),
+        "version": Checked(hpc_serve.__version__),
+        "directives": [Checked(line) for line in directives(request, plan)],
         "environment": request.environment,
         "modules": request.environment.modules,
-        "exports": {_Checked(name): value for name, value in _exports(request).items()},
+        "exports": {Checked(name): value for name, value in _exports(request).items()},
         "device": device,
         "service": request.service,
         **_replicas(request.replicas_per_job),
@@ -115,7 +70,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
         "model": plan.model,
         "served_model_names": served_model_names(request, plan),
-        "rendered_by": _comment(shlex.join(render_argv(request))),
+        "rendered_by": comment(shlex.join(render_argv(request))),
         "engine_options": [option.words for option in read_arguments(engine_words(request, plan))],
     }
 
@@ -125,10 +80,10 @@ def _replicas(per_job: int) -> dict[str, Any]:
     several = per_job > 1
     return {
         "replicas_per_job": per_job,
-        "indices": _Checked(" ".join(map(str, range(per_job)))),
-        "which_replica": _Checked(f' --replica "$replica/{per_job}"' if several else ""),
-        "of_replica": _Checked(" of replica $replica" if several else ""),
-        "run_log": _Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
+        "indices": Checked(" ".join(map(str, range(per_job)))),
+        "which_replica": Checked(f' --replica "$replica/{per_job}"' if several else ""),
+        "of_replica": Checked(" of replica $replica" if several else ""),
+        "run_log": Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
     }
 
 
@@ -184,14 +139,14 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     completed = replace(
         slurm,
         cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
-        mem=slurm.mem or ("0" if whole_nodes else f"{_mem_gib(plan, gpus)}G"),
+        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib(request, plan, gpus)}G"),
     )
     return [
         f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
         *completed.lines("where"),
         f"--nodes={layout.num_nodes}",
         "--ntasks-per-node=1",
-        *([_gpu_line(slurm, gpus)] if device.kind == "gpu" else []),
+        *([slurm.gpu_line(gpus)] if device.kind == "gpu" else []),
         *completed.lines("share"),
         *(array_options(jobs) if jobs > 1 else []),
         batch_log_option(request.log_dir, is_array=jobs > 1),
@@ -202,24 +157,12 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
     ]
 
 
-def _gpu_line(slurm: SlurmOptions, count: int) -> str:
-    """How sbatch is asked for GPUs. Hosts of TPUs, and sockets, are whole nodes to Slurm and need no such line."""
-    gpus = f"{slurm.gres_type}:{count}" if slurm.gres_type else f"{count}"
-    return f"--gres=gpu:{gpus}" if slurm.gpu_directive == "gres" else f"--{slurm.gpu_directive}={gpus}"
-
-
 def _cpus(plan: ServePlan, gpus: int) -> int:
     if plan.accelerator.kind == "cpu":
         raise InvalidRequestError(
             "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
         )
     return _CPUS_PER_GPU * gpus
-
-
-def _mem_gib(plan: ServePlan, gpus: int) -> int:
-    if plan.accelerator.kind == "cpu":  # the plan has divided the job's memory among sockets
-        return -(-gpus * plan.accelerator.total_bytes // GIB)
-    return _MEM_GIB_BASE + _MEM_GIB_PER_GPU * gpus
 
 
 def _exports(request: ServeRequest) -> dict[str, str]:
@@ -260,6 +203,7 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--no-tls": not request.tls,
         "--keep-up": request.keep_up,
         "--tools": request.tools,
+        "--stage": request.settings.stage is not None,
         OVERRULE: request.allow_unknown_vllm_options,
         ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
     }
@@ -287,7 +231,3 @@ def _title(request: ServeRequest, plan: ServePlan) -> str:
         gpus = f" x {layout.gpus_per_node * request.replicas_per_job} GPUs" if plan.accelerator.kind == "gpu" else ""
         where = f"1 node{gpus} ({request.gpu})"
     return f'{plan.model} as "{request.service}": {each}{where}, {sizes}'
-
-
-def _comment(text: str) -> Markup:
-    return _Checked("".join(character if character.isprintable() else "?" for character in text))

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
 
+_JOBS_OF_ONE = (
+    "Leave --replicas-per-job out: with --no-exclusive, --replicas N is jobs of one replica each, of which Slurm may "
+    "put several on a node"
+)
 _NOT_TOGETHER = {
     "--target": "it chooses how many GPUs an engine has, and several replicas in a job divide the node",
     "--keep-up": "each replica hands over for itself, and those of one job have one time limit",
@@ -13,6 +17,7 @@ _NOT_TOGETHER = {
     "--idle-stop": "each job looks after one replica",
     "--port": "engines on one node need ports of their own",
 }
+_CURES = dict.fromkeys(("--keep-up", "--replicas MIN:MAX", "--idle-stop"), _JOBS_OF_ONE)
 
 
 def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool) -> None:
@@ -43,5 +48,5 @@ def check_shared_job(per_job: int, asked: Mapping[str, object]) -> None:
         if value and per_job > 1:
             raise InvalidRequestError(
                 f"{option} and --replicas-per-job {per_job} do not go together: {_NOT_TOGETHER[option]}. "
-                "Leave one of them out."
+                f"{_CURES.get(option, 'Leave one of them out')}."
             )

@@ -65,12 +65,15 @@ class JobSettings:
     """What the in-job program is told through its environment; None leaves its default.
 
     `interface` is the network interface between nodes, `tmpdir` the node-local root of private folders,
-    `cache_dir` a node-local folder for compile caches that outlive the job.
+    `cache_dir` a node-local folder for compile caches that outlive the job, which may take `cache_size`. `stage`: the
+    engine loads a copy of the model on its node, below `tmpdir` ("on") or in the folder that it names.
     """
 
     interface: str | None = None
     tmpdir: str | None = None
     cache_dir: str | None = None
+    cache_size: str | None = None
+    stage: str | None = None
 
     def exports(self) -> dict[str, str]:
         """Environment variables to set in the script, by name."""
@@ -105,8 +108,8 @@ class ServeRequest:
     the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
     With `preflight_only` the job looks at its nodes, and ends before it starts an engine.
-    `env` are variables of the job. With `offline_nodes` a job cannot fetch weights; `weights_help` says how people get
-    them there.
+    `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. With `offline_nodes` a job
+    cannot fetch weights; `weights_help` says how people get them there.
     """
 
     model: str
@@ -146,6 +149,7 @@ class ServeRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
     templates_dir: str | None = None
+    memory_folders: tuple[str, ...] = ()
     offline_nodes: bool = False
     weights_help: str | None = None
     jobs_can_submit: bool = True

@@ -135,6 +135,11 @@ class SlurmOptions(SbatchOptions):
         units = _SECONDS_OF if days or len(numbers) == 3 else _SECONDS_OF[1:]
         return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 
+    def gpu_line(self, count: int) -> str:
+        """How sbatch is asked for GPUs. Hosts of TPUs, and sockets, are whole nodes to Slurm and need no such line."""
+        gpus = f"{self.gres_type}:{count}" if self.gres_type else f"{count}"
+        return f"--gres=gpu:{gpus}" if self.gpu_directive == "gres" else f"--{self.gpu_directive}={gpus}"
+
     def lines(self, group: str) -> list[str]:
         """`--name=value` of the options of one group that are set, in order."""
         values = {option.name: getattr(self, option.name) for option in _of_group(group)}

@@ -12,15 +12,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.job_env import check_env
 from hpc_serve.submit.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
+
+if TYPE_CHECKING:
+    import yaml
 
 PYTHONS: Mapping[str, EnvironmentKind] = {
     "venv": "venv",
@@ -65,6 +67,11 @@ class SiteProfile(SbatchOptions):
     interface: str | None = _setting("Network interface between nodes, if the host names resolve to another.")
     tmpdir: str | None = _setting("Node-local folder for private folders of jobs (`/tmp`).")
     cache_dir: str | None = _setting("Node-local folder for compile caches that outlive a job.")
+    cache_size: str | None = _setting("What those caches may take on a node (`10GiB`); `0` keeps nothing.")
+    stage: str | None = _setting("Nodes copy the model first: `on`, or a node-local folder, as `/dev/shm`.")
+    memory_folders: tuple[str, ...] = _setting(
+        "Folders of nodes that are memory (tmpfs), beside `/dev/shm`: jobs pay for what they keep there.", ()
+    )
     log_dir: str | None = _setting("Where logs go, if not into the service's folder.")
     templates_dir: str | None = _setting("Folder of the site's own script templates.")
     offline_nodes: bool | None = _setting("Jobs cannot reach the hub: weights must be there before `submit`.")
@@ -119,6 +126,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml  # not at the top: most commands find no site file, and it takes a twentieth of `plan`
+
     try:
         text = path.read_text(encoding="utf-8")
         # Composed, not loaded: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
@@ -133,6 +142,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any]]:
+    import yaml
+
     if document is None:  # an empty file
         return
     if not isinstance(document, yaml.MappingNode):
@@ -153,6 +164,8 @@ def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any
 
 
 def _value(node: yaml.Node, kind: Any, where: str) -> Any:
+    import yaml
+
     if kind == tuple[str, ...]:
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if all(isinstance(item, yaml.ScalarNode) for item in items):
@@ -177,6 +190,8 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
 
 
 def _mapping(node: yaml.Node, where: str) -> dict[str, str]:
+    import yaml
+
     if isinstance(node, yaml.ScalarNode) and not node.value:
         return {}
     is_flat = isinstance(node, yaml.MappingNode) and all(
@@ -193,12 +208,28 @@ def _check(profile: SiteProfile, path: Path) -> None:
         raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")
     if profile.templates_dir and not Path(profile.templates_dir).is_dir():
         raise SiteFileError(f"site file {path}: templates_dir {profile.templates_dir} is not a folder.")
+    for name in ("templates_dir", "models"):
+        if named := getattr(profile, name):
+            check_chosen(Path(named), called=f"site file {path}: {name}")
     try:
         profile.slurm_options()
         _ = profile.gpu_memory_bytes
+        if profile.cache_size not in (None, "0"):
+            parse_size(profile.cache_size)
         check_env(profile.env)
     except InvalidRequestError as error:
         raise SiteFileError(f"site file {path}: {error}") from error
+
+
+def check_chosen(path: Path, *, called: str) -> None:
+    """Raises SiteFileError if everybody can change what a person, or the site, has chosen to be told by."""
+    templates = sorted(path.glob("*.j2")) if path.is_dir() else []
+    for one in (path, *templates):
+        if reason := fault(one, "chosen"):
+            raise SiteFileError(
+                f"{called} is not used: {reason}. Its words decide what runs as you: take that right from others "
+                "(chmod o-w)."
+            )
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:

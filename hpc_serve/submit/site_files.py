@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_serve.errors import SiteFileError
 from hpc_serve.rendezvous.ownership import fault
-from hpc_serve.submit.site import PYTHONS, SiteProfile, read_settings
+from hpc_serve.submit.site import PYTHONS, SiteProfile, check_chosen, read_settings
 
 SYSTEM_FILE = "/etc/hpc-serve/site.yaml"
 
@@ -72,9 +72,12 @@ def find_system_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def find_user_file(environ: Mapping[str, str], named: str | None = None) -> Path | None:
-    """The user's file, if one is named or the default one is there."""
+    """The user's file, if one is named or the default one is there. Raises SiteFileError if everybody can change it."""
     path = user_file(environ, named)
-    return path if named or environ.get("HPC_SERVE_SITE") or path.exists() else None
+    if not (named or environ.get("HPC_SERVE_SITE") or path.exists()):
+        return None
+    check_chosen(path, called=f"the site file {path}")
+    return path
 
 
 def user_file(environ: Mapping[str, str], named: str | None = None) -> Path:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.printable import printable
 from hpc_serve.submit.job_env import check_env
 from hpc_serve.vllm.arguments import names_in, without
 
@@ -41,6 +40,8 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
     """The models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
     if path is None:
         return {}
+    import yaml  # not at the top, as in site.py
+
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -69,6 +70,9 @@ def _model(entry: Any, where: str) -> SiteModel:
     for key in ("name", "model"):
         if not isinstance(texts.get(key), str) or not texts[key].strip():
             raise SiteFileError(f"{where}: {key} must be a text.")
+    for key, text in texts.items():
+        if printable(str(text)) != str(text):  # a terminal would act on it
+            raise SiteFileError(f"{where}: {key} is {text!r}: it must be of printable characters.")
     words = entry.get("vllm_args") or []
     if not isinstance(words, list) or any(isinstance(word, (dict, list)) for word in words):
         raise SiteFileError(f"{where}: vllm_args must be a list of words, as [--max-num-seqs, 64].")

@@ -66,6 +66,7 @@ _PER_JOB_LIMIT = re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min\w+)(Limit)?|QO
 _USED_UP_BUDGET = re.compile(r"(QOS|Assoc)Grp\w*?(?<!Run)(Minutes|Mins)(Limit)?")
 _LIMIT_OWNERS = {"QOS": "QOS", "Assoc": "account", "MaxJobs": "account"}
 _NO_OUTPUT_FILE = 53  # not a signal: what slurmd reports if it cannot set up the script's output
+_OUT_OF_MEMORY = 125  # neither: Slurm's mark on a job, or a step, of which the kernel killed something for memory
 _REFUSED = 1  # no signal either: the exit status of a job that slurmctld refused, so that it never had a node
 
 _ENDS = {
@@ -139,6 +140,8 @@ def _failed_sentence(job: JobState) -> str:
         return f"Slurm refused it when it was submitted{why}"
     if job.signal == _NO_OUTPUT_FILE:
         return f"the node could not open its output file {job.batch_log or ''}".rstrip()
+    if job.signal == _OUT_OF_MEMORY:
+        return _ENDS["OUT_OF_MEMORY"]
     if job.signal:
         return f"its script was ended by signal {job.signal}"
     if job.exit_code:

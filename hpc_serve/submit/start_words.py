@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _WORDS = {
     "nodes": "nodes",
+    "staging": "staging",
     "engine": "engine",
     "weights": "weights",
     "compile": "compile",
@@ -36,7 +37,7 @@ def progress_words(status: ReplicaStatus) -> str:
     if status.state != "starting" or start is None or not start.stage:
         return ""
     loads = start.stage == "weights"
-    rate = _rate(start.bytes_per_s) if loads and start.bytes_per_s else ""
+    rate = _rate(start.bytes_per_s) if (loads or start.stage == "staging") and start.bytes_per_s else ""
     if start.time_left_s is not None:
         left = f"ready in {about(start.time_left_s - status.record_age_s)}"
     elif loads and start.weights_left_s is not None:
@@ -52,6 +53,20 @@ def detail_words(status: ReplicaStatus) -> str:
     return f"{status.detail}, {progress}" if progress and status.detail and not status.reason else status.detail
 
 
+def stage_seconds(status: ReplicaStatus) -> dict[str, float]:
+    """The seconds of each stage of a start, in their order: the queue, those that are over, and the present one."""
+    start = status.start
+    if start is None:
+        return {}
+    took = {_WORDS.get(name, name): seconds for name, seconds in start.took_s.items()}
+    if status.submitted_at and status.started_at:
+        took = {"queued": max(0.0, status.started_at - status.submitted_at), **took}
+    if start.stage and status.updated_at:
+        until = status.updated_at + (status.record_age_s if status.state == "starting" else 0.0)
+        took[_WORDS.get(start.stage, start.stage)] = max(0.0, until - start.since)
+    return took
+
+
 def stages_words(status: ReplicaStatus) -> str:
     """The stages of a start with their times: those that are over, and the present one; "" if there is none to tell.
 
@@ -60,17 +75,13 @@ def stages_words(status: ReplicaStatus) -> str:
     start = status.start
     if start is None:
         return ""
-    took = [(_WORDS.get(name, name), seconds, name) for name, seconds in start.took_s.items()]
-    if status.submitted_at and status.started_at:
-        took.insert(0, ("queued", status.started_at - status.submitted_at, ""))
-    words = [
-        f"{called} {duration(seconds)}{_loaded(status) if name == 'weights' else ''}"
-        for called, seconds, name in took
-        if seconds >= _LEAST_SHOWN_S
-    ]
-    if start.stage and status.state == "starting" and status.updated_at:
-        since_s = status.updated_at + status.record_age_s - start.since
-        words.append(f"{_WORDS.get(start.stage, start.stage)} for {duration(since_s)}")
+    present = _WORDS.get(start.stage, start.stage)
+    words = []
+    for name, seconds in stage_seconds(status).items():
+        if name == present:
+            words += [f"{name} for {duration(seconds)}"] if status.state == "starting" else []
+        elif seconds >= _LEAST_SHOWN_S:
+            words.append(f"{name} {duration(seconds)}{_loaded(status) if name == _WORDS['weights'] else ''}")
     return ", ".join(words)
 
 

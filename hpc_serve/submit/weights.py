@@ -1,21 +1,24 @@
 """Looks for the weights of a hub's model before its job is queued.
 
 What of them is missing is an error where the job could not fetch it, and else a sentence for the person who submits.
+How jobs will read them is told as far as it is known here; the job decides it (`job/weights_place.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub_requests import check_access
 from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.job.weights_place import find_weights
 from hpc_serve.local_weights import cached_folder, missing_weights
 from hpc_serve.plan import ServePlan
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.vllm.arguments import names_in
+from hpc_serve.vllm.load_strategy import foreseen_strategy
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
@@ -38,7 +41,11 @@ def check_hub_weights(
     if missing is None:
         return None
     seen = f"{plan.model}: {settings.cache} holds {missing.words}"
-    cure = f"`{_download(plan.model)}` ({_size(plan)})"
+    cure = f"`hpc-serve fetch {plan.model}` ({_size(plan)})"
+    if request.settings.stage is not None:
+        raise InvalidRequestError(
+            f"{seen}, and --stage copies what the nodes see. Get them first: {cure}; or leave --stage out."
+        )
     if request.offline_nodes or settings.is_offline:
         why = "offline_nodes in the site file" if request.offline_nodes else "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
         site = f" Your site says: {request.weights_help}." if request.weights_help else ""
@@ -56,14 +63,26 @@ def check_hub_weights(
     return f"{seen}, so the job fetches them first. To have them before: {cure}.{token}{site}"
 
 
+def foreseen_loading(model: str, words: Sequence[str], environ: Mapping[str, str], *, ranks_per_node: int) -> str:
+    """By which strategy jobs will read a model's weights, and why, as far as this machine can tell."""
+    try:
+        place = find_weights(model, tuple(words), environ)
+    except (OSError, ValueError) as error:
+        return f"known once the job sees them: {error}"
+    return foreseen_strategy(words, place, ranks_per_node=ranks_per_node)
+
+
+def is_repository(model: str) -> bool:
+    """Whether a model's name is that of a repository of the hub.
+
+    >>> is_repository("meta-llama/Llama-3.1-8B-Instruct"), is_repository("./llama")
+    (True, False)
+    """
+    return _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
+
+
 def _is_on_the_hub(request: ServeRequest, model: str) -> bool:
-    is_named = _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
-    return is_named and request.load_format in _FROM_FILES
-
-
-def _download(model: str) -> str:
-    # meta-llama's repositories hold the weights twice; vLLM reads no file below original/.
-    return f"hf download {model}" + (" --exclude 'original/*'" if model.startswith("meta-llama/") else "")
+    return is_repository(model) and request.load_format in _FROM_FILES
 
 
 def _size(plan: ServePlan) -> str:

@@ -34,6 +34,11 @@ class PeerFiles:
     certificate: Path
     key: Path
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> PeerFiles:
+        """Where `make_peer_files` puts them."""
+        return cls(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
+
 
 def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) -> PeerFiles:
     """A key and a certificate for this node at `addresses` (and the loopback address), in its private `folder`.
@@ -58,7 +63,7 @@ def make_peer_files(run_dir: Path, folder: Path, *, addresses: Iterable[str]) ->
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(address) for address in known]), critical=False)
     )
     make_private_folder(folder)
-    files = PeerFiles(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
+    files = PeerFiles.in_folder(folder)
     write_private(files.authority, authority)
     write_private(files.certificate, making.sign(builder, signer))
     write_private(files.key, making.private_pem(key))

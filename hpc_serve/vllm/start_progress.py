@@ -43,5 +43,6 @@ class StartProgress:
         if now - self._looked_at > _LONGEST_LOOK_S:
             self._progress_at = now
         self._looked_at = now
+        self._read_bytes = min(self._read_bytes, read_bytes)  # what a process has read goes with it
         if read_bytes - self._read_bytes >= _LOADS_BYTES_PER_S * self.idle_s:
             self._progress_at, self._read_bytes = self._clock(), read_bytes

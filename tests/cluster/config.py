@@ -17,6 +17,11 @@ LOGIN = "login"
 INTERFACE = "eth0"
 
 
+def _os_root() -> Path | None:
+    named = os.environ.get("HPC_SERVE_CLUSTER_OS")
+    return Path(named) if named else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """A cluster's size and place.
@@ -24,7 +29,8 @@ class ClusterConfig:
     `root` holds one folder per cluster; it lies outside /tmp, which every host has for itself. `visible` are folders
     of this machine (the checkout, a virtual environment) that ordinary users of the cluster shall reach at the same
     path, wherever they are, under a private home or /tmp too. A node's CPUs, GPUs and memory are declared, not present:
-    scripts made for large nodes are scheduled as they stand.
+    scripts made for large nodes are scheduled as they stand. `os_root` is a folder with a whole Debian, whose Slurm and
+    whose commands the hosts have in place of this machine's (debian_root.sh makes one).
     """
 
     name: str = "hs"
@@ -38,6 +44,7 @@ class ClusterConfig:
         default_factory=lambda: Path(os.environ.get("HPC_SERVE_CLUSTER_ROOT", "/var/lib/hpc-serve-cluster"))
     )
     visible: tuple[Path, ...] = (CHECKOUT,)
+    os_root: Path | None = field(default_factory=_os_root)
     kill_wait_s: int = 30
     slurmd_timeout_s: int = 30
 
@@ -93,6 +100,7 @@ class ClusterConfig:
     def from_json(cls, text: str) -> ClusterConfig:
         values = json.loads(text)
         values |= {"root": Path(values["root"]), "users": tuple(values["users"])}
+        values["os_root"] = Path(values["os_root"]) if values["os_root"] else None
         return cls(**values | {"visible": tuple(map(Path, values["visible"]))})
 
 

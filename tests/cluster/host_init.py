@@ -41,6 +41,29 @@ def show_at_its_own_path(path: Path, held: Path) -> None:
     mount("--bind", held, path)
 
 
+def change_root(os_root: str, overlay: Path, shown: list[Path], holding: Path) -> None:
+    """Puts another system in the place of the machine's, which stays in sight at `shown` alone, and in /dev and /sys.
+
+    What the host writes to it goes into `overlay`, as onto a disk of its own.
+    """
+    new, upper, work = overlay / "root", overlay / "upper", overlay / "work"
+    for folder in (new, upper, work):
+        folder.mkdir(parents=True, exist_ok=True)
+    mount("-t", "overlay", "-o", f"lowerdir={os_root},upperdir={upper},workdir={work}", "overlay", new)
+    for path in shown:
+        target = new / path.relative_to("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch() if path.is_file() else target.mkdir(exist_ok=True)
+        mount("--bind", path, target)
+    mount("--rbind", holding, new / holding.relative_to("/"))
+    mount("-t", "proc", "proc", new / "proc")
+    for name in ("dev", "sys"):
+        mount("--rbind", f"/{name}", new / name)
+    subprocess.run(["pivot_root", new, new / "mnt"], check=True)
+    os.chdir("/")
+    subprocess.run(["umount", "--lazy", "/mnt"], check=True)
+
+
 def main(settings_path: str) -> None:
     os.umask(0o022)
     settings = json.loads(Path(settings_path).read_text())
@@ -51,6 +74,9 @@ def main(settings_path: str) -> None:
         held[path] = holding / str(number)
         held[path].mkdir()
         mount("--rbind", path, held[path])
+
+    if "os_root" in settings:
+        change_root(settings["os_root"], Path(settings["overlay"]), [Path(path) for path in settings["shown"]], holding)
 
     # A new sysfs shows this network namespace's interfaces; the machine's cgroups stay what they are.
     cgroups = holding / "cgroup"

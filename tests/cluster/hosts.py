@@ -25,6 +25,13 @@ NOBODY = "02:00:00:00:00:00"
 PYTHON = (sys.executable, "-I", "-S")
 
 
+def python_paths(visible: list[Path]) -> list[Path]:
+    """What this Python is made of beside what is visible anyway: the interpreter, and the folders it imports from."""
+    parts = [Path(sys.executable), *(Path(path) for path in sys.path if path and Path(path).is_dir())]
+    parts = [part.resolve() for part in parts]
+    return list(dict.fromkeys(part for part in parts if not any(map(part.is_relative_to, visible))))
+
+
 class ClusterError(Exception):
     """The test cluster could not do what was asked; the text holds what the system said."""
 
@@ -76,6 +83,10 @@ def start_host(config: ClusterConfig, host: str) -> int:
         *((files / name, f"/etc/{name}") for name in ("hosts", "resolv.conf", "passwd", "group")),
     ]
     settings = {"hostname": host, "binds": binds, "visible": config.visible, "holding": holding}
+    if config.os_root is not None:
+        # What the other system has a folder for (/usr) is not bound over it.
+        bound = [path for path in config.visible if not (config.os_root / path.relative_to("/")).exists()]
+        settings |= {"os_root": config.os_root, "overlay": folder / "os", "shown": [config.state, *python_paths(bound)]}
     settings_path(config, host).write_text(json.dumps(settings, default=str))
 
     argv = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]

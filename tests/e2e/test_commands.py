@@ -97,19 +97,29 @@ class TestSubmitOnTwoNodes:
 
 
 class TestOneNode:
-    def test_ctrl_c_only_detaches_and_four_ranks_serve_without_ray(self, alice, tiny_models):
+    """Four commands in a home of its own, as somebody's who has read nothing: init, submit --wait, chat, stop."""
+
+    def test_from_init_to_an_answer_in_four_commands_and_ctrl_c_only_detaches(self, alice, tiny_models):
         held = alice.write("held", "")  # the job runs, and nothing is ready, while this is there
         environment = alice.home / "held-env" / "bin"
         environment.mkdir(parents=True)
         (environment / "activate").write_text(
             f"while [[ -e {held} ]]; do sleep 0.2; done\nsource {sys.prefix}/bin/activate\n"
         )
+        home = alice.home / "newcomer"
+        made = alice.run("mkdir", "--mode=0700", str(home))
+        assert made.returncode == 0, made.stderr
         small = {**alice.environ, "HPC_SERVE_MODEL": str(tiny_models / "70b"), "PYTHONUNBUFFERED": "1"}
-        small["HPC_SERVE_ENV"] = str(environment.parent)
+        small |= {"HOME": str(home), "HPC_SERVE_ENV": str(environment.parent)}
+        newcomer = User(alice.cluster, small)
+        assert "Next:  hpc-serve submit" in newcomer.hpc_serve_said("init")
+        site = json.loads(newcomer.hpc_serve_said("site", "--json"))
+        assert site["files"] == [str(home / ".config" / "hpc-serve" / "site.yaml")]
+        settings = {name: one["value"] for name, one in site["settings"].items()}
+        assert (settings["partition"], settings["gpu"], settings["gpus_per_node"]) == ("gpu", "h100-80gb", 8)
+
         watching = alice.cluster.popen(
-            ["hpc-serve", "submit", "--model", "70b", "--backend", "mp", "--wait", "--mem", "8G"],
-            user="alice",
-            env=small,
+            ["hpc-serve", "submit", "70b", "--wait", "--backend", "mp", "--mem", "8G"], user="alice", env=small
         )
         # Its first stage is told once it watches; before, Ctrl-C ends the submission itself.
         seen = [watching.stdout.readline()]
@@ -122,11 +132,14 @@ class TestOneNode:
         assert watching.returncode == 130
         assert "hpc-serve wait 70b" in said
         held.unlink()
-        done = alice.hpc_serve("wait", "70b", timeout=START_S)
+        done = newcomer.hpc_serve("wait", "70b", timeout=START_S)
         assert done.returncode == 0, done.stdout + done.stderr
         assert not [process for process in alice.processes() if "raylet" in process.argv[0]]
-        assert alice.hpc_serve("chat", input="Hello").returncode == 0  # the only live service needs no name
-        assert alice.hpc_serve("stop", "70b").returncode == 0
+        answer = newcomer.hpc_serve("chat", "70b", "Why is the sky blue?")
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.strip()
+        assert newcomer.hpc_serve("chat", input="Hello").returncode == 0  # the only live service needs no name
+        assert newcomer.hpc_serve("stop", "70b").returncode == 0
         wait_for(lambda: not alice.processes(), 180, what="no process left")
 
     def test_the_demo_serves_asks_and_stops_without_slurm(self, alice):

@@ -104,7 +104,8 @@ def test_an_engine_that_is_killed_again_and_again_is_started_three_times_over_th
         lambda: (found := alice.record("mortal", job_id)) and found["state"] == "failed" and found, 180, what="its end"
     )
     assert record["failed_part"] == "engine"
-    assert record["reason"] == "engine exited with 137 (it had been started again 3 times)"
+    assert record["reason"].startswith("engine exited with 137; the kernel has killed ")
+    assert record["reason"].endswith(" (it had been started again 3 times)")
     alice.wait_until_gone(job_id)
     assert "JobState=FAILED" in alice.run("scontrol", "show", "job", job_id).stdout
     assert not alice.run("sh", "-c", "ls /dev/shm", node=record["nodes"][0]["name"]).stdout.split()
@@ -118,11 +119,8 @@ def test_an_engine_that_spans_nodes_without_ray_ends_its_run_and_with_requeue_sl
     record = wait_for(
         lambda: (found := alice.record("spans", job_id)) and found["state"] == "failed" and found, 180, what="its end"
     )
-    assert (record["failed_part"], record["reason"], record["engine_restarts"]) == (
-        "engine",
-        "engine exited with 137",
-        0,
-    )
+    assert (record["failed_part"], record["engine_restarts"]) == ("engine", 0)
+    assert record["reason"].startswith("engine exited with 137; the kernel has killed ")
     wait_for(lambda: status_of(alice, "spans")["state"] == "pending", 180, what="the next run, which waits")
     shown = alice.run("scontrol", "show", "job", job_id).stdout
     assert "Restarts=1" in shown

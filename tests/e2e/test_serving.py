@@ -65,6 +65,11 @@ class TestSixteenRanks:
         hosts = [process.host for process in workers]
         assert sorted(hosts) == sorted([node["name"] for node in big["nodes"]] * 8)
 
+    def test_rays_head_runs_neither_a_dashboard_nor_a_server_for_ray_client(self, alice, big):
+        words = [word for process in alice.processes() for word in process.argv]
+        assert any(word.endswith("gcs_server") for word in words)
+        assert not [word for word in words if word.endswith(("ray.util.client.server", "/dashboard/dashboard.py"))]
+
     def test_another_job_on_a_third_node_gets_a_completion_and_a_stream(self, alice, big):
         third = next(node for node in alice.cluster.nodes if node not in {n["name"] for n in big["nodes"]})
         got = ask_from_a_job(alice, "405b", third)

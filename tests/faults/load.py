@@ -33,6 +33,7 @@ import openai
 import hpc_serve.client
 from hpc_serve.errors import HpcServeError
 from tests.faults.gateways import Gateways, ask_first_that_is_there
+from tests.faults.outcomes import PAUSE_S
 from tests.support.stub_engine import chat_context, greedy_answer
 
 # What cannot be resumed half-way: such a stream may end with a typed error.
@@ -61,6 +62,7 @@ class Request:
     first: float | None = None
     last: float = 0.0
     gap_s: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)
     pieces: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     finish: str | None = None
     tokens: int | None = None
@@ -106,7 +108,10 @@ class Request:
         self.finish = choice.finish_reason or self.finish
         self.pieces[choice.index].append(self._text_of(choice))
         now = time.monotonic()
-        self.gap_s = max(self.gap_s, now - (self.last or self.started))
+        before = self.last or self.started
+        self.gap_s = max(self.gap_s, now - before)
+        if now - before >= PAUSE_S:
+            self.pauses.append((before, now))
         self.first, self.last = self.first or now, now
 
     def begin_anew(self) -> None:
@@ -244,6 +249,8 @@ class Load:
                 "first": request.first,
                 "ended": time.monotonic(),
                 "gap_s": round(request.gap_s, 3),
+                "pauses": request.pauses,
+                "tokens": self.options.tokens if request.most is None else min(request.most, self.options.tokens),
                 "variant": request.variant,
             }
             if error is not None:

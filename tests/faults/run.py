@@ -36,8 +36,9 @@ def _measure(fault: Fault, service: Service) -> Outcome:
         fault.name,
         service.lines(),
         service.work_lines(),
-        fault_at=fault_at,
+        fault_at=service.broken_at or fault_at,
         hides_records=fault.hides_records,
+        comes_and_goes=fault.comes_and_goes,
         ends_service=fault.ready_after == 0,
     )
     return replace(outcome, ready=service.count_ready(fault.ready_after), ready_due=fault.ready_after)

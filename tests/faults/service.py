@@ -45,14 +45,16 @@ def hold(seconds: float, meanwhile: Callable[[], object] = lambda: None, *, step
 class Service:
     """A service of stub replicas in a folder of its own, and the load on it.
 
-    `hold_s` is how long a fault lasts. A request that takes `bound_s` longer than its tokens do is taken for hung.
+    `hold_s` is how long a fault lasts. A request that takes `bound_s` longer than its tokens do twice, as an answer may
+    begin anew, is taken for hung.
     """
 
     def __init__(self, folder: Path, model: Path, fault: Fault, *, hold_s: float, bound_s: float) -> None:
         self.folder, self.model, self.fault, self.name = folder, model, fault, fault.name
         self.hold_s = hold_s
-        self.bound_s = bound_s + (hold_s if fault.hides_records else 0) + TOKENS * fault.token_s
+        self.bound_s = bound_s + (hold_s if fault.hides_records else 0) + 2 * TOKENS * fault.token_s
         self.jobs: list[str] = []
+        self.broken_at: float | None = None  # when the fault itself happened (monotonic), if it had to be waited for
         self.work = folder / "work"
         self.python = sys.executable
         self._load: subprocess.Popen[str] | None = None
@@ -144,7 +146,7 @@ class Service:
         """Submit the replica at this place; returns its job's id."""
         args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(self.fault.token_s)]
         args += ["--stub-work-log", str(self.work), *(["--stub-worker"] if self.fault.has_worker else [])]
-        args += ["--stub-hang-file", str(self.hang_file(place))]
+        args += ["--stub-hang-file", str(self.hang_file(place)), "--stub-slots", str(self.fault.slots)]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
         said = self.hpc_serve(

@@ -96,6 +96,13 @@ def stop_now(service: Service) -> None:
     hold(service.hold_s)
 
 
+@fault(hold_s=3.0, has_worker=True, ready_after=1)
+def stop_of_ranks(service: Service) -> None:
+    """`hpc-serve stop` of one replica of several ranks: it drains before a rank is told to end."""
+    service.hpc_serve("stop", service.jobs[0])
+    hold(service.hold_s)
+
+
 # -- shared files
 
 

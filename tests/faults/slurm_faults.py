@@ -13,7 +13,7 @@ from tests.faults.fault import fault
 from tests.faults.filesystems import OwnFilesystem
 from tests.faults.service import hold
 from tests.faults.service_faults import engine_killed, stop
-from tests.faults.slurm_service import GONE_S, SlurmService
+from tests.faults.slurm_service import GONE_S, USER, SlurmService
 
 RAY = (
     *("--nodes", "2", "--gpus-per-node", "1", "--tensor-parallel-size", "1", "--pipeline-parallel-size", "2"),
@@ -48,6 +48,12 @@ def replica_parted(service: SlurmService) -> None:
     """The two nodes of one replica do not see one another for a while; Slurm and clients see both."""
     with parted(service, "n1", "n3"):
         hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=5.0, first=RAY, ready_after=1)
+def stop_of_nodes(service: SlurmService) -> None:
+    """`hpc-serve stop` of one replica of two nodes."""
+    stop(service)
 
 
 # -- nodes and their network
@@ -89,7 +95,7 @@ def link_down(service: SlurmService) -> None:
     hold(5.0)
 
 
-@fault(needs_slurm=True)
+@fault(needs_slurm=True, comes_and_goes=True)
 def link_flaps(service: SlurmService) -> None:
     """The network of one node is away for 0.6 s of each second: most packets are late or lost."""
     node = service.node(0)
@@ -104,7 +110,7 @@ def link_flaps(service: SlurmService) -> None:
     hold(3.0)
 
 
-@fault(needs_slurm=True)
+@fault(needs_slurm=True, comes_and_goes=True)
 def link_slow(service: SlurmService) -> None:
     """The network of one node carries 128 kbit/s, less than its share of the requests needs."""
     node = service.node(0)
@@ -159,8 +165,12 @@ def time_limit(service: SlurmService) -> None:
 
 
 def _wait_for_end_of_first(service: SlurmService) -> None:
+    _wait_for_end(service, service.jobs[0])
+
+
+def _wait_for_end(service: SlurmService, job: str) -> None:
     wait_for(
-        lambda: service.on_cluster("squeue", "--noheader", "--jobs", service.jobs[0], "--format=%T") != "RUNNING",
+        lambda: service.on_cluster("squeue", "--noheader", "--jobs", job, "--format=%T") != "RUNNING",
         120 + GONE_S,
         what="the time limit",
         step_s=0.5,
@@ -229,6 +239,31 @@ def time_limit_kept_up(service: SlurmService) -> None:
     """The only replica's job reaches its time limit, with --keep-up."""
     _wait_for_end_of_first(service)
     hold(service.hold_s)
+
+
+@fault(needs_slurm=True, hold_s=5.0, each=_KEPT_UP)
+def two_handovers(service: SlurmService) -> None:
+    """Both replicas' jobs reach their time limit at the same time, with --keep-up."""
+    for job in service.jobs:
+        _wait_for_end(service, job)
+    hold(service.hold_s)
+    assert len(_jobs(service)) <= 4, "a replica has more than one successor"
+
+
+@fault(needs_slurm=True, hold_s=20.0, bounds="2:3", slots=4)
+def elastic_replica_killed(service: SlurmService) -> None:
+    """kill -9 of one of two launchers while a third replica is being added, with --replicas 2:3."""
+    wait_for(lambda: len(_jobs(service)) > 2, GONE_S, what="a replica that is added", step_s=0.5)
+    service.broken_at = time.monotonic()
+    service.signal(service.launcher(0), signal.SIGKILL)
+    hold(service.hold_s)
+    assert len(_jobs(service)) <= 3, "there are more replicas than were asked for"
+
+
+def _jobs(service: SlurmService) -> list[str]:
+    """The jobs that wait or run."""
+    states = "--states=PENDING,CONFIGURING,RUNNING"
+    return service.on_cluster("squeue", "--noheader", "--array", "--user", USER, states, "--format=%i").split()
 
 
 # -- Slurm's own programs

@@ -17,7 +17,7 @@ from tests.cluster.environment import user_environment
 from tests.cluster.hosts import run_as_root
 from tests.faults.fault import Fault
 from tests.faults.filesystems import LaggingFilesystem, OwnFilesystem
-from tests.faults.service import Service
+from tests.faults.service import START_S, Service
 
 SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock.c")
 USER = "alice"
@@ -72,14 +72,25 @@ class SlurmService(Service):
         run_as_root(["gcc", "-shared", "-fPIC", "-o", str(library), str(SHIFTED_CLOCK), "-ldl"])
         return f"export LD_PRELOAD={library} SHIFTED_CLOCK_S={self.fault.clock_s}\n"
 
+    def start(self, replicas: int = 2) -> None:
+        if not self.fault.bounds:
+            super().start(replicas)
+            return
+        self.submit(0)
+        wait_for(lambda: self.count_ready(replicas) == replicas, START_S, what=f"{replicas} replicas", step_s=1.0)
+        self.jobs = sorted(self.states())
+
     def submit_environ(self, place: int) -> Mapping[str, str]:
-        return {"HPC_SERVE_ENV": str(self.first_environment)} if place == 0 else {}
+        elastic = {"HPC_SERVE_ADD_AFTER_S": "2"} if self.fault.bounds else {}
+        return elastic | ({"HPC_SERVE_ENV": str(self.first_environment)} if place == 0 else {})
 
     def submit_options(self, place: int) -> tuple[str, ...]:
         small = ("--gpu", "h100-80gb", "--no-exclusive", "--cpus-per-task", "4", "--mem", "4G", "--time", "30")
         first = self.fault.first if place == 0 else ()
+        if self.fault.bounds:
+            return (*small, "--replicas", self.fault.bounds)
         where = () if "--nodelist" in first else ("--nodelist", self.node(place))
-        return (*small, *where, *first)
+        return (*small, *where, *first, *self.fault.each)
 
     def pids(self) -> Iterator[int]:
         return (process.pid for process in self.cluster.processes(USER))

@@ -8,16 +8,20 @@ from tests.faults.expected import KNOWN, SLOW, missed, surpasses
 from tests.faults.outcomes import Outcome
 
 COLUMNS = ("sent", "answered", "resumed", "repeated", "reported", "needless", "lost")
-TIMES = (("noticed", "notice_s"), ("recovered", "recover_s"), ("gap", "gap_s"))
+TIMES = (
+    ("noticed", "notice_s"),
+    ("recovered", "recover_s"),
+    ("gap", "gap_s"),
+    ("left", "left_s"),
+    ("longer", "longer_s"),
+)
 _TITLES = (*COLUMNS, *(f"{title} s" for title, _ in TIMES), "ready")
 _NAME_WIDTH = 23
+NOTABLE_QUEUE_S = 0.5
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each fault: counts, seconds after the fault (`gap`: a client's longest wait), and the goals.
-
-    `ready`: replicas that were ready when the fault was over, and how many there should be.
-    """
+    """One line for each fault: counts, times in seconds, and the goals. LEGEND says what each column means."""
     return "\n".join([HEAD, *map(line, outcomes)])
 
 
@@ -59,6 +63,17 @@ def _seconds(value: float | None) -> str:
 
 
 HEAD = _aligned("fault", *_TITLES, "")
+LEGEND = """\
+answered: by one replica; resumed: a begun stream went on at another; repeated: from its beginning; reported: by a typed
+error; needless: of these, where better was possible; lost: a wrong answer, none, or an error without a type.
+noticed, recovered: from the fault to the begin and the end of the last request that was affected. (Of a link that comes
+and goes, no new program can know before its own request: there its gap counts, and it does not count as noticed late.)
+gap: the longest that a client had no sign of an answer beyond what an unbroken one takes: between two pieces of a
+stream; for an answer that comes whole, from the fault (or from the request, if later) to the answer, less the time
+that an unbroken one of its length takes. Time in the queue of a full engine that then began it is left out.
+left: the longest time, from the fault or the begin of a request, until it was begun at another replica.
+longer: the most that an answer took in all beyond an unbroken one; a whole answer begins anew, so this counts what
+it had spent before. ready: replicas that were ready afterwards, of those that should be."""
 
 
 def remarks(outcomes: Sequence[Outcome]) -> str:
@@ -77,6 +92,8 @@ def remarks(outcomes: Sequence[Outcome]) -> str:
             lines.append(f"{outcome.fault}: nothing lost this time, though known: {known.why}")
         if missed(outcome) and outcome.fault in SLOW:
             lines.append(f"{outcome.fault}: slow, as known: {SLOW[outcome.fault]}")
+        if outcome.queued_s >= NOTABLE_QUEUE_S:
+            lines.append(f"{outcome.fault}: up to {outcome.queued_s:.1f} s in the queue of a full engine, in no gap")
         lines += [f"    {number} x {reason}" for reason, number in outcome.reasons.items()]
         if outcome.unwell:
             lines.append(f"    repaired after {outcome.fault}: {outcome.unwell}")

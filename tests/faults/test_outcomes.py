@@ -15,11 +15,11 @@ from tests.faults.table import remarks, table
 
 def request(name: str, **values: Any) -> dict[str, Any]:
     usual = {"client": "threads", "stream": True, "variant": "", "outcome": "right", "gap_s": 0.1}
-    return {"name": name, **usual, "started": 9.0, "first": 9.1, "ended": 11.0, **values}
+    return {"name": name, **usual, "tokens": 20, "started": 9.0, "first": 9.1, "ended": 11.0, **values}
 
 
-def begun(name: str, text: str = "") -> dict[str, Any]:
-    return {"event": "begun", "context": f"<user>Request {name}: say something.\n<assistant>{text}"}
+def begun(name: str, text: str = "", at: float = 9.0) -> dict[str, Any]:
+    return {"event": "begun", "at": at, "context": f"<user>Request {name}: say something.\n<assistant>{text}"}
 
 
 REFUSED = {"outcome": "error", "error": "openai.APIConnectionError", "text": "Connection error.", "is_typed": True}
@@ -60,6 +60,63 @@ def test_times_are_those_of_the_last_request_that_was_affected():
     assert (quiet.notice_s, quiet.recover_s, quiet.gap_s) == (None, None, 0.1)
     hung = count("x", [*lines, request("a-6", outcome="hung", started=11.0, ended=31.0)], [], fault_at=10.0)
     assert (hung.notice_s, hung.recover_s) == (1.0, None)
+
+
+def test_a_gap_is_what_a_client_waited_beyond_an_unbroken_answer():
+    """Tokens took 0.1 s each. An answer of 2 s that is not a stream was under way for 1.5 s at the fault."""
+    before = [request(f"b-{place}", stream=False, started=7.0, ended=9.0) for place in range(3)]
+    anew = request("a-1", stream=False, started=8.5, ended=13.5)
+    work = [begun("a-1", at=8.6), begun("a-1", at=11.4)]
+    outcome = count("x", [*before, anew], work, fault_at=10.0)
+    assert outcome.left_s == pytest.approx(1.4)
+    assert outcome.gap_s == pytest.approx(1.5)
+    assert outcome.longer_s == pytest.approx(3.0)
+    untouched = request("a-2", stream=False, started=9.5, ended=11.5)
+    outcome = count("x", [*before, untouched], [begun("a-2", at=9.6)], fault_at=10.0)
+    assert (outcome.left_s, outcome.gap_s) == (0.0, 0.0)
+
+
+def queued_at(name: str, request_id: str, *, arrived: float, begun_at: float, end: str) -> list[dict[str, Any]]:
+    """A request at an engine that was full when it arrived."""
+    entry = {**begun(name, at=begun_at), "request": request_id, "waited_s": begun_at - arrived}
+    return [entry, {"event": end, "at": begun_at + 2.0, "request": request_id}]
+
+
+@pytest.mark.parametrize(
+    ("arrived", "end", "gap_s", "queued_s"),
+    [
+        (10.4, "stop", 0.4, 5.0),  # its client found the live replica at once, which was full
+        (14.0, "stop", 4.0, 1.4),  # a slow client: the queue excuses what was waited in it alone
+        (10.4, "abort", 5.4, 0.0),  # the engine in whose queue it stood did not answer it
+    ],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_time_in_the_queue_of_a_full_engine_is_no_gap_if_it_answers(is_stream, arrived, end, gap_s, queued_s):
+    before = [request(f"b-{place}", started=7.0, ended=9.0) for place in range(3)]
+    work = queued_at("a-1", "e1", arrived=arrived, begun_at=15.4, end=end)
+    pauses = {"pauses": [[9.5, 15.4]], "gap_s": 5.9} if is_stream else {}
+    asked = request("a-1", stream=is_stream, started=9.5, ended=17.4, **pauses)
+    outcome = count("x", [*before, asked], work, fault_at=10.0)
+    assert outcome.gap_s == pytest.approx(gap_s)
+    assert outcome.queued_s == pytest.approx(queued_s)
+    assert outcome.longer_s == pytest.approx(5.9)
+
+
+def test_a_queue_before_the_fault_makes_no_unbroken_answer_longer():
+    """Tokens took 0.1 s each, and each request had waited for 2 s in a queue."""
+    before = [request(f"b-{place}", started=5.0, ended=9.0) for place in range(3)]
+    work = [
+        entry
+        for place in range(3)
+        for entry in queued_at(f"b-{place}", f"e{place}", arrived=5.0, begun_at=7.0, end="stop")
+    ]
+    late = request("a-1", stream=False, started=10.0, ended=15.0)
+    assert count("x", [*before, late], work, fault_at=10.0).gap_s == pytest.approx(3.0)
+
+
+def test_a_pause_before_the_fault_is_none_of_its_gaps():
+    stream = request("a-1", started=5.0, ended=12.0, gap_s=3.0, pauses=[[6.0, 9.0], [9.5, 11.0]])
+    assert count("x", [stream], [], fault_at=10.0).gap_s == pytest.approx(1.0)
 
 
 def test_what_is_not_known_must_not_be_lost(monkeypatch):
@@ -134,6 +191,15 @@ def test_who_can_find_no_service_notices_nothing():
     assert count("x", [late], [], fault_at=10.0, hides_records=True).notice_s is None
     refused = request("a-2", **REFUSED, started=20.0, ended=20.1)
     assert count("x", [refused], [], fault_at=10.0, ends_service=True).notice_s is None
+
+
+def test_each_program_notices_for_itself_what_comes_and_goes():
+    fresh = request("a-1", client="fresh", started=25.0, ended=31.0, gap_s=4.0)
+    late = request("a-2", started=22.0, ended=29.0)
+    outcome = count("x", [fresh], [], fault_at=10.0, comes_and_goes=True)
+    assert (outcome.notice_s, outcome.gap_s, outcome.recover_s) == (None, 4.0, 21.0)
+    assert count("x", [fresh, late], [], fault_at=10.0, comes_and_goes=True).notice_s == 12.0
+    assert count("x", [fresh], [], fault_at=10.0).notice_s == 15.0
 
 
 def test_a_missed_time_is_said_as_known_or_not(monkeypatch):

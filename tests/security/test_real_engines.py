@@ -231,8 +231,16 @@ def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice
 
 
 def test_a_stranger_who_takes_the_ports_that_command_lines_name_stops_no_start_of_ray(alice, mallory):
-    """He watches on both nodes from before the start. Ray is real, the engine a stub."""
+    """He watches on both nodes from before the start. Ray is real, the engine a stub.
+
+    `ray` is a script of a site's own: then Ray's head has a server for Ray Client, on a port that its words name.
+    """
+    wrapped = alice.write("wrapped/ray", f'#!/bin/bash\nexec {sys.prefix}/bin/ray "$@"\n')
+    wrapped.chmod(0o755)
     text = stub_script("watched", num_nodes=2, tensor_parallel_size=2, pipeline_parallel_size=2, backend="ray")
+    activate = 'source "$environment/bin/activate"\n'
+    assert activate in text
+    text = text.replace(activate, f"{activate}export PATH={wrapped.parent}:$PATH\n")
     enough = mallory.home / "enough"
     watchers = [
         mallory.cluster.popen(
@@ -255,13 +263,14 @@ def test_a_stranger_who_takes_the_ports_that_command_lines_name_stops_no_start_o
         for watcher in watchers:
             watcher.kill()
             watcher.wait()
-    named = [word for process in alice.processes() for word in process.argv if "client-server-port" in word]
-    assert named
-    assert seen[0][named[0].partition("=")[2]] is False, "he saw the port, and could not take it"
+    argvs = [process.argv for process in alice.processes() if "ray.util.client.server" in process.argv]
+    named = [word.partition("=")[2] for argv in argvs for word in argv if word.startswith("--port=")]
     log = (alice.home / f"hpc-serve-watched-{job_id}.log").read_text()
-    assert "attempt" not in log, log
     alice.cancel(job_id)
     wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of it")
+    assert named
+    assert seen[0][named[0]] is False, "he saw the port, and could not take it"
+    assert "attempt" not in log, log
 
 
 def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, mallory):

@@ -3,9 +3,9 @@
     python tests/support/stub_engine.py serve MODEL [--port P | --config FILE] [--stub-… see --help]
 
 Standard library only. It speaks enough of the OpenAI API for clients and launchers: /health, /v1/models,
-/v1/completions and /v1/chat/completions, streams and tool calls included. It prints lines as vLLM 0.32 does while it
-loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and
-HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
+/v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. It prints lines as vLLM
+0.32 does while it loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys
+HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
 
 With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
 all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
@@ -16,10 +16,13 @@ text; a prompt may be given as ids, and `return_token_ids` returns them. --stub-
 from __future__ import annotations
 
 import argparse
+import array
+import base64
 import contextlib
 import hashlib
 import hmac
 import json
+import mmap
 import os
 import re
 import secrets
@@ -48,6 +51,18 @@ _LAST_TOKEN = re.compile(r"w(\d+)\.[0-9a-f]{4}$")
 _TOKEN = re.compile(r"( ?)w(\d+)\.([0-9a-f]{4})")
 END_ID, FIRST_ID, HALF_ID = 1, 0x110000, 1 << 40
 CONTEXT_LENGTH = 100_000
+
+
+def embed(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """A vector for each text of a request for embeddings: the same for the same text, another for another."""
+    texts = [request["input"]] if isinstance(request["input"], str) else request["input"]
+    vectors = [[byte - 127.5 for byte in hashlib.sha256(str(text).encode()).digest()] for text in texts]
+    if request.get("encoding_format") == "base64":
+        packed = (array.array("f", vector).tobytes() for vector in vectors)
+        return [
+            {"object": "embedding", "index": n, "embedding": base64.b64encode(p).decode()} for n, p in enumerate(packed)
+        ]
+    return [{"object": "embedding", "index": number, "embedding": vector} for number, vector in enumerate(vectors)]
 
 
 def next_token(context: str, length: int, *, salt: str = "") -> str | None:
@@ -126,6 +141,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
     parser.add_argument("--stub-load-s", type=float, default=0.0, help="seconds of loading, spread over the shards")
+    parser.add_argument("--stub-map-weights", action="store_true", help="map and read the model's files, one by one")
     parser.add_argument("--stub-hang-loading", action="store_true", help="never get past the first shard")
     parser.add_argument(
         "--stub-hold-file",
@@ -190,8 +206,10 @@ def load(options: argparse.Namespace) -> None:
     is_warm = compiled is not None and compiled.exists()
     if is_warm:
         say(f"Directly load AOT compilation from path {compiled}")
-    for done in range(SHARDS + 1):
-        shards = f"Loading safetensors checkpoint shards: {100 * done // SHARDS:3d}% Completed | {done}/{SHARDS}"
+    files = sorted(Path(options.model).glob("*.safetensors")) if options.stub_map_weights else []
+    total = len(files) or SHARDS
+    for done in range(total + 1):
+        shards = f"Loading safetensors checkpoint shards: {100 * done // total:3d}% Completed | {done}/{total}"
         print(f"{shards} [00:00<00:00,  1.00it/s]", file=sys.stderr, flush=True)
         if done == 1 and options.stub_fail:
             print(f"Traceback (most recent call last):\n{options.stub_fail}", file=sys.stderr, flush=True)
@@ -200,8 +218,10 @@ def load(options: argparse.Namespace) -> None:
             wait_for_a_signal()
         while done == 1 and options.stub_hold_file and os.path.exists(options.stub_hold_file):
             time.sleep(STEP_S)
-        if done < SHARDS:
-            time.sleep(options.stub_load_s / SHARDS)
+        if done < total:
+            time.sleep(options.stub_load_s / total)
+            if files:
+                map_whole(files[done])
     if compiled is not None:
         with contextlib.suppress(OSError):
             compiled.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +232,12 @@ def load(options: argparse.Namespace) -> None:
         sys.exit(options.stub_exit_code)
     say("GPU KV cache size: 1,024 tokens")
     say("Maximum concurrency for 1,024 tokens per request: 1.00x")
+
+
+def map_whole(path: Path) -> None:
+    """Read a file as vLLM's default loader does: page by page, as it is looked at."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        mapped[:: mmap.PAGESIZE]
 
 
 def wait_for_a_signal(most_s: float | None = None) -> None:
@@ -238,13 +264,15 @@ class Work:
     def request(self, context: str) -> Iterator[Progress]:
         """One request, from its arrival to its end; `finish` of the value says how it ended."""
         progress = Progress(self)
+        arrived_at = time.monotonic()
         with self._lock:
             self.waiting += 1
         with self._slots:
+            waited_s = round(time.monotonic() - arrived_at, 3)
             with self._lock:
                 self.waiting -= 1
                 self.running += 1
-            self._write(event="begun", request=progress.name, context=context)
+            self._write(event="begun", request=progress.name, context=context, waited_s=waited_s)
             try:
                 yield progress
             finally:
@@ -423,6 +451,14 @@ class Handler(BaseHTTPRequestHandler):
             text = chat_context(asked["messages"]) if "messages" in asked else asked["prompt"]
             self.answer_json(200, {"tokens": encode(text), "count": len(encode(text)), "max_model_len": CONTEXT_LENGTH})
             return
+        if self.path == "/v1/embeddings":
+            try:
+                data = embed(json.loads(body))
+            except ValueError:
+                self.error(400, "the body is no JSON")
+                return
+            self.answer_json(200, {"object": "list", "model": self.server.names[0], "data": data})
+            return
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.error(404, "Not Found")
             return
@@ -465,6 +501,7 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         is_chat = self.path.endswith("chat/completions")
         with self.server.work.request(self.context(request)) as progress:
+            self.due_s = time.monotonic()
             self.pause(options.stub_first_s)
             if dies and not request.get("stream"):
                 os._exit(options.stub_exit_code)
@@ -560,13 +597,17 @@ class Handler(BaseHTTPRequestHandler):
     def pause(self, seconds: float, *, words: int = 0) -> None:
         """The time that a word takes. `words` of the stream have come.
 
-        Raises ConnectionResetError once the client has left (vLLM aborts its request), EngineDeadError with the worker.
+        It is counted from when the word before was due: the work of sending does not make the pace slower, unless it
+        takes longer than a word. Raises ConnectionResetError once the client has left (vLLM aborts its request),
+        EngineDeadError with the worker.
         """
         options = self.server.options
         hang_file = options.stub_hang_file if words >= options.stub_hang_after else None
         client = select.poll()
         client.register(self.connection, select.POLLIN)
-        time.sleep(seconds)
+        now_s = time.monotonic()
+        self.due_s = max(self.due_s + seconds, now_s)
+        time.sleep(self.due_s - now_s)
         while True:
             if client.poll(0):  # no client sends more before it has its answer
                 raise ConnectionResetError
@@ -575,6 +616,7 @@ class Handler(BaseHTTPRequestHandler):
             if not hang_file or not os.path.exists(hang_file):
                 return
             time.sleep(STEP_S)
+            self.due_s = time.monotonic()
 
     def stream(
         self, reply: dict[str, Any], request: dict[str, Any], progress: Progress, *, is_chat: bool, dies: bool

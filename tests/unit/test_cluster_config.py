@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from tests.cluster.config import (
     hosts_text,
     slurm_conf_text,
 )
+from tests.cluster.hosts import python_paths
 
 CONFIG = ClusterConfig(name="two", num_nodes=2, cpus_per_node=8, memory_per_node_mib=16000, root=Path("/srv/clusters"))
 
@@ -49,6 +53,22 @@ def test_accounts_keep_the_machine_s_and_add_ours() -> None:
 
 def test_settings_survive_their_file() -> None:
     assert ClusterConfig.from_json(CONFIG.to_json()) == CONFIG
+    other = replace(CONFIG, os_root=Path("/srv/debian"))
+    assert ClusterConfig.from_json(other.to_json()) == other
+
+
+def test_hosts_of_another_system_see_this_python_where_it_is_not_in_sight_anyway() -> None:
+    paths = python_paths([])
+    assert Path(sys.executable).resolve() in paths
+    assert Path(os.__file__).resolve().parent in paths
+    assert python_paths([Path("/")]) == []
+
+
+def test_the_system_of_the_hosts_is_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_SERVE_CLUSTER_OS", "/srv/debian")
+    assert ClusterConfig().os_root == Path("/srv/debian")
+    monkeypatch.delenv("HPC_SERVE_CLUSTER_OS")
+    assert ClusterConfig().os_root is None
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "../up", "a" * 16, "1st"])

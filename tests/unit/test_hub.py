@@ -333,6 +333,16 @@ def test_a_safetensors_header_that_says_nothing_of_a_tensor(tmp_path: Path, entr
         stored_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd"])
+def test_an_index_that_names_files_elsewhere(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "outside.safetensors").write_bytes(b"mine")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(InvalidRequestError, match="not below the model's folder"):
+        stored_tensors(folder)
+
+
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"x": 3}}])
 def test_an_index_that_names_no_files(tmp_path: Path, index: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

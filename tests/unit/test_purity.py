@@ -25,6 +25,8 @@ FORBIDDEN = (
 PURE = (
     "hpc_serve.errors",
     "hpc_serve.sizes",
+    "hpc_serve.needed_files",
+    "hpc_serve.fetch.progress",
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.bounds",
     "hpc_serve.submit.chain",
@@ -42,11 +44,13 @@ PURE = (
     "hpc_serve.submit.slurm_answers",
     "hpc_serve.submit.slurm_messages",
     "hpc_serve.submit.slurm",
+    "hpc_serve.submit.template",
     "hpc_serve.submit.start_words",
     "hpc_serve.plan.catalog",
     "hpc_serve.vllm.allowed",
     "hpc_serve.vllm.arguments",
     "hpc_serve.vllm.command",
+    "hpc_serve.vllm.load_strategy",
     "hpc_serve.vllm.log",
     "hpc_serve.vllm.options",
     "hpc_serve.vllm.report_line",
@@ -88,7 +92,10 @@ def test_rendering_needs_no_engine_and_no_network():
     assert done.returncode == 0, done.stderr
 
 
-JOB_SIDE = ("hpc_serve.job.launcher", "hpc_serve.job.prepare", "hpc_serve.job.gate", "hpc_serve.job.ray_nodes")
+JOB_SIDE = (
+    *("hpc_serve.job.launcher", "hpc_serve.job.prepare", "hpc_serve.job.gate"),
+    *("hpc_serve.job.ray_nodes", "hpc_serve.job.ray_start"),
+)
 
 
 @pytest.mark.parametrize("module", JOB_SIDE)

@@ -31,6 +31,38 @@ RULES: tuple[Rule, ...] = (
         pains=(21,),
     ),
     rule(
+        "read-only",
+        r"(?:\[Errno 30\] )?Read-only file system(?:: '(?P<path>[^']+)')?",
+        "a folder that must be written to is mounted read-only[[: {path}]]",
+        "Caches go where HPC_SERVE_CACHE_DIR, HF_HOME and TMPDIR point; a container's own folders cannot be written "
+        "to.",
+        kind="error",
+    ),
+    rule(
+        "filesystem-away",
+        r"(?:\[Errno (?:5|107|108)\] )?(?:Transport endpoint is not connected|Input/output error|"
+        r"Cannot send after transport endpoint shutdown)(?:: '(?P<path>[^']+)')?",
+        "a filesystem of the node does not answer[[: {path}]]",
+        "`ls` there from the node shows it. Leave the node out (#SBATCH --exclude=NODE) and tell your site's "
+        "administrators.",
+        kind="error",
+    ),
+    rule(
+        "no-file-locks",
+        r"\[Errno 37\]|No locks available|\[Errno 38\] Function not implemented",
+        "a filesystem has no file locks, or they do not work now",
+        "Point HF_HOME and HPC_SERVE_HOME at a filesystem that has them (Lustre mounted with flock, NFS with its lock "
+        "daemon), or put the model into a folder and serve that.",
+        kind="error",
+    ),
+    rule(
+        "weights-not-mapped",
+        r"No such device \(os error 19\)",
+        "a file of the weights cannot be mapped into memory where it lies",
+        "Copy the model to another filesystem. The same is said of a folder in the place of a file.",
+        kind="error",
+    ),
+    rule(
         "no-compiler",
         r"Failed to find C compiler|fatal error: Python\.h: No such file|gcc: (?:error|command not found)|"
         r"Could not find nvcc|"
@@ -59,6 +91,16 @@ RULES: tuple[Rule, ...] = (
         kind="error",
     ),
     rule(
+        "modules-of-another-python",
+        r"Missing parentheses in call to 'print'|bad magic number in|import numpy from\s+its source directory|"
+        r"Python version mismatch: module was compiled for|No module named 'numpy\.core\._multiarray_umath'|"
+        r"cannot import name '\w+' from partially initialized module 'encodings'|No module named 'encodings'",
+        "Python imported modules that were made for another Python",
+        "PYTHONPATH or PYTHONHOME, mostly of a module file, names packages of another Python: `echo $PYTHONPATH` where "
+        "you submit. Leave that module out, or submit with --env PYTHONPATH= (`env` in the site file).",
+        kind="error",
+    ),
+    rule(
         "library-missing",
         r"(?P<library>lib[\w.+-]+\.so[.\d]*): cannot open shared object file",
         "the node lacks the library {library}",
@@ -73,11 +115,17 @@ RULES: tuple[Rule, ...] = (
         kind="error",
     ),
     rule(
+        "launcher-not-found",  # Slurm's words: the launchers of the other nodes may run, and wait for this one
+        r"(?:slurmstepd-(?P<node>[^\s:]+): error: )?execve\(\): (?P<path>\S+): (?:No such file|Permission denied)",
+        "the launcher could not be started[[ on {node}]]: {path} is not there, or may not be run",
+        "The Python environment must be on a filesystem that every node sees, at one path: HPC_SERVE_ENV, or venv, "
+        "conda or a container in the site file. `srun ls -l $HPC_SERVE_ENV/bin/python` shows who lacks it.",
+    ),
+    rule(
         "command-missing",
-        r"(?P<command>[\w./-]+): command not found|(?:no|there is no) command (?P<name>\S+) (?:in this environment|"
-        r"on a node)|"
-        r"execve\(\): (?P<path>\S+): No such file",
-        "there is no command [[{command}]][[{name}]][[{path}]] on a node",
+        r"(?<![\w./-])(?P<command>[\w./-]+): command not found|"
+        r"(?:no|there is no) command (?P<name>\S+) (?:in this environment|on a node)",
+        "there is no command [[{command}]][[{name}]] on a node",
         "Install it in the job's environment, set HPC_SERVE_ENV, or load its module (modules in the site file).",
         kind="error",
     ),

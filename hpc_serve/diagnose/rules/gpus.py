@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "too-few-gpus",
         r"invalid device ordinal|World size \(\d+\) is larger than the number of available GPUs|"
+        r"Attempting to start raylet with \d+ GPUs?, but |"
         r"exceeds the total number of available \w+ in the (?:placement group|cluster)|"
         r"(?:has|have) (?P<given>\d+) GPUs (?:of this job|"
         r"for each of the \d+ replicas of this job), the launcher was told",
@@ -49,12 +50,42 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "gpu-used-twice",
-        r"Duplicate GPU detected|ncclInvalidUsage",
+        r"Duplicate GPU detected",
         "several ranks were put on one GPU",
         "Leave CUDA_VISIBLE_DEVICES to Slurm and the launcher: unset it in your environment and in the script. Tensor "
         "times "
         "pipeline parallel size must be the job's number of GPUs.",
         pains=(17,),
+    ),
+    rule(
+        "gpu-named-by-uuid",
+        r"invalid literal for int\(\) with base 10: '(?P<device>(?:GPU|MIG)-[^']+)'",
+        "this vLLM cannot read the name of a GPU in CUDA_VISIBLE_DEVICES: {device}",
+        "Give it numbers (CUDA_VISIBLE_DEVICES=0,1), or use a vLLM that knows such names; parts of GPUs (MIG) have no "
+        "numbers.",
+        pains=(17,),
+    ),
+    rule(
+        "ptxas-too-old",
+        r"ptxas fatal\s*: Value '(?P<arch>sm_\w+)' is not defined",
+        "the ptxas of this environment is older than the GPU ({arch})",
+        "Set TRITON_PTXAS_PATH to the ptxas of a CUDA that knows the GPU (`ptxas --list`), or install a newer Triton.",
+    ),
+    rule(
+        "libcuda-not-found",
+        r"libcuda\.so cannot found",
+        "Triton does not find the driver's library libcuda.so",
+        "In a container, the driver must be bound (--nv); else set TRITON_LIBCUDA_PATH to the folder that has it "
+        "(`ldconfig -p | grep libcuda`).",
+        pains=(17,),
+    ),
+    rule(
+        "cublas-not-started",
+        r"CUBLAS_STATUS_NOT_INITIALIZED",
+        "cuBLAS could not start on a GPU, mostly for lack of memory on it",
+        "`nvidia-smi` on the node shows what is left. Lower --gpu-memory-utilization (after --), or use more GPUs.",
+        kind="symptom",
+        pains=(23,),
     ),
     rule(
         "no-gpus",

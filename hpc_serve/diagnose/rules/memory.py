@@ -11,6 +11,31 @@ _SMALLER = (
 
 RULES: tuple[Rule, ...] = (
     rule(
+        "killed-for-memory",  # the launcher's own line, by the kernel's count
+        r"(?P<words>the kernel has killed \d+ process(?:es)? of this job on \S+ for memory: [^;()]+)",
+        "{words}",
+        'Ask for more memory, or all of it: `mem: "0"` in the site file, #SBATCH --mem=0 in a script. What is in '
+        "/dev/shm counts.",
+        in_notes=True,
+        pains=(18,),
+    ),
+    rule(
+        "node-ran-out",  # the same
+        r"the kernel has killed \d+ process(?:es)? on (?P<node>\S+) for memory meanwhile",
+        "a process was killed while the kernel killed processes on {node} for memory",
+        'Ask for all of a node\'s memory (`mem: "0"` in the site file) and for the node alone (--exclusive), so that '
+        "other jobs take none of it.",
+        pains=(18,),
+    ),
+    rule(
+        "killed-by-others",  # the same
+        r"(?P<words>the kernel has killed none for memory on (?P<node>[^:\s]+): [^;()]+)",
+        "a process of the engine ended without a word of its own; {words}",
+        "Look for who ends processes there: a guard of the site (earlyoom, systemd-oomd, limits of CPU time), or "
+        "another program of yours. Submit again; `#SBATCH --exclude={node}` leaves the node out.",
+        pains=(11,),
+    ),
+    rule(
         "gpu-memory-taken",
         r"Free memory on device \S* ?\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than desired",
         "only {free} of {total} GiB of a GPU were free when the engine started",
@@ -64,7 +89,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "shared-memory-full",
-        r"Bus error|SIGBUS|exited with (?:code )?135\b|Error while creating shared memory segment|"
+        r"Bus error|(?<!SIGSEGV or )SIGBUS|exited with (?:code )?135\b|Error while creating shared memory segment|"
         r"No space left on device.*/dev/shm"
         r"|/dev/shm.*No space left on device|insufficient shared memory|unable to allocate shared memory",
         "a node's /dev/shm is full or too small",

@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
         r"OfflineModeIsEnabled|"
         r"(?:MaxRetryError|ConnectError|ConnectionError).*(?:huggingface|hf\.co)|Temporary failure in name resolution",
         "the weights are not on the cluster, and the node cannot reach the Hugging Face hub",
-        "Download them on the login node with `hf download MODEL`, to an HF_HOME that the nodes see, or name a folder "
+        "Fetch them on the login node with `hpc-serve fetch MODEL`, to an HF_HOME that the nodes see, or name a folder "
         "with --model.",
     ),
     rule(
@@ -45,7 +45,7 @@ RULES: tuple[Rule, ...] = (
         "hub-too-many-requests",
         r"429 (?:Client Error|Too Many Requests)",
         "the Hugging Face hub refuses this address for too many requests",
-        "Download once on the login node (`hf download MODEL`); HF_TOKEN raises the limit.",
+        "Download once on the login node (`hpc-serve fetch MODEL`); HF_TOKEN raises the limit.",
     ),
     rule(
         "model-absent",
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         "no-weights",
         r"Cannot find any model weights with `?(?P<folder>[^`\s]+)",
         "{folder} holds no weights",
-        "Download them (`hf download MODEL`), or name the folder that holds *.safetensors.",
+        "Download them (`hpc-serve fetch MODEL`), or name the folder that holds *.safetensors.",
     ),
     rule(
         "file-missing",
@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
         r"No such file or directory: '?(?P<path>\S+\.(?:safetensors|json|model|bin|jinja))|No (?:config|"
         r"tokenizer)\S* found in",
         "a file of the model is missing[[: {file}]][[: {path}]]",
-        "Download the whole model (`hf download MODEL`); an interrupted download leaves files out.",
+        "Download the whole model (`hpc-serve fetch MODEL`); an interrupted download leaves files out.",
     ),
     rule(
         "checkpoint-differs",
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "bad-json",
         r"It looks like the config file at '(?P<file>[^']+)' is not a valid JSON|"
-        r"(?P<path>\S+\.json)'? is not a valid JSON file|JSONDecodeError",
+        r"(?<!\S)(?P<path>\S+\.json)'? is not a valid JSON file|JSONDecodeError",
         "a JSON file of the model is damaged[[: {file}]][[: {path}]]",
         "Download it again.",
         kind="error",
@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "layout-refused",
         r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<size>\d+)\)|"
-        r"(?P<what>\S+) (?:is|must be) (?:not )?divisible by (?:tensor|tp|pipeline)\S*",
+        r"(?<!\S)(?P<what>\S+) (?:is|must be) (?:not )?divisible by (?:tensor|tp|pipeline)\S*",
         "the model cannot be divided like this[[: {heads} attention heads by a tensor parallel size of {size}]]",
         "`hpc-serve plan` lists the layouts that are possible.",
         pains=(23,),

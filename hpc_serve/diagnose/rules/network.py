@@ -12,6 +12,16 @@ _INTERFACE = (
 
 RULES: tuple[Rule, ...] = (
     rule(
+        "engine-out-of-reach",  # what `status` says
+        r"ready by its record, but no answer from (?P<places>\S+(?:, \S+)*) to this machine: (?P<why>[^;()]+)",
+        "ready by its record, but no answer from {places} to this machine: {why}",
+        "Ask from a node of the cluster (`srun hpc-serve status`): if it answers there, a firewall keeps this machine "
+        "from the nodes' ports. Then use it from jobs, or through `hpc-serve gateway` on a machine that both reach. If "
+        "it answers nowhere, the node is lost.",
+        kind="symptom",
+        pains=(10,),
+    ),
+    rule(
         "no-interface",
         r"no socket interface found|[Uu]nable to find (?:address|interface) for: \S+|"
         r"Bootstrap : (?:no|could not find).*interface",
@@ -46,6 +56,14 @@ RULES: tuple[Rule, ...] = (
         f"{_INTERFACE} NCCL_DEBUG=INFO shows which it takes; NCCL_IB_DISABLE=1 tells InfiniBand from the rest.",
         kind="symptom",
         pains=(9,),
+    ),
+    rule(
+        "nccl-usage",
+        r"ncclInvalidUsage|NCCL error.*invalid usage|ncclInvalidArgument|NCCL error.*invalid argument",
+        "NCCL refuses what it was asked for",
+        "NCCL_DEBUG=WARN names it: mostly an NCCL_SOCKET_IFNAME that a node does not have, or two ranks on one GPU.",
+        kind="symptom",
+        pains=(9, 17),
     ),
     rule(
         "nccl-timeout",
@@ -105,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "node-absent",
         r"(?P<missing>no launcher from node rank [\d, ]+|"
-        r"\S+ \([\d.:a-f]+\) has not joined)[^;]*within (?P<seconds>\d+) s",
+        r"(?<!\S)\S+ \([\d.:a-f]+\) has not joined)[^;]*within (?P<seconds>\d+) s",
         "a node did not take part: {missing} within {seconds} s",
         "Its log says why; without one, srun did not start its launcher (one task a node), or it cannot reach the "
         "first "
@@ -140,6 +158,25 @@ RULES: tuple[Rule, ...] = (
         "model, try --enforce-eager, or another version of vLLM.",
         kind="symptom",
         pains=(10,),
+    ),
+    rule(
+        "engine-process-killed",
+        r"Failed core proc\(s\): \{[^}]*?'(?P<core>\w+)': -9\b|"
+        r"Worker proc (?P<worker>\S+) died unexpectedly \(exit code: -9\)|[Ww]orker\S* .*died, exit code: -9\b",
+        "a process of the engine was killed (SIGKILL)[[: {core}]][[: {worker}]]",
+        "The kernel does so for memory (`sacct -j JOB -o State,MaxRSS`, `dmesg`), or another program or a person did.",
+        kind="death",
+        pains=(11, 18),
+    ),
+    rule(
+        "engine-core-gone",
+        r"MPClient: engine core exited unexpectedly",
+        "the engine's core process ended without a word: it was killed (SIGKILL)",
+        "The kernel does so for memory (`sacct -j JOB -o State,MaxRSS`, `dmesg`), or another program or a person did.",
+        kind="symptom",
+        in_notes=True,
+        is_final=True,
+        pains=(11, 18),
     ),
     rule(
         "worker-died",

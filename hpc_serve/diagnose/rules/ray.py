@@ -7,8 +7,8 @@ from hpc_serve.diagnose.rules.rule import Rule, rule
 RULES: tuple[Rule, ...] = (
     rule(
         "unique-address",
-        r"Every node should have a unique IP address",
-        "vLLM sees several nodes under one address",
+        r"Every node should have a unique IP address|has the head's address (?P<address>\S+) as well",
+        "several nodes have one address[[, {address}]]",
         "Each node must give Ray and vLLM the same address of its own: leave VLLM_HOST_IP unset, and name the network "
         "by "
         "HPC_SERVE_INTERFACE if the nodes have several.",
@@ -43,7 +43,8 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "socket-path-too-long",
-        r"AF_UNIX path (?:length cannot exceed|too long)|[Ss]ocket (?:path|name).* too long",
+        r"AF_UNIX path (?:length cannot exceed|too long)|[Ss]ocket (?:path|name).* too long|"
+        r"is longer than \d+ characters \(sizeof\(sockaddr_un",
         "the temporary folder's path is too long for a socket of Ray or vLLM",
         "Set TMPDIR to a short path on the node, such as /tmp (43 characters at most).",
         pains=(7,),
@@ -70,6 +71,15 @@ RULES: tuple[Rule, ...] = (
         pains=(16,),
     ),
     rule(
+        "gcs-gone",  # the launcher's own line: Ray's head does not reach what runs beside it
+        r"ray head (?:failed|exited) .*a node could not reach Ray's head",
+        "Ray's gcs_server ended on the head's node, or was killed, while Ray started",
+        "Memory (`sacct -j JOB -o State,MaxRSS`), a limit of processes (`ulimit -u`), or another program's kill; the "
+        "node's `JOB-node0-ray.log` has what it said last.",
+        kind="death",
+        pains=(4,),
+    ),
+    rule(
         "ray-unreachable",
         r"[Uu]nable to connect to GCS|[Ff]ailed to connect to (?:the )?GCS|Could not find any running Ray instance|"
         r"Failed to get (?:the )?(?:system config|cluster ID)|Timed out .*waiting for .*GCS|GCS .*(?:is )?(?:dead|"
@@ -83,6 +93,35 @@ RULES: tuple[Rule, ...] = (
         pains=(4,),
     ),
     rule(
+        "ray-slow-start",
+        r"The current node timed out during startup|GCS cannot find the node with node ID",
+        "Ray's raylet did not start in time on a node",
+        "The node's `JOB-nodeK-ray.log` has what the raylet said. On a busy node, RAY_raylet_start_wait_time_s=60 "
+        "gives it more time.",
+        kind="symptom",
+        pains=(5,),
+    ),
+    rule(
+        "ray-agent-ended",
+        r"raylet exited immediately because one Ray agent failed, agent_name = (?P<agent>\w+)",
+        "Ray's {agent} ended on a node, or could not start, and its raylet with it",
+        "Mostly a limit of processes (`ulimit -u` in a job step), the job's memory, or a grpcio that is not Ray's; the "
+        "node's `JOB-nodeK-ray.log` has what it said last.",
+        kind="symptom",
+        in_notes=True,
+        is_final=True,
+        pains=(5,),
+    ),
+    rule(
+        "ray-worker-unregistered",
+        r"Unable to register worker with raylet",
+        "a process found no raylet on its node",
+        "The raylet had ended, or never started: the node's `JOB-nodeK-ray.log` has what it said last.",
+        kind="symptom",
+        in_notes=True,
+        pains=(5,),
+    ),
+    rule(
         "ray-node-dead",
         r"has been marked dead because|NodeDiedError|missed too many heartbeats",
         "Ray lost a node",
@@ -92,11 +131,19 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "ray-part-ended",
-        r"\b(?P<part>\w+) \[exit code=(?P<code>-?\d+)\]",
+        r"\b(?P<part>\w+) \[exit code=(?P<code>-\d+)\]",
         "Ray's {part} ended with {code}",
         "Code -9 means that it was killed, mostly for memory: compare `sacct -j JOB -o State,MaxRSS` with what was "
         "asked "
-        "for. Otherwise the lines before it say more.",
+        "for.",
+        kind="death",
+        pains=(5,),
+    ),
+    rule(
+        "ray-part-failed",
+        r"\b(?P<part>\w+) \[exit code=(?P<code>\d+)\]",
+        "Ray's {part} ended with {code}",
+        "The node's `JOB-nodeK-ray.log` has what it said last. A raylet ends like this too where Ray's head has ended.",
         kind="symptom",
         pains=(5,),
     ),

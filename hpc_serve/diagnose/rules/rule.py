@@ -8,8 +8,9 @@ from typing import Literal
 
 _OPTIONAL = re.compile(r"\[\[(.*?)\]\]")
 # cause: it needs no other. error: it may also be survived, so it counts as much as an exception that no rule knows.
-# symptom: something else may have brought it about. consequence: something else has.
-Kind = Literal["cause", "error", "symptom", "consequence"]
+# death: a process was killed, which others see as symptoms. symptom: something else may have brought it about.
+# consequence: something else has.
+Kind = Literal["cause", "error", "death", "symptom", "consequence"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,8 @@ class Rule:
 
     `pattern` is searched in the line without its head. `cause` is a sentence without its full stop, and `cure` one or
     more with. Both may name groups of the pattern in braces; what stands in [[ ]] is left out where a group in it is
-    empty. With `in_notes`, lines whose level is no error count too.
+    empty. With `in_notes`, lines whose level is no error count too, as long as few lines follow; with `is_final` as
+    well, however many do.
     `pains` are numbers in the list of what goes wrong most, which the tests keep.
     """
 
@@ -28,6 +30,7 @@ class Rule:
     cure: str
     kind: Kind = "cause"
     in_notes: bool = False
+    is_final: bool = False
     pains: tuple[int, ...] = ()
 
     def cause_of(self, found: re.Match[str]) -> str:
@@ -47,11 +50,19 @@ def rule(
     *,
     kind: Kind = "cause",
     in_notes: bool = False,
+    is_final: bool = False,
     pains: tuple[int, ...] = (),
 ) -> Rule:
     """A rule whose pattern is text."""
     return Rule(
-        name=name, pattern=re.compile(pattern), cause=cause, cure=cure, kind=kind, in_notes=in_notes, pains=pains
+        name=name,
+        pattern=re.compile(pattern),
+        cause=cause,
+        cure=cure,
+        kind=kind,
+        in_notes=in_notes,
+        is_final=is_final,
+        pains=pains,
     )
 
 

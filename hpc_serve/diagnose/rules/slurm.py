@@ -72,10 +72,40 @@ RULES: tuple[Rule, ...] = (
         "Leave the node out (#SBATCH --exclude=NODE) and tell your site's administrators.",
     ),
     rule(
+        "job-credential",
+        r"Invalid job credential|Error generating job credential",
+        "Slurm's daemons do not trust each other's credentials",
+        "A node's clock, munge key or user list differs from the others': leave it out (#SBATCH --exclude=NODE) and "
+        "tell your site's administrators.",
+        pains=(19,),
+    ),
+    rule(
+        "munge-away",
+        r"Munge (?:encode|decode) failed: (?:Failed to (?:access|connect to)|Socket communication)",
+        "munge, by which Slurm knows users, does not answer on a node",
+        "Leave the node out (#SBATCH --exclude=NODE) and tell your site's administrators.",
+    ),
+    rule(
+        "log-folder-not-there",
+        r"task (?P<task>\d+) launch failed: Slurmd could not connect IO",
+        "the node of task {task} could not open its log: it does not see the folder of logs, or may not write to it",
+        "The folder of logs (HPC_SERVE_LOG_DIR, else in HPC_SERVE_HOME or ~/.hpc-serve) must be on a filesystem of all "
+        "nodes. `srun ls -ld ~` in a job shows which node lacks it; leave that out with #SBATCH --exclude=NODE.",
+        pains=(19,),
+    ),
+    rule(
+        "launch-failed",
+        r"Task launch for \S+ failed on node (?P<node>[^:]+): |task \d+ launch failed: ",
+        "Slurm could not start a launcher[[ on {node}]]",
+        "Try `srun hostname` on the same nodes. A node that fails is left out with #SBATCH --exclude=NODE; slurmd's "
+        "log there says more.",
+        pains=(19,),
+    ),
+    rule(
         "crashed",
         r"task [\d,-]+: (?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)"
-        r"|Fatal Python error: |SIGSEGV|Segmentation fault|Illegal instruction|\(core dumped\)|exited with (?:132|"
-        r"139)\b",
+        r"|Fatal Python error: |SIGSEGV(?! or SIGBUS)|Segmentation fault|Illegal instruction|\(core dumped\)|"
+        r"exited with (?:132|139)\b",
         "a process crashed in compiled code",
         "The lines above the crash name the library. `Illegal instruction` means a build for another CPU.",
         kind="symptom",

@@ -82,30 +82,38 @@ class MemoryFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderFacts:
-    """A folder that the engine writes to. `purpose` says what for; `free_files` is None where there is no limit."""
+    """A folder that the engine writes to. `purpose` says what for; `free_files` is None where there is no limit.
+
+    What is kept in one that `is_in_memory` counts as memory of the job.
+    """
 
     purpose: str
     path: str
     is_writable: bool
     free_bytes: int
     free_files: int | None = None
+    is_in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitFacts:
-    """A limit of the launcher's process, as `ulimit` shows it; -1 is unlimited."""
+    """A limit of the launcher's process, as `ulimit` shows it; -1 is unlimited.
+
+    `used` is what this user has of it on the node, None where the limit is of each process, or holds for nobody.
+    """
 
     soft: SignedInt
     hard: SignedInt
+    used: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFacts:
     """The model's weights as this node sees them. `source` is a folder, or a repository of the hub.
 
-    `folder` is where they are, "" if they are not here. `missing` says what is lacking, `damaged` which files cannot be
-    loaded. `hub_status` is the HTTP status of the hub's answer, None where it was not asked, 0 where none came, and
-    `hub_error` is the hub's name of what is wrong.
+    `folder` is where they are, "" if they are not here; `lacks_tokenizer`: it has none. `missing` says what is lacking,
+    `damaged` which files cannot be loaded. `hub_status` is the HTTP status of the hub's answer, None where it was not
+    asked, 0 where none came, and `hub_error` is the hub's name of what is wrong.
     """
 
     source: str
@@ -114,6 +122,7 @@ class WeightsFacts:
     error: str = ""
     missing: str = ""
     damaged: tuple[str, ...] = ()
+    lacks_tokenizer: bool = False
     num_files: int = 0
     total_bytes: int = 0
     is_offline: bool = False
@@ -138,7 +147,10 @@ class SoftwareFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """The interface towards the other nodes. `resolved` are the addresses of the node's own name, in their order."""
+    """The interface towards the other nodes. `resolved` are the addresses of the node's own name, in their order.
+
+    `interfaces` are all of the node. `chosen` are those that the environment names, by variable.
+    """
 
     interface: str
     speed_mbits: int | None
@@ -146,6 +158,8 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     resolving_s: float
     active_ib_ports: int
+    interfaces: tuple[str, ...] = ()
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

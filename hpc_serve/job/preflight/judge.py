@@ -22,6 +22,7 @@ NODE_CHECKS: tuple[tuple[str, str, Callable[[NodeFacts, Needs], Seen]], ...] = (
     ("memory", "memory", node.memory),
     ("shm", "memory", node.shared_memory),
     ("disk", "folders", node.folders),
+    ("staging", "folders", node.staged),
     ("limits", "limits", node.limits),
     ("paths", "software", node.paths),
 )

@@ -14,7 +14,9 @@ class Needs:
     """What the engine takes of each of `num_nodes` nodes.
 
     `memory_bytes` is what the scheduler says that the job has of a node, None if it does not say. `offload_bytes` is
-    what each rank keeps of the weights in the node's memory. `sets_cache_bytes`: the engine was told its cache's size.
+    what each rank keeps of the weights in the node's memory. `staged_bytes` of the model are copied to each node
+    before. `sets_cache_bytes`: the engine was told its cache's size.
+    `has_own_tokenizer`: the engine was told of another tokenizer than the model's, or to use none.
     `has_own_gloo_interface`: somebody chose the interface of torch's processes.
     """
 
@@ -29,6 +31,8 @@ class Needs:
     sets_cache_bytes: bool = False
     offload_bytes: int = 0
     load_format: str = "auto"
+    has_own_tokenizer: bool = False
+    staged_bytes: int = 0
     has_own_gloo_interface: bool = False
     ignores_ray_versions: bool = False
 

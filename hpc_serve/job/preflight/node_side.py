@@ -16,7 +16,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.link import Link, Message
 from hpc_serve.job.network import node_address
 from hpc_serve.job.node import Node
-from hpc_serve.job.preflight.checks.node import LOGS
+from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
 from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.gather import gpus, machine, network, software, weights
 from hpc_serve.job.preflight.needs import Needs
@@ -32,6 +32,8 @@ _GIB = 2**30
 _ELSEWHERE = frozenset(
     {"--download-dir", "--revision", "--model-loader-extra-config", "--hf-config-path", "--config-format"}
 )
+
+_OWN_TOKENIZER = frozenset({"--tokenizer", "--skip-tokenizer-init", "--tokenizer-mode", "--tokenizer-revision"})
 
 
 def needs_of(node: Node) -> Needs:
@@ -51,6 +53,8 @@ def needs_of(node: Node) -> Needs:
         gpu_memory_utilization=float(values["--gpu-memory-utilization"]),
         sets_cache_bytes="--kv-cache-memory-bytes" in names_in(_engine_words(node)),
         offload_bytes=int(float(values["--cpu-offload-gb"]) * _GIB),
+        staged_bytes=node.staging.total_bytes if node.staging is not None else 0,
+        has_own_tokenizer=bool(_OWN_TOKENIZER & names_in(_engine_words(node))),
         load_format=str(_value(given, "--load-format", "auto")),
         has_own_gloo_interface=bool(environ.get("GLOO_SOCKET_IFNAME")),
         ignores_ray_versions=bool(environ.get("RAY_IGNORE_VERSION_MISMATCH")),
@@ -68,7 +72,7 @@ class NodePreflight:
 
     async def facts(self, address: str) -> NodeFacts:
         """The facts of all groups that come in time. `address` is the node's own."""
-        self._groups["network"] = self._begin("network", lambda: network.gather_network(address))
+        self._groups["network"] = self._begin("network", lambda: network.gather_network(address, self._node.environ))
         waits = (self._result(name, group) for name, group in self._groups.items())
         answers = dict(zip(self._groups, await asyncio.gather(*waits)))
         return NodeFacts(
@@ -134,7 +138,9 @@ def _gatherers(node: Node) -> dict[str, Callable[[], Any]]:
 
 
 def _folders(node: Node) -> dict[str, str]:
-    named = {"caches": str(node.cache.path), LOGS: node.environ.get("HPC_SERVE_LOG_DIR")}
+    named = {CACHES: str(node.cache.path), LOGS: node.environ.get("HPC_SERVE_LOG_DIR")}
+    if node.staging is not None and not node.staging.is_whole:
+        named[STAGED] = str(node.staging.target)
     return {"temporary files": str(node.node_dir), **{purpose: path for purpose, path in named.items() if path}}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,6 +114,8 @@ def accelerator_entry(name: str) -> dict[str, Any]:
     key = name.lower().replace("_", "-")
     if key in entries:
         return entries[key]
+    if re.fullmatch(r"\d+(x\d+)+", key):
+        raise InvalidRequestError(f"{name!r} is the shape of a TPU slice: write the chip before it, as in v6e:{key}.")
     close = difflib.get_close_matches(key, entries, n=3, cutoff=0.5)
     hint = f"Did you mean {', '.join(close)}?" if close else f"Known: {', '.join(sorted(entries))}."
     raise InvalidRequestError(f"{name!r} is not an accelerator in the catalogue. {hint}")

@@ -5,6 +5,7 @@ candidates.py decides whether one context fits. This module looks for the longes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hpc_serve.plan.choice.candidates import PlanInputs
@@ -38,8 +39,13 @@ def longest_context(inputs: PlanInputs, layout: Layout) -> int:
 
 def contexts_by_layout(inputs: PlanInputs, num_nodes: int) -> list[LayoutContexts]:
     """The longest contexts of every layout on so many nodes that holds any, for several numbers of requests at once."""
+    return contexts_of(inputs, layouts_on(num_nodes, inputs.cluster, inputs.engine))
+
+
+def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutContexts]:
+    """The longest contexts of those layouts that hold any."""
     found = []
-    for layout in layouts_on(num_nodes, inputs.cluster, inputs.engine):
+    for layout in layouts:
         lengths: list[tuple[int, int]] = []
         for count in AT_ONCE:
             longest = lengths[-1][1] if lengths else inputs.max_model_len

@@ -15,6 +15,7 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.arguments import read_arguments, value_of
+from hpc_serve.vllm.options import load_data
 
 _FIELDS = (
     "tensor_parallel_size",
@@ -94,7 +95,9 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
 def read_fields(words: Iterable[str]) -> dict[str, Any]:
     """What the options of `vllm serve` say about memory and layout, by EngineConfig's names and `max_model_len`.
 
-    Raises InvalidRequestError for a context that vLLM is to choose itself, and for values of another version of vLLM.
+    `uncounted` are the names of those that may change memory or speed and that no figure counts
+    (vllm/data/uncounted.json). Raises InvalidRequestError for a context that vLLM is to choose itself, and for values
+    of another version of vLLM.
 
     >>> read_fields(["--max-num-seqs=16", "-tp", "2", "--seed", "1", "--enforce-eager"])
     {'tensor_parallel_size': 2, 'max_num_seqs': 16, 'enforce_eager': True}
@@ -108,6 +111,8 @@ def read_fields(words: Iterable[str]) -> dict[str, Any]:
         raise InvalidRequestError(
             "--max-model-len auto lets vLLM choose the context, and the plan needs it: write a number of tokens."
         )
+    given, uncounted = {argument.name for argument in arguments}, load_data("uncounted.json")["uncounted"]
+    values["uncounted"] = tuple(name for name in uncounted if name in given) or None
     return {name: value for name, value in values.items() if value is not None}
 
 

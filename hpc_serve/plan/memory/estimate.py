@@ -18,7 +18,8 @@ from hpc_serve.plan.engine import (
     max_num_seqs,
 )
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.memory.kv_cache import CacheLayout, cache_layout
+from hpc_serve.plan.memory.cache_groups import CacheLayout
+from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
 from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec

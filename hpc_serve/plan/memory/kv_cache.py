@@ -1,19 +1,17 @@
-"""How vLLM divides the KV cache into blocks, and how many blocks one request takes.
+"""What the KV cache takes of one rank: bytes by token and layer, and how vLLM divides it into blocks.
 
 Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
-which take blocks of equal size from one pool. Drafted tokens have states of their own.
-Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
-`get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
+which take blocks of equal size from one pool (cache_groups.py). Drafted tokens have states of their own. Layers that
+keep several tensors are in packed_cache.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig, default_block_size
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind
+from hpc_serve.plan.memory.cache_groups import CacheLayout, groups_by_kind
+from hpc_serve.plan.memory.packed_cache import packed_groups
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Part, round_up
 
@@ -37,61 +35,6 @@ _ELEMENT_BYTES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheGroup:
-    """Layers that share a block table."""
-
-    kind: str
-    layers: tuple[int, ...]
-    block_size: int
-    window: int = 0
-
-    def blocks_per_request(self, max_model_len: int, in_flight_tokens: int, state_blocks: int) -> int:
-        """Blocks that one request of `max_model_len` tokens may hold at once."""
-        if self.kind == "state":
-            return state_blocks
-        held = max_model_len
-        if self.kind == "sliding":
-            held = min(self.window - 1 + in_flight_tokens, max_model_len)
-        elif self.kind == "chunked":
-            held = min(self.window + in_flight_tokens, max_model_len)
-        return -(-held // self.block_size) + (1 if self.kind == "sliding" else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheLayout:
-    """All groups of a model at one tensor parallel size, on one rank.
-
-    `bytes_per_token` and `page_bytes` (of one block) are by layer. The state of a request takes `state_blocks`.
-    """
-
-    groups: tuple[CacheGroup, ...]
-    block_size: int
-    bytes_per_token: tuple[int, ...]
-    page_bytes: tuple[int, ...]
-    state_blocks: int
-
-    def bytes_per_block(self, first_layer: int, end_layer: int) -> int:
-        """Bytes of one block on a rank with these layers: those of its largest group."""
-        return max(
-            (
-                sum(self.page_bytes[layer] for layer in group.layers if first_layer <= layer < end_layer)
-                for group in self.groups
-            ),
-            default=0,
-        )
-
-    def token_bytes(self, first_layer: int, end_layer: int) -> int:
-        """Bytes of the keys and values of one token in these layers."""
-        return sum(self.bytes_per_token[first_layer:end_layer])
-
-    def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
-        """Blocks of all groups that one request of `max_model_len` tokens may hold."""
-        return sum(
-            group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks) for group in self.groups
-        )
-
-
 def kv_cache_dtype(model: ModelSpec, engine: EngineConfig) -> str:
     """The type of the cache: what is asked for, else what the checkpoint says, else the model's."""
     if engine.kv_cache_dtype != "auto":
@@ -107,6 +50,8 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
     """
     if cache.kind == "state":
         return 0
+    if cache.kind == "compressed":
+        return sum(tensor.page_bytes // tensor.block_tokens for tensor in cache.tensors if not tensor.window)
     element = _element_bytes(dtype)
     if cache.kind == "mla":
         packed = dtype == "fp8_ds_mla" or (cache.chosen_tokens > 0 and dtype.startswith("fp8"))
@@ -114,13 +59,14 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
         return latent + cache.index_bytes
     heads = Part(cache.kv_heads, 1, replicate=True).per_rank(ranks, "the KV cache")
     scales = 2 * _PER_TOKEN_HEAD_SCALE_BYTES if dtype.endswith("_per_token_head") else 0
-    return heads * (int((cache.head_dim + cache.value_dim) * element) + scales)
+    return heads * (int((cache.head_dim + cache.value_dim) * element) + scales) + cache.index_bytes
 
 
 def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: AcceleratorKind = "gpu") -> CacheLayout:
     """The groups that vLLM makes of a model's layers, for `ranks` tensor-parallel ranks on that kind of accelerator.
 
-    Raises DoesNotFitError where ranks cannot divide the KV heads, InvalidRequestError for an unknown kv_cache_dtype.
+    Raises DoesNotFitError where ranks cannot divide the KV heads, InvalidRequestError for an unknown kv_cache_dtype and
+    for a model without attention.
     """
     dtype = kv_cache_dtype(model, engine)
     mla_align = 256 if engine.is_v0 else 1
@@ -130,10 +76,16 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         if cache is not None and cache not in known:
             known[cache] = layer_bytes_per_token(cache, ranks, dtype, mla_align=mla_align)
     per_token = tuple(known[cache] if cache is not None else 0 for cache in caches)
+    if any(cache.kind == "compressed" for cache in known):
+        return _compressed_layout(caches, per_token, engine.kv_cache_dtype)
     block_size = engine.block_size or default_block_size(engine, kind, is_mla=model.is_mla)
     state_dtype_bytes = 4 if kind == "cpu" else model.dtype_bytes
     states = {cache: _state_bytes(cache, ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
     if states:
+        if not any(known.values()):
+            raise InvalidRequestError(
+                f"{model.name} has layers with a state and none with attention: vLLM's cache for that is not known."
+            )
         block_size = _block_size_for_states(block_size, max(states.values()), max(known.values()))
     page = block_size * max(per_token, default=0)
     pages = tuple(
@@ -141,11 +93,26 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         for cache, size in zip(caches, per_token)
     )
     return CacheLayout(
-        groups=_groups(caches, pages, block_size, windows_saved=engine.saves_windows),
+        groups=groups_by_kind(caches, pages, block_size, windows_saved=engine.saves_windows),
         block_size=block_size,
         bytes_per_token=per_token,
-        page_bytes=pages,
         state_blocks=(2 if engine.caches_state_prefixes else 1) + engine.speculative_tokens,
+    )
+
+
+def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ...], asked: str) -> CacheLayout:
+    """The groups of layers with compressed caches, which vLLM keeps in a packed form of fp8.
+
+    Source: `_resolve_dsv4_kv_cache_dtype` in its models/deepseek_v4/attention.py.
+    """
+    if asked != "auto" and not asked.startswith("fp8"):
+        raise InvalidRequestError(f"kv_cache_dtype is {asked!r}: vLLM keeps this cache in fp8, use auto or fp8.")
+    groups = packed_groups(caches)
+    return CacheLayout(
+        groups=groups,
+        block_size=max(group.block_size for group in groups),
+        bytes_per_token=per_token,
+        state_blocks=0,
     )
 
 
@@ -165,6 +132,10 @@ def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> i
             continue
         if cache.kind == "state":
             total += _state_bytes(cache, 1, model.dtype_bytes)
+        elif cache.kind == "compressed":
+            for tensor in cache.tensors:
+                held = min(tokens, tensor.window) if tensor.window else tokens
+                total += held // tensor.tokens_per_entry * tensor.entry_bytes
         else:
             held = min(tokens, cache.window) if cache.window else tokens
             total += held * layer_bytes_per_token(cache, 1, dtype)
@@ -191,31 +162,3 @@ def _state_bytes(cache: LayerCache, ranks: int, dtype_bytes: int) -> int:
 def _block_size_for_states(block_size: int, state_bytes: int, token_bytes: int) -> int:
     """Tokens of a block, so that a page of attention holds a state: `_align_hybrid_block_size` in platforms/."""
     return max(block_size, block_size * -(-state_bytes // (block_size * token_bytes)))
-
-
-def _groups(
-    caches: Sequence[LayerCache | None], pages: Sequence[int], block_size: int, *, windows_saved: bool
-) -> tuple[CacheGroup, ...]:
-    """Groups of equally many layers of one kind. Where all layers are of one kind, they are one group."""
-    kinds: dict[tuple[str, int], list[int]] = {}
-    for index, cache in enumerate(caches):
-        if cache is not None:
-            is_full = not windows_saved and cache.kind in ("sliding", "chunked")
-            kinds.setdefault(("full", 0) if is_full else (cache.kind, cache.window), []).append(index)
-    if len(kinds) == 1:
-        ((kind, window), layers) = kinds.popitem()
-        return (CacheGroup(kind=kind, window=window, layers=tuple(layers), block_size=block_size),)
-    buckets: dict[tuple[str, int, int], list[int]] = {}
-    for (kind, window), layers in kinds.items():
-        for layer in layers:
-            buckets.setdefault((kind, window, pages[layer]), []).append(layer)
-    counts = [len(layers) for layers in buckets.values()] or [1]
-    group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    groups = []
-    for (kind, window, _), layers in buckets.items():
-        number = -(-len(layers) // group_size)
-        groups += [
-            CacheGroup(kind=kind, window=window, layers=tuple(layers[start::number]), block_size=block_size)
-            for start in range(number)
-        ]
-    return tuple(groups)

@@ -24,12 +24,17 @@ _ADAPTS_VOCABULARY = (
 _FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def loaded_model(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
-    """The model with what these options load or leave out. Raises InvalidRequestError where the model lacks it."""
+def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None = None) -> ModelSpec:
+    """The model with what these options load or leave out. Raises InvalidRequestError where the model lacks it.
+
+    `draft` is the draft model that --speculative-config names, where its config was found.
+    """
     if model.images and _is_text_only(model, engine):
         model = replace(model, everywhere=Block(), images=None)
     if engine.speculates_with_own_layers:
         model = _with_prediction_layers(model)
+    if draft is not None:
+        model = _with_draft(model, draft)
     return _with_lora_slots(model, engine) if engine.enable_lora else model
 
 
@@ -40,6 +45,12 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         yield (
             f"--speculative-config: {model.draft_layers} prediction layers with their cache are counted. The speed is "
             "that of steps that run them; how many drafts are accepted is not known, so none is counted."
+        )
+    elif engine.draft_model and model.draft_layers:
+        yield (
+            f"--speculative-config: weights and cache of the draft model {draft} are counted ({model.draft_layers} "
+            "layers, on the last stage). The speed is that of steps that run them once; how many drafts are accepted "
+            "is not known, so none is counted."
         )
     elif method in _WITHOUT_DRAFT_WEIGHTS:
         yield f"--speculative-config: {method} loads no weights. The speed is that without speculation."
@@ -68,6 +79,11 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
     ):
         if asked:
             yield f"Not counted: buffers and copies of {option}, in memory and in speed."
+    if engine.uncounted:
+        yield (
+            f"Not counted: {', '.join(engine.uncounted)}. vLLM may need other memory with it, or be faster or slower; "
+            "the figures are those without."
+        )
 
 
 def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
@@ -104,6 +120,30 @@ def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
     layer = replace(last, block=Block(weights=(*last.block.weights, *ends)))
     count = model.prediction_layers
     return replace(model, layers=(*model.layers, *(layer,) * count), prediction_layers=0, draft_layers=count)
+
+
+def _with_draft(model: ModelSpec, draft: ModelSpec) -> ModelSpec:
+    """The model with the layers of a draft model on its last stage, with their caches, embedding, norm and head.
+
+    Every rank of the model's tensor parallelism has its share (`draft_tensor_parallel_size` in vLLM's
+    config/speculative.py).
+    """
+    has_own_words = draft.embedding.rows > 0
+    if has_own_words and draft.vocab_size != model.vocab_size:
+        raise InvalidRequestError(
+            f"--speculative-config: the draft model {draft.name} has a vocabulary of {draft.vocab_size:,}, and "
+            f"{model.name} one of {model.vocab_size:,}. vLLM refuses it: they must be the same."
+        )
+    if not has_own_words and draft.hidden_size != model.hidden_size:
+        raise InvalidRequestError(
+            f"--speculative-config: the head {draft.name} is for hidden states of {draft.hidden_size:,}, and "
+            f"{model.name} has {model.hidden_size:,}."
+        )
+    ends: tuple[Weight, ...] = (*draft.final.weights, *((draft.head,) if draft.head else ()))
+    ends += (draft.embedding,) if has_own_words else ()
+    first = replace(draft.layers[0], block=Block(weights=(*draft.layers[0].block.weights, *ends)))
+    layers = (first, *draft.layers[1:])
+    return replace(model, layers=(*model.layers, *layers), draft_layers=model.draft_layers + len(layers))
 
 
 def _with_lora_slots(model: ModelSpec, engine: EngineConfig) -> ModelSpec:

@@ -6,22 +6,24 @@ architecture that is not listed is an error that names it, never a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
 from hpc_serve.plan.model.families import (
     BESIDE,
+    DRAFT_HEADS,
     FAMILIES,
     FIELDS,
+    FINAL_NORMS,
     ON_EVERY_STAGE,
     TIED_UNLESS_SAID,
     TOWER_FIELDS,
     TOWERS,
-    Family,
+    function_named,
 )
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.quantization import quantization_from_config
@@ -29,11 +31,16 @@ from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Vocabulary
 
+Family: TypeAlias = Callable[[LayerBuilder, int], DecoderLayer]
+"""What describes one layer."""
+
 _BY_LAYER = (
     *("layer_types", "block_configs", "hybrid_override_pattern", "no_rope_layers", "mlp_layer_types", "indexer_types"),
-    *("hybrid_layer_pattern", "num_attention_heads_per_layer", "index_topk_pattern"),
+    *("hybrid_layer_pattern", "num_attention_heads_per_layer", "index_topk_pattern", "compress_ratios"),
 )
 """Fields that have a value for each layer, and maybe more for layers that predict further tokens."""
+_MAY_BE_EMPTY = ("no_rope_layers",)
+"""Which of them count as missing where they are empty."""
 
 _PER_TOKEN = ("moe_k", "moe_top_k", "num_experts_per_token", "top_k_experts")
 """What some families call the number of experts of a token."""
@@ -65,18 +72,19 @@ def model_from_config(
     dtype: str = "auto",
     quantization: str | None = None,
     allow_unknown_keys: bool = False,
+    is_draft: bool = False,
 ) -> ModelSpec:
-    """The model of a Hugging Face config.
+    """The model of a Hugging Face config. `is_draft`: it may be a draft head, which is no model of its own.
 
     `dtype` and `quantization` are vLLM's options of those names. None: as the checkpoint is. Raises InvalidRequestError
     for an architecture or a quantization that the planner does not know, and, unless `allow_unknown_keys`, for a field
     that looks like a size and that it does not know.
     """
-    architecture, family = _family(config, name)
+    architecture, family = _family(config, name, is_draft=is_draft)
     config = CheckedConfig(config)
     text = _text_config(config)
     if architecture in FIELDS:
-        FIELDS[architecture](text)
+        function_named(FIELDS[architecture])(text)
     chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
     declared = next((found for one in (config, text) for key in _QUANTIZATION if (found := one.get(key))), None)
@@ -90,10 +98,10 @@ def model_from_config(
     if architecture in TOWERS and config.get("vision_config"):
         for key, default in TOWER_FIELDS.get(architecture, {}).items():
             config["vision_config"].setdefault(key, config.get(key, default))
-        tower, images = TOWERS[architecture](config["vision_config"], builder.hidden_size)
+        tower, images = function_named(TOWERS[architecture])(config["vision_config"], builder.hidden_size)
     if architecture in BESIDE:
-        tower = Block(weights=(*tower.weights, *BESIDE[architecture](builder).weights))
-    final = builder.norms("norm", "norm.bias") if architecture == "FalconForCausalLM" else builder.norms("norm")
+        tower = Block(weights=(*tower.weights, *function_named(BESIDE[architecture])(builder).weights))
+    final = builder.norms(*FINAL_NORMS.get(architecture, ("norm",)))
     layers = _layers(builder, family)
     experts, expert_size = _experts(layers)
     model = ModelSpec(
@@ -116,7 +124,7 @@ def model_from_config(
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
         num_experts=experts,
-        num_experts_per_tok=_experts_per_token(builder) if experts else 0,
+        num_experts_per_tok=_experts_per_token(builder, experts),
         moe_intermediate_size=expert_size or builder.intermediate_size,
         images=images,
         stored_wide=_declared_dtype(config, text) == "float32",
@@ -130,19 +138,43 @@ def model_from_config(
     return replace(model, unknown_keys=unknown) if unknown else model
 
 
-def _family(config: Mapping[str, Any], name: str) -> tuple[str, Family]:
+def _family(config: Mapping[str, Any], name: str, *, is_draft: bool) -> tuple[str, Family]:
     """The architecture that a config names, and how its layers are built. Raises InvalidRequestError for another."""
-    named = config.get("architectures") or ["(none named)"]
-    if not isinstance(named, (list, tuple)):
-        raise InvalidRequestError(f"The config's architectures is {str(named)[:40]!r}: it must be a list.")
-    architecture = str(named[0])
-    family = FAMILIES.get(architecture)
+    architecture = _named(config)
+    known = {**FAMILIES, **DRAFT_HEADS} if is_draft else FAMILIES
+    family = known.get(architecture)
     if family is None:
         raise InvalidRequestError(
             f"{name} is of architecture {architecture[:80]}, which this planner does not know, and it does not guess. "
-            f"It knows {', '.join(sorted(FAMILIES))}."
+            f"It knows {', '.join(sorted(known))}."
         )
-    return architecture, family
+    return architecture, function_named(family)
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or ["(none named)"]
+    if not isinstance(named, (list, tuple)):
+        raise InvalidRequestError(f"The config's architectures is {str(named)[:40]!r}: it must be a list.")
+    return str(named[0])
+
+
+def draft_from_config(config: Mapping[str, Any], *, name: str, method: str, dtype: str = "auto") -> ModelSpec:
+    """The draft model of a config, or the head of EAGLE, which `method` says: its embedding is the model's own.
+
+    Raises what `model_from_config` raises. Source: vLLM's transformers_utils/configs/eagle.py.
+    """
+    prefix = {"eagle": "Eagle", "eagle3": "Eagle3"}.get(method, "")
+    architecture = _named(config)
+    if prefix and prefix not in architecture:
+        architecture = f"{prefix}{architecture}"
+    config = {**config, "architectures": [architecture]}
+    draft = model_from_config(config, name=name, dtype=dtype, is_draft=True)
+    if not prefix:
+        return draft
+    rows = config.get("draft_vocab_size") or draft.vocab_size
+    head = Vocabulary(name="draft.lm_head", rows=rows, width=draft.hidden_size, scheme=draft.quantization.plain)
+    shared = replace(draft.embedding, rows=0)
+    return replace(draft, embedding=shared, head=head if prefix == "Eagle3" else None)
 
 
 def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
@@ -157,16 +189,19 @@ def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
     return max(found, default=(0, 0))
 
 
-def _experts_per_token(builder: LayerBuilder) -> int:
-    """The routed experts that a token goes to. 0 where the config does not say."""
-    return builder.either("num_experts_per_tok", "experts_per_token", builder.first(*_PER_TOKEN, default=0))
+def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
+    """The routed experts that a token goes to, or 0. Raises InvalidRequestError where there are fewer."""
+    chosen: int = builder.either("num_experts_per_tok", "experts_per_token", builder.first(*_PER_TOKEN, default=0))
+    if experts and chosen > experts:
+        raise InvalidRequestError(f"By the config a token goes to {chosen} experts (num_experts_per_tok) of {experts}.")
+    return chosen if experts else 0
 
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
     """All layers. Equal layers are one object, so that everything is computed once for them."""
     for key in _BY_LAYER:
         named = builder.config.peek(key)
-        if named is not None and len(named) < builder.num_layers:
+        if named is not None and len(named) < builder.num_layers and (named or key not in _MAY_BE_EMPTY):
             raise InvalidRequestError(f"The config's {key} names {len(named)} of its {builder.num_layers} layers.")
     known: dict[DecoderLayer, DecoderLayer] = {}
     layers = (family(builder, index) for index in range(builder.num_layers))

@@ -15,7 +15,8 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError
 
 _LARGEST = 2**40
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 2_000
+"""Ten times as many as any model has. A plan for more would take longer than a second."""
 _MOST_FIELDS = 10_000
 _DEEPEST = 8
 """Objects within objects. Published configs have four."""
@@ -39,6 +40,10 @@ _AT_LEAST_ONE = (
     *("projector_hidden_size", "tile_size", "num_patches", "num_sliding_attention_heads", "num_heads"),
     *("global_attn_every_n_layers", "global_head_dim", "num_global_key_value_heads", "position_embedding_size"),
     *("pooling_kernel_size", "vision_soft_tokens_per_image", "vocab_size_per_layer_input"),
+    *("hc_mult", "o_groups", "o_lora_rank", "short_conv_kernel_size", "sparse_block_size", "sparse_index_dim"),
+    *("sparse_num_index_heads", "sparse_topk_blocks", "routed_expert_hidden_size", "qkv_hidden_size"),
+    *("width", "layers", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states"),
+    *("merge_size", "patch_temporal", "pos_emb_height", "pos_emb_width"),
 )
 _AT_LEAST_ZERO = (
     *("intermediate_size", "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -58,28 +63,60 @@ _AT_LEAST_ZERO = (
     *("expert_hidden_dim", "block_ff_dim", "max_tiles", "index_skip_topk_offset", "vt_num_hidden_layers"),
     *("vt_hidden_size", "vt_intermediate_size", "init_pos_emb_height", "init_pos_emb_width"),
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "max_window_layers"),
+    *("dense_intermediate_size", "num_hash_layers", "intermediate_size_mlp", "attn_res_block_size"),
+    *("moe_layer_start_index", "moe_layer_end_index"),
 )
 _GROUP_SIZES = ("group_size",)
-_NUMBERS = ("factor", "ffn_mult", "block_ffn_dim_multiplier", "partial_rotary_factor", "pixel_shuffle_ratio")
-_LISTS = (
-    *("architectures", "modules_to_not_convert", "ignored_layers", "ignore", "exclude", "exclude_modules"),
-    *("llm_int8_skip_modules", "mlp_only_layers", "moe_layers", "no_rope_layers", "deepstack_visual_indexes"),
-    *("fullatt_block_indexes", "weight_block_size", "merge_kernel_size", "full_attn_idxs", "hybrid_layer_pattern"),
-    "num_attention_heads_per_layer",
+_NUMBERS = (
+    "factor",
+    "ffn_mult",
+    "block_ffn_dim_multiplier",
+    "mlp_ratio",
+    "partial_rotary_factor",
+    "pixel_shuffle_ratio",
 )
-_LISTS_OF_TEXTS = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
+_LISTS = ("architectures",)
+_PAIRS = ("merge_kernel_size",)
+_LISTS_OF_NUMBERS = (
+    *("compress_ratios", "sparse_attention_freq", "sparse_disable_index_value", "mlp_only_layers", "moe_layers"),
+    *("no_rope_layers", "deepstack_visual_indexes", "fullatt_block_indexes", "weight_block_size", "full_attn_idxs"),
+    *("hybrid_layer_pattern", "num_attention_heads_per_layer", "kda_layers", "full_attn_layers"),
+)
+_LISTS_OF_TEXTS = (
+    *("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "modules_to_not_convert", "ignore"),
+    *("ignored_layers", "exclude", "exclude_modules", "llm_int8_skip_modules"),
+)
 _OBJECTS = (
     *("text_config", "vision_config", "rope_scaling", "rope_parameters", "quantization_config"),
     *("compression_config", "attention_other_setting"),
     *("config_groups", "weights", "input_activations", "attention", "ffn"),
     *("quantization", "global_quant_config", "weight"),
+    *("linear_attn_config", "sparse_attention_config", "img_token_compression_config"),
 )
 _OBJECTS_OF_OBJECTS = "config_groups."
 _LISTS_OF_OBJECTS = ("block_configs",)
 _PATTERNS = ("sliding_window_pattern",)
 _EVERY = ("moe_layer_freq",)
 """A number (every so many layers), or a 0 or a 1 for each layer."""
-_TEXTS = ("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype")
+_TEXTS = (
+    *("quant_method", "quant_algo", "hybrid_override_pattern", "model_type", "torch_dtype", "dtype"),
+    *("expert_dtype", "kv_cache_quant_algo", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "mm_projector_type"),
+    *("moe_quant_algo", "norm_type", "qscheme", "strategy", "topk_method"),
+)
+_FLAGS = (
+    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias", "attention_bias", "attention_k_eq_v"),
+    *("attention_out_bias", "attn_bias", "bias", "block_auto_adjust_ff_dim", "conv_bias", "enable_moe_block"),
+    *("latent_moe_use_norm", "linear_bias", "load_in_4bit", "load_in_8bit", "mla_use_output_gate", "mlp_bias"),
+    *("multi_query", "multimodal_projector_bias", "new_decoder_architecture", "no_op", "parallel_attn"),
+    *("patch_embed_proj_bias", "projector_bias", "projector_use_layernorm", "qk_norm", "qkv_bias"),
+    *("replace_with_linear", "sym", "symmetric", "tie_word_embeddings", "use_abs_posemb", "use_bias", "use_cls_token"),
+    *("use_conv_bias", "use_expert_bias", "use_full_rank_gate", "use_head_wise_attn_gate", "use_ln_post", "use_ln_pre"),
+    *("use_qk_norm", "use_routing_bias", "use_sliding_window", "use_sparse_attention", "vision_use_head", "zero_point"),
+)
+_KINDS = ("gating",)
+"""Whether there is something, or which kind of it."""
+_ENUMERATIONS = ("moe_layers_enum",)
+"""Numbers of layers in a text, as 3,4,5."""
 
 
 class CheckedConfig(dict[str, Any]):
@@ -153,8 +190,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_every(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_LAYERS
+    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
     return _is_whole(value, 1) or (is_list and all(type(one) is int and one in (0, 1) for one in value))
+
+
+def _are_numbers(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
+    return is_list and all(_is_whole(one, 0) for one in value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_whole(one, 1) for one in value)
 
 
 def _are_texts(value: Any) -> bool:
@@ -162,8 +208,13 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_objects(value: Any) -> bool:
-    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_LAYERS
+    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_FIELDS
     return is_short and all(isinstance(one, Mapping) for one in value)
+
+
+def _is_enumeration(value: Any) -> bool:
+    numbers = value.split(",") if isinstance(value, str) else []
+    return 0 < len(numbers) <= _MOST_FIELDS and all(one.isdecimal() and len(one) <= 5 for one in numbers)
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -173,10 +224,15 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_GROUP_SIZES, lambda value: _is_whole(value, -1), "a whole number, or -1"),
     (_NUMBERS, _is_number, "a number above 0"),
     (_LISTS, lambda value: isinstance(value, (list, tuple)), "a list"),
+    (_PAIRS, _is_pair, "two whole numbers of at least 1"),
+    (_LISTS_OF_NUMBERS, _are_numbers, f"a list of whole numbers, at most {_MOST_FIELDS:,}"),
     (_LISTS_OF_TEXTS, _are_texts, "a list of texts"),
     (_OBJECTS, lambda value: isinstance(value, Mapping), "an object"),
-    (_LISTS_OF_OBJECTS, _are_objects, f"a list of objects, at most {_MOST_LAYERS:,}"),
+    (_LISTS_OF_OBJECTS, _are_objects, f"a list of objects, at most {_MOST_FIELDS:,}"),
     (_PATTERNS, lambda value: _is_whole(value, 1) or isinstance(value, str), "a whole number of at least 1, or a text"),
     (_EVERY, _is_every, "a whole number of at least 1, or a list of 0 and 1"),
     (_TEXTS, lambda value: isinstance(value, str), "a text"),
+    (_FLAGS, lambda value: value in (False, True), "true or false"),
+    (_KINDS, lambda value: isinstance(value, (bool, str)), "true, false or a text"),
+    (_ENUMERATIONS, _is_enumeration, "numbers of layers, with commas between them"),
 )

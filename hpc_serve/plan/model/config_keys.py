@@ -76,8 +76,22 @@ _OF_QUANTIZATION = frozenset(
 """Fields within a `quantization_config` that change no weight's size: how it was made, and the type of activations."""
 
 _SPARSE = ("qk_head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")
+_DELTA = ("activation_situ_beta", "activation_situ_linear_beta", "moe_renormalize", "num_expert_group")
+_BLOCKS = ("num_mtp_modules", "shared_intermediate_size", "use_gemma_norm", "qk_norm_type")
+_CHOICE = ("sparse_local_block", "sparse_init_block", "sparse_score_type")
+"""How tokens are chosen."""
+_OF_MINIMAX_M3 = (*_BLOCKS, *(f"sparse_attention_config.{name}" for name in _CHOICE))
+_OF_EAGLE3 = ("draft_vocab_size", "eagle_config", "target_layer_count")
 _OF_FAMILIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        [
+            *("Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM", "LlamaForCausalLMEagle3"),
+            *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),
+        ],
+        _OF_EAGLE3,
+    ),
     "DeepseekV32ForCausalLM": _SPARSE,
+    "DeepseekV4ForCausalLM": ("hc_sinkhorn_iters", "compress_rope_theta", "quantization_config.group_size"),
     "Gemma4ForConditionalGeneration": (
         *("vision_config.default_output_length", "vision_config.global_head_dim", "vision_config.standardize"),
         *("vision_config.image_seq_length", "vision_config.video_seq_length", "vision_config.max_position_embeddings"),
@@ -93,11 +107,31 @@ _OF_FAMILIES: dict[str, tuple[str, ...]] = {
         ),
         *("vision_config.pos_emb_time", "text_config.qk_head_dim", "text_config.head_dim"),
     ),
+    "KimiK3ForConditionalGeneration": (
+        *("ignore_index", "vision_config.init_pos_emb_time", "vision_config.mm_hidden_size"),
+        *("vision_config.text_hidden_size", "vision_config.vt_num_attention_heads"),
+        *(f"text_config.{name}" for name in _DELTA),
+    ),
+    "KimiLinearForCausalLM": _DELTA,
+    "MiniMaxM3ForCausalLM": _OF_MINIMAX_M3,
+    "MiniMaxM3SparseForCausalLM": _OF_MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": (
+        *("image_grid_pinpoints", "image_seq_length", "process_image_mode", "vision_feature_layer"),
+        *("vision_config.vision_segment_max_frames", "vision_config.projection_dim", "vision_config.vocab_size"),
+        *("vision_config.num_attention_heads", "img_token_compression_config"),
+        *(f"text_config.{name}" for name in _OF_MINIMAX_M3),
+    ),
+    "Lfm2VlForConditionalGeneration": (
+        *("encoder_patch_size", "min_image_tokens", "max_image_tokens", "min_tiles", "max_pixels_tolerance"),
+        *("text_config.block_dim", "text_config.conv_dim_out", "text_config.num_heads"),
+        *("text_config.block_mlp_init_scale", "text_config.block_out_init_scale"),
+    ),
     "MiMoV2FlashForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),
     "MiMoV2ForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),
     "FalconForCausalLM": ("ff_factor",),
     "GptOssForCausalLM": ("initial_context_length",),
     "MiniMaxM2ForCausalLM": ("mlp_intermediate_size", "mtp_transformer_layers", "qk_norm_type"),
+    "Llama4ForConditionalGeneration": ("vision_config.vision_feature_layer",),
     "Mistral3ForConditionalGeneration": ("vision_feature_layer",),
     "MuseGlimmerForConditionalGeneration": (
         *("text_config.layer_rope_theta", "vision_config.layer_types", "vision_config.max_position_embeddings"),
@@ -105,6 +139,11 @@ _OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "NemotronHForCausalLM": ("chunk_size", "expand", "time_step_limit", "time_step_rank", "num_logits_to_keep"),
     "Phi3ForCausalLM": ("full_attn_mod", "interpolate_factor"),
     "Step3p5ForCausalLM": ("attention_other_setting.true_head_dim", "partial_rotary_factors"),
+    "Step3p7ForConditionalGeneration": (
+        *("text_config.attention_other_setting.true_head_dim", "text_config.partial_rotary_factors"),
+        *("vision_config.heads", "vision_config.num_attention_heads", "understand_projector_stride"),
+        *("vision_config.max_position_embeddings", "text_config.num_sliding_attention_heads"),
+    ),
     "Qwen2_5_VLForConditionalGeneration": (
         *("vision_config.in_chans", "vision_config.spatial_patch_size", "vision_config.window_size"),
         *("vision_config.fullatt_block_indexes", "vision_config.tokens_per_second"),
@@ -115,7 +154,13 @@ _OF_FAMILIES: dict[str, tuple[str, ...]] = {
 _ASSUMED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"attention_bias": True},
     "Llama4ForConditionalGeneration": {"multi_modal_projector_bias": False},
+    "KimiK3ForConditionalGeneration": {"mla_use_nope": True},
+    "KimiLinearForCausalLM": {"mla_use_nope": True},
+    "MiMoForCausalLM": {"attention_bias": True},
     "MiniMaxM2ForCausalLM": {"use_qk_norm": True},
+    "MiniMaxM3ForCausalLM": {"use_qk_norm": True, "attention_output_gate": False},
+    "MiniMaxM3SparseForCausalLM": {"use_qk_norm": True, "attention_output_gate": False},
+    "MiniMaxM3SparseForConditionalGeneration": {"use_qk_norm": True, "attention_output_gate": False},
     "Qwen3_5ForCausalLM": {"attn_output_gate": True},
     "Qwen3_5ForConditionalGeneration": {"attn_output_gate": True},
     "Qwen3_5MoeForCausalLM": {"attn_output_gate": True},
@@ -124,6 +169,9 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"use_qk_norm": True},
 }
 """What a family is built with whatever the config says: another value is refused."""
+
+_EVERYWHERE_ALIKE = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
+"""Kinds of layers whose difference a family reads elsewhere."""
 
 _TELLING_TRUE = re.compile(
     r"(?:^|_)(?:bias|norm|tie|tied|shared?|experts?|moe|lora|latent|mla|sinks?|multi_query)(?:_|$)"
@@ -174,17 +222,17 @@ def _unread(config: CheckedConfig, inner: CheckedConfig, architecture: str) -> I
 
 def _is_passed_over(path: str, name: str, value: Any, architecture: str) -> bool:
     keys = config_keys()
+    if path in _OF_FAMILIES.get(architecture, ()):
+        return True
     if "quantization_config." in path or "compression_config." in path:
         return name in _OF_QUANTIZATION or name in _NAMES
     if name in _NAMES or name in keys.generic or _ENDINGS.search(name):
         return True
     if {path, f"text_config.{path}"} & keys.no_weight_changes.get(architecture, frozenset()):
         return True
-    if path in _OF_FAMILIES.get(architecture, ()):
-        return True
     if name == "attn_type_list":
         return all(kind == 1 for kind in value)
-    return name == "layer_types" and all(kind in ("full_attention", "indexed_attention") for kind in value)
+    return name == "layer_types" and all(kind in _EVERYWHERE_ALIKE for kind in value)
 
 
 def looks_like_size(name: str, value: Any, *, depth: int = 0) -> bool:

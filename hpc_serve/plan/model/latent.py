@@ -12,15 +12,18 @@ from hpc_serve.plan.model.dense import llama
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import deepseek_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
-from hpc_serve.plan.model.weights import Part, Weight
+from hpc_serve.plan.model.weights import Block, Part, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _INDEX_SCALE_BLOCK = 128
 """Elements of an indexer's key that share a scale of 32 bit."""
 
 
-def _latent_attention(builder: LayerBuilder, prefix: str) -> list[Weight]:
-    """Latent attention: each rank holds the low-rank projections as a whole. Ranks divide the projections of heads."""
+def latent_attention(builder: LayerBuilder, prefix: str, *, gated: bool = False) -> list[Weight]:
+    """Latent attention: each rank holds the low-rank projections as a whole. Ranks divide the projections of heads.
+
+    `gated`: the output has a gate of its width.
+    """
     nope, rope = builder.require("qk_nope_head_dim"), builder.require("qk_rope_head_dim")
     value, latent = builder.require("v_head_dim"), builder.require("kv_lora_rank")
     query = Part(builder.heads, nope + rope)
@@ -38,6 +41,8 @@ def _latent_attention(builder: LayerBuilder, prefix: str) -> list[Weight]:
             builder.linear(f"{prefix}.kv_a_proj_with_mqa", builder.hidden_size, [latent + rope]),
             builder.linear(f"{prefix}.q_proj", builder.hidden_size, [query], "column"),
         ]
+    if gated:
+        weights.append(builder.linear(f"{prefix}.g_proj", builder.hidden_size, [Part(builder.heads, value)], "column"))
     return [
         *weights,
         builder.vector(f"{prefix}.kv_a_layernorm", latent),
@@ -88,14 +93,26 @@ def _has_indexer(builder: LayerBuilder, index: int) -> bool:
 
 def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, chosen_tokens: int = 0) -> DecoderLayer:
     prefix = f"model.layers.{index}"
-    latent, rope = builder.require("kv_lora_rank"), builder.require("qk_rope_head_dim")
-    per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
-    absorbed = builder.linear("absorbed_kv_b_proj", latent, [per_head], "column", plain=True)
     weights = block(
-        _latent_attention(builder, f"{prefix}.self_attn"),
+        latent_attention(builder, f"{prefix}.self_attn"),
         indexer,
         deepseek_half(builder, index, f"{prefix}.mlp"),
         builder.norms(*_TWO_NORMS),
     )
-    cache = LayerCache(kind="mla", kv_heads=1, head_dim=latent + rope, chosen_tokens=chosen_tokens)
-    return DecoderLayer(block=weights, cache=cache, derived=block([absorbed]))
+    cache = replace(latent_cache(builder), chosen_tokens=chosen_tokens)
+    return DecoderLayer(block=weights, cache=cache, derived=latent_derived(builder))
+
+
+def latent_cache(builder: LayerBuilder) -> LayerCache:
+    """One vector of latent and rotary part for all heads."""
+    return LayerCache(
+        kind="mla", kv_heads=1, head_dim=builder.require("kv_lora_rank") + builder.require("qk_rope_head_dim")
+    )
+
+
+def latent_derived(builder: LayerBuilder) -> Block:
+    """What vLLM makes of the expanding matrix when it loads it."""
+    per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
+    return block(
+        [builder.linear("absorbed_kv_b_proj", builder.require("kv_lora_rank"), [per_head], "column", plain=True)]
+    )

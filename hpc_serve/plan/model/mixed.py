@@ -187,7 +187,7 @@ def step3p5_fields(config: CheckedConfig) -> None:
             config.setdefault(name, value)
     named = config.get("moe_layers_enum")
     if named is not None and config.peek("mlp_layer_types") is None:
-        sparse = {int(one) for one in str(named).split(",")}
+        sparse = {int(one) for one in named.split(",")}
         layers = range(config["num_hidden_layers"])
         config["mlp_layer_types"] = ["sparse" if index in sparse else "dense" for index in layers]
 

@@ -141,7 +141,7 @@ def has_experts(builder: LayerBuilder, index: int) -> bool:
 
 def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
     """The MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
-    count = builder.get("n_routed_experts", 0)
+    count = builder.either("n_routed_experts", "num_experts", 0)
     if count and has_experts(builder, index):
         size = builder.require("moe_intermediate_size")
         half = builder.router(prefix, count, correction=builder.get("topk_method") == "noaux_tc")

@@ -74,7 +74,7 @@ def quantization_from_config(
             )
     if not config:
         return Quantization(method="none", plain=plain, linear=plain, experts=plain, head=plain)
-    method = str(config.get("quant_method", "")).lower().replace("-", "_")
+    method = str(config.get("quant_method") or _producer(config)).lower().replace("-", "_")
     by_module = mixed_precision(config) if method.startswith("modelopt") else None
     if by_module is not None:
         linear = experts = plain
@@ -142,12 +142,18 @@ def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any])
     return {**config, "quantization_config": {"quant_method": "modelopt", **beside}} if beside else config
 
 
+def _producer(config: Mapping[str, Any]) -> str:
+    """The program that quantised a checkpoint, which ModelOpt writes in place of a method."""
+    producer = config.get("producer")
+    return str(producer.get("name", "")) if isinstance(producer, Mapping) else ""
+
+
 def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
     """The schemes of (linear layers, experts, output head) for a method."""
     if method == "fp8":
         block = config.get("weight_block_size")
         scheme = fp8_blocks(block) if block else FP8_TENSOR
-        return scheme, scheme, plain
+        return scheme, _deepseek_v4_experts(config, scheme), plain
     if method == "fbgemm_fp8":
         return FP8_CHANNEL, FP8_CHANNEL, plain
     if method in ("int8", "experts_int8"):
@@ -179,6 +185,13 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
     )
 
 
+def _deepseek_v4_experts(config: Mapping[str, Any], scheme: Scheme) -> Scheme:
+    """The scheme of experts in fp8: another one where `expert_dtype` says so, which DeepSeek V4's configs have."""
+    if config.get("expert_dtype") != "fp4":
+        return scheme
+    return NVFP4 if str(config.get("moe_quant_algo")).upper() == "NVFP4" else MXFP4
+
+
 def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
     """The KV cache's type by the checkpoint: `get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py."""
     inner = config.get("quantization") or config
@@ -208,7 +221,11 @@ def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
     bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
     strategy, group = str(weights.get("strategy", "tensor")), int(weights.get("group_size") or 0)
     if kind == "float" and bits == 4:
-        return NVFP4 if group == 16 else MXFP4
+        if group not in (0, NVFP4.group, MXFP4.group):
+            raise InvalidRequestError(
+                f"quantization_config has group_size {group}: nvfp4 has {NVFP4.group}, mxfp4 {MXFP4.group}."
+            )
+        return NVFP4 if group == NVFP4.group else MXFP4
     if strategy == "group":
         return int_groups(bits, group, not weights.get("symmetric", True))
     if kind == "float":

@@ -80,7 +80,9 @@ INT8_CHANNEL = Scheme(name="int8 w8a8", weight_bits=8, granularity="channel", sc
 MXFP4 = Scheme(name="mxfp4", weight_bits=4, granularity="group", scale_bytes=1, group=32, expert_align=(256, 128))
 """Padded as Marlin and TensorRT-LLM kernels need it: `mxfp4_round_up_hidden_size_and_intermediate_size` in vLLM's
 fused_moe/oracle/mxfp4.py. For gpt-oss-120b Marlin prints 65.97 GiB (65.94 by this). The Triton kernels that newer
-versions take on Hopper print 64.38, which no padding of one dimension or of both explains yet."""
+versions take on Hopper print 64.38. They pad the inputs of the values to 256 and the outputs of the scales to 256, and
+nothing else (HopperMXValueLayout, HopperMXScaleLayout of triton_kernels): that gives 64.38. Their activations are 6 GiB
+more than the plan's in the same log, so the smaller weights alone would promise a cache that is not there."""
 MXFP8 = Scheme(name="mxfp8", weight_bits=8, granularity="group", scale_bytes=1, group=32)
 NVFP4 = Scheme(name="nvfp4", weight_bits=4, granularity="group", scale_bytes=1, group=16)
 BNB_INT4 = Scheme(name="bitsandbytes nf4", weight_bits=4, granularity="group", scale_bytes=4, group=64)
@@ -115,5 +117,5 @@ def plain_scheme(dtype: str) -> Scheme:
     name = dtype.removeprefix("torch.")
     known = {"bfloat16": BF16, "float16": FP16, "half": FP16, "float32": FP32, "float": FP32}
     if name not in known:
-        raise InvalidRequestError(f"dtype is {dtype!r}: use bfloat16, float16 or float32.")
+        raise InvalidRequestError(f"dtype is {dtype[:40]!r}: use bfloat16, float16 or float32.")
     return known[name]

@@ -10,10 +10,35 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
 from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight
 
-CacheKind = Literal["full", "sliding", "chunked", "mla", "state"]
+CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheTensor:
+    """One of the tensors that a layer with a compressed cache keeps, each with blocks of its own size.
+
+    A block has `block_tokens` tokens, and an entry of `entry_bytes` for each `tokens_per_entry` of them. A page is
+    rounded up to `align` bytes. With a `window` only the last tokens are kept. `is_attended`: attention reads its
+    entries. Other tensors are an indexer's keys, or what is not compressed yet.
+    """
+
+    name: str
+    block_tokens: int
+    entry_bytes: int
+    tokens_per_entry: int = 1
+    window: int = 0
+    align: int = 1
+    is_attended: bool = False
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block."""
+        size = self.block_tokens // self.tokens_per_entry * self.entry_bytes
+        return -(-size // self.align) * self.align
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +49,8 @@ class LayerCache:
     these keeps `kv_heads` x (`head_dim` + `value_dim`) elements per token, and tensor parallelism divides the heads.
     "mla" keeps `head_dim` elements per token (latent and rotary) on every rank, and `index_bytes` bytes beside them
     where the layer chooses its tokens by an indexer, which takes `index_flops` for each token of the context. A token
-    then attends to `chosen_tokens` of them (0: to all). "state" keeps tensors of fixed size.
+    then attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps tensors of
+    fixed size. "compressed" keeps `tensors`, each in blocks of its own, on every rank.
     """
 
     kind: CacheKind
@@ -37,6 +63,7 @@ class LayerCache:
     chosen_tokens: int = 0
     state: tuple[tuple[int, int], ...] = ()
     """(elements over all ranks, bytes of an element) of each state tensor. 0 bytes: the model's type."""
+    tensors: tuple[CacheTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +89,13 @@ class ImageEncoder:
     patch_elements: int
     split_patch_elements: int
     output_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.image_tokens < 1:
+            raise InvalidRequestError(
+                f"By the config's vision_config the largest image becomes {self.image_tokens} tokens: an image must be "
+                "larger than a patch of it (image_size, patch_size)."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,4 +201,4 @@ class ModelSpec:
     @cached_property
     def is_mla(self) -> bool:
         """Whether the cache is a latent that every rank holds as a whole."""
-        return any(layer.cache is not None and layer.cache.kind == "mla" for layer in self.layers)
+        return any(layer.cache is not None and layer.cache.kind in ("mla", "compressed") for layer in self.layers)

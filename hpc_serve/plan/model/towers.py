@@ -1,4 +1,4 @@
-"""More vision towers: those of GLM-4.5V, Kimi-K2.5, LFM2-VL, Muse Glimmer and Gemma 4."""
+"""More vision towers: those of GLM-4.5V, Kimi-K2.5 and K3, MiniMax-M3, Step-3.7, LFM2-VL, Muse Glimmer, Gemma 4."""
 
 from __future__ import annotations
 
@@ -45,25 +45,82 @@ def glm4v(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnco
 
 
 def moon_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Kimi's MoonViT-3D with the projector that merges patches."""
+    """Kimi's MoonViT-3D with the projector that merges patches. K3's has wider attention, and no biases."""
     width = config.get("vt_hidden_size", config.get("hidden_size", 1152))
     inner = config.get("vt_intermediate_size", config.get("intermediate_size", 4304))
     count = config.get("vt_num_hidden_layers", config.get("num_hidden_layers", 27))
     rows = config.get("init_pos_emb_height", config.get("pos_emb_height", 64))
     columns = config.get("init_pos_emb_width", config.get("pos_emb_width", 64))
+    attention = config.get("qkv_hidden_size", width)
+    bias, mlp_bias = bool(config.get("attn_bias", True)), bool(config.get("linear_bias", True))
+    norm = width if config.get("norm_type", "layernorm") == "rmsnorm" else 2 * width
     high, wide = config.get("merge_kernel_size", (2, 2))
     merged = width * high * wide
-    names = ("wqkv", "wo", "mlp.fc0", "mlp.fc1", "norms")
-    layers = encoder_layers("vision_tower.encoder.blocks", count, names, width, inner)
+    layers: list[Weight] = []
+    for index in range(count):
+        name = f"vision_tower.encoder.blocks.{index}"
+        layers += [
+            linear(f"{name}.wqkv", width, [attention] * 3, "column", bias=bias),
+            linear(f"{name}.wo", attention, [width], "row", bias=bias),
+            linear(f"{name}.mlp.fc0", width, [inner], "column", bias=mlp_bias),
+            linear(f"{name}.mlp.fc1", inner, [width], "row", bias=mlp_bias),
+            vector(f"{name}.norms", 2 * norm),
+        ]
+    is_second = config.get("mm_projector_type", "patchmerger") == "patchmergerv2"
+    patch_bias = bool(config.get("patch_embed_proj_bias", True))
     ends: list[Weight] = [
-        linear("vision_tower.patch_embed.proj", 3 * config.get("patch_size", 14) ** 2, [width], bias=True),
+        linear("vision_tower.patch_embed.proj", 3 * config.get("patch_size", 14) ** 2, [width], bias=patch_bias),
         vector("vision_tower.patch_embed.pos_emb", rows * columns * width),
-        vector("vision_tower.final_layernorm", 2 * width),
-        vector("mm_projector.pre_norm", 2 * width),
-        linear("mm_projector.linear_1", merged, [merged], bias=True),
-        linear("mm_projector.linear_2", merged, [hidden_size], bias=True),
+        vector("vision_tower.final_layernorm", norm),
+        vector("mm_projector.norm", hidden_size if is_second else 2 * width),
+        linear("mm_projector.linear_1", merged, [merged], bias=not is_second),
+        linear("mm_projector.linear_2", merged, [hidden_size], bias=not is_second),
     ]
     return block(layers, ends), rotating_encoder(width, _MOON_IMAGE_TOKENS, high)
+
+
+def minimax(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """MiniMax-M3's tower, its projector, and the one after it that merges patches."""
+    width, inner, bias = config["hidden_size"], config["intermediate_size"], bool(config["multimodal_projector_bias"])
+    compression = config.get("img_token_compression_config") or {}
+    merge, frames = compression.get("spatial_merge_size", 2), compression.get("temporal_patch_size", 2)
+    between, merged = config.get("projector_hidden_size") or hidden_size, hidden_size * merge**2
+    names = ("self_attn.qkv_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2", "layer_norms")
+    layers = encoder_layers("vision_tower.encoder.layers", config["num_hidden_layers"], names, width, inner)
+    pixels = config.get("num_channels", 3) * frames * config["patch_size"] ** 2
+    ends: list[Weight] = [
+        linear("vision_tower.patch_embedding", pixels, [width]),
+        vector("vision_tower.pre_layrnorm", 2 * width),
+        linear("multi_modal_projector.linear_1", width, [between], "column", bias=bias),
+        linear("multi_modal_projector.linear_2", between, [hidden_size], "row", bias=bias),
+        linear("patch_merge_mlp.linear_1", merged, [between], "column", bias=bias),
+        linear("patch_merge_mlp.linear_2", between, [hidden_size], "row", bias=bias),
+    ]
+    tokens = (config["image_size"] // config["patch_size"] // merge) ** 2
+    return block(layers, ends), rotating_encoder(width, tokens, merge)
+
+
+def step3p7(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Step-3.7's perception encoder, by its own names of fields or transformers', and the convolutions after it."""
+    width = config.get("width", config.get("hidden_size", 1536))
+    count = config.get("layers", config.get("num_hidden_layers", 47))
+    inner = config.get("intermediate_size", int(width * config.get("mlp_ratio", 8960 / 1536)))
+    patch, image = config.get("patch_size", 14), config.get("image_size", 728)
+    has_class = bool(config.get("use_cls_token", False))
+    names = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2", "layer_norms")
+    layers = encoder_layers("vision_model.transformer.resblocks", count, names, width, inner)
+    scales = 2 * width * count if config.get("ls_init_value", config.get("layer_scale_init_value", 0.1)) else 0
+    norms = 2 * width * (bool(config.get("use_ln_pre", True)) + bool(config.get("use_ln_post", False)))
+    positions = (image // patch) ** 2 + has_class if config.get("use_abs_posemb", True) else 0
+    ends: list[Weight] = [
+        linear("vision_model.conv1", config.get("num_channels", 3) * patch**2, [width]),
+        vector("vision_model.norms_and_scales", norms + scales),
+        vector("vision_model.positional_embedding", (positions + has_class) * width),
+        linear("vision_model.vit_downsampler1", 9 * width, [2 * width], bias=True),
+        linear("vision_model.vit_downsampler2", 18 * width, [4 * width], bias=True),
+        linear("vit_large_projector", 4 * width, [hidden_size], bias=bool(config["projector_bias"])),
+    ]
+    return block(layers, ends), rotating_encoder(width, (image // patch // 4) ** 2, 4)
 
 
 def lfm2_siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:

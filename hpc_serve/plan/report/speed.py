@@ -18,6 +18,7 @@ from hpc_serve.plan.speed.estimate import (
     SpeedEstimate,
     StepTime,
     Traffic,
+    critical_batch,
     estimate_speed,
     requests_held,
 )
@@ -38,7 +39,12 @@ _MEANING = {
 
 
 def estimates_by_concurrency(
-    roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, usd_per_gpu_hour: float | None = None
+    roofline: Roofline,
+    traffic: Traffic,
+    memory: MemoryEstimate,
+    *,
+    usd_per_gpu_hour: float | None = None,
+    is_ideal: bool = False,
 ) -> list[SpeedEstimate]:
     """Estimates for one request in flight, powers of four, the number asked for, and as many as are held."""
     held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
@@ -46,22 +52,38 @@ def estimates_by_concurrency(
     if traffic.concurrency > 1:
         counts.add(traffic.concurrency)
     return [
-        estimate_speed(roofline, replace(traffic, concurrency=count), memory, usd_per_gpu_hour=usd_per_gpu_hour)
+        estimate_speed(
+            roofline,
+            replace(traffic, concurrency=count),
+            memory,
+            usd_per_gpu_hour=usd_per_gpu_hour,
+            is_ideal=is_ideal,
+        )
         for count in sorted(counts)
     ]
 
 
-def arrivals_text(traffic: Traffic) -> str:
-    """How requests arrive, in words, and the option for the other way."""
+def formula_text(traffic: Traffic) -> str:
+    """How requests arrive, in words."""
+    if traffic.decode_only:
+        return "decoding alone: prompts are read elsewhere and take no time"
     if traffic.arrivals == "steady":
-        return "steady arrivals: so many are always in flight; --arrivals burst: all at once"
+        return "steady arrivals: so many are always in flight"
     longest = traffic.longest_output_tokens
     lengths = f"answers of at most {longest:,} tokens" if longest else "answers of one length"
-    return f"in a burst: all arrive at once, {lengths}; --arrivals steady: so many are always in flight"
+    return f"in a burst: all arrive at once, {lengths}"
+
+
+def arrivals_text(traffic: Traffic) -> str:
+    """How requests arrive, in words, and the option for the other way."""
+    others = {"steady": "; --arrivals burst: all at once", "burst": "; --arrivals steady: so many are always in flight"}
+    return formula_text(traffic) + ("" if traffic.decode_only else others[traffic.arrivals])
 
 
 def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     """How near such figures are to published measurements, in words."""
+    if traffic.decode_only:
+        return "no published measurement is of decoding alone"
     found = speed_accuracy()[traffic.arrivals].get(kind)
     arrivals = "steady arrivals" if traffic.arrivals == "steady" else "bursts"
     if kind == "cpu":
@@ -85,14 +107,14 @@ def waiting_text(estimate: SpeedEstimate) -> str | None:
     traffic, running = estimate.traffic, int(estimate.batch)
     if running >= traffic.concurrency:
         return None
-    wait_s = estimate.expected.queue_s
+    wait_s = estimate.speed.queue_s
     return (
         f"Of {traffic.concurrency:,} requests {running:,} run at once, the others wait. TTFT includes the wait, "
         f"{wait_s:,.1f} s on average."
     )
 
 
-def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
+def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, is_ideal: bool = False) -> str:
     """Up to which number of requests in flight more of them pay.
 
     That is the first power of two from which twice as many requests give less than half as many tokens/s more.
@@ -100,7 +122,7 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> s
     held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
 
     def at(count: int) -> Speed:
-        return estimate_speed(roofline, replace(traffic, concurrency=count), memory).expected
+        return estimate_speed(roofline, replace(traffic, concurrency=count), memory, is_ideal=is_ideal).speed
 
     count, here = 1, at(1)
     while 2 * count <= held:
@@ -115,19 +137,29 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> s
     return f"No knee: tokens/s still grow well at the {held:,} requests that are held at once."
 
 
+def critical_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
+    """The batch from which FLOP/s take longer than reading weights, beside what is held."""
+    batch = critical_batch(roofline)
+    if batch is None:
+        return "No critical batch: reading the weights takes longer than the FLOP/s at any batch."
+    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
+    text = f"The critical batch is {batch:,}: from there on FLOP/s take longer than reading the weights, both ideal."
+    return f"{text} {held:,} are held at once" + (", so it is never reached." if held < batch else ".")
+
+
 def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     """The step of one estimate, ideal beside expected, and the factors between the two."""
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
     yield (
         f"Speed of one replica, {traffic.concurrency} requests in flight of {traffic.input_tokens:,} tokens in and "
-        f"{traffic.output_tokens:,} out ({traffic.arrivals} arrivals, {estimate.batch:.0f} run, the cache holds "
+        f"{traffic.output_tokens:,} out ({_formula_word(traffic)}, {estimate.batch:.0f} run, the cache holds "
         f"{estimate.capacity:.0f}):"
     )
     yield f"  {'':34}{'ideal':>12}{'expected':>12}"
     read = sum(stage.weight_bytes(estimate.batch / len(work)) for stage in work)
     causes = (
-        ("weights_s", f"weights, {read / 1e9:.1f} GB a GPU"),
+        ("weights_s", f"weights, {read / 1e9:.1f} GB a {roofline.accelerator.unit}"),
         ("flops_s", "FLOP/s (the larger of both counts)"),
         ("cache_s", f"KV cache, {traffic.mean_context:,.0f} tokens each"),
         ("communication_s", "communication"),
@@ -136,14 +168,17 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     for key, text in causes:
         yield f"  {text:34}{_ms(getattr(ideal.step, key))}{_ms(getattr(expected.step, key))}"
     yield f"  {'= one step, a token for each':34}{_ms(ideal.step.total_s)}{_ms(expected.step.total_s)}"
-    yield f"  {'time between tokens, with prompts':34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
+    between = "time between tokens" if traffic.decode_only else "time between tokens, with prompts"
+    yield f"  {between:34}{_ms(ideal.tpot_s)}{_ms(expected.tpot_s)}"
     yield f"  {'time to the first token':34}{_ms(ideal.ttft_s)}{_ms(expected.ttft_s)}"
     yield f"  {'output tokens/s':34}{ideal.output_tokens_per_s:12,.0f}{expected.output_tokens_per_s:12,.0f}"
     yield from _cost_lines(roofline, estimate)
     yield from _separate_lines(roofline, estimate)
-    shares = sorted(expected.causes.items(), key=lambda item: -item[1])
+    shares = sorted(estimate.speed.causes.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
-    yield f"  Of all the time, prompts included: {parts}. So it is bound by {estimate.bound}."
+    time = "the ideal time" if estimate.is_ideal else "the time"
+    prompts = "" if traffic.decode_only else ", prompts included"
+    yield f"  Of all {time}{prompts}: {parts}. So it is bound by {estimate.bound}."
     yield "  Ideal: every rate at its peak, communication hidden. Expected:"
     for name, meaning in _MEANING.items():
         value = getattr(estimate.factors, name)
@@ -153,6 +188,10 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
         yield f"    {shown:>8} {meaning}{hidden} ({origin})"
     for line in limit_lines(roofline):
         yield f"  {line}"
+
+
+def _formula_word(traffic: Traffic) -> str:
+    return "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
 
 
 def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
@@ -188,7 +227,8 @@ def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str
         prefills.append((chunks + stages - 1) / stages * alone.total_s)
         rates.append(estimate.batch / speed.step.total_s)
         shares.append(prefills[-1] * rates[-1] / traffic.output_tokens)
-    yield f"  {'output tokens/s, decoding alone':34}{rates[0]:12,.0f}{rates[1]:12,.0f}"
+    if not traffic.decode_only:
+        yield f"  {'output tokens/s, decoding alone':34}{rates[0]:12,.0f}{rates[1]:12,.0f}"
     yield f"  {'a prompt alone':34}{_ms(prefills[0])}{_ms(prefills[1])}"
     yield f"  {'replicas for prompts, each decoding':34}{shares[0]:11.2f} {shares[1]:11.2f}"
 
@@ -198,6 +238,8 @@ def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
     traffic = estimates[0].traffic
     return {
         "arrivals": traffic.arrivals,
+        "decode_only": traffic.decode_only,
+        "figures": "ideal" if estimates[0].is_ideal else "expected",
         "input_tokens": traffic.input_tokens,
         "output_tokens": traffic.output_tokens,
         "longest_output_tokens": traffic.longest_output_tokens,
@@ -234,4 +276,4 @@ def _step(step: StepTime) -> dict[str, float]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:9.2f} ms"
+    return f"{1000 * seconds:9,.2f} ms" if seconds < 10 else f"{seconds:10,.2f} s"

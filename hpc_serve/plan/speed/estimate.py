@@ -1,8 +1,8 @@
 """How fast a layout serves: time to the first token, time between tokens, tokens per second, and what limits them.
 
 Every figure is given twice: ideally, which no engine can beat, and as expected of a real engine by `Factors`. step.py
-decides how long a step takes, steady.py and burst.py how requests that arrive so share steps. This module decides how
-many run at once.
+decides how long a step takes, steady.py, burst.py and decode.py how requests that arrive so share steps. This module
+decides how many run at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.speed.burst import burst_speed, share_ending_per_step
+from hpc_serve.plan.speed.decode import critical_batch, decode_speed
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import EXPECTED, FITTED, IDEAL, Factors, Roofline, StepTime, link_rate
 from hpc_serve.plan.speed.traffic import Speed, Traffic
@@ -27,6 +28,7 @@ __all__ = [
     "SpeedEstimate",
     "StepTime",
     "Traffic",
+    "critical_batch",
     "estimate_speed",
     "link_rate",
     "requests_held",
@@ -41,7 +43,8 @@ __all__ = [
 class SpeedEstimate:
     """The speed of one replica under some traffic.
 
-    Of the requests in flight `batch` run at once, the others wait. The cache holds `capacity` of them.
+    Of the requests in flight `batch` run at once, the others wait. The cache holds `capacity` of them. `is_ideal`: a
+    person asked for the ideal figures alone.
     """
 
     traffic: Traffic
@@ -52,21 +55,26 @@ class SpeedEstimate:
     expected: Speed
     factors: Factors
     usd_per_gpu_hour: float | None = None
+    is_ideal: bool = False
+
+    @property
+    def speed(self) -> Speed:
+        """The figures that are asked for: the expected ones, or the ideal ones."""
+        return self.ideal if self.is_ideal else self.expected
 
     @property
     def bound(self) -> str:
-        """The cause of most of the expected time, prompts included."""
-        causes = self.expected.causes
-        return max(causes, key=lambda cause: causes[cause])
+        """The cause of most of the time, prompts included."""
+        return self.speed.bound
 
     @property
     def output_tokens_per_s_per_gpu(self) -> float:
-        """Expected output tokens per second of each GPU."""
-        return self.expected.output_tokens_per_s / self.num_gpus
+        """Output tokens per second of each GPU."""
+        return self.speed.output_tokens_per_s / self.num_gpus
 
     @property
     def output_tokens_per_usd(self) -> float | None:
-        """Expected output tokens for a dollar. None without a price."""
+        """Output tokens for a dollar. None without a price."""
         if not self.usd_per_gpu_hour:
             return None
         return self.output_tokens_per_s_per_gpu * 3600 / self.usd_per_gpu_hour
@@ -79,6 +87,7 @@ def estimate_speed(
     *,
     factors: Factors = EXPECTED,
     usd_per_gpu_hour: float | None = None,
+    is_ideal: bool = False,
 ) -> SpeedEstimate:
     """The speed of one replica under some traffic.
 
@@ -95,6 +104,7 @@ def estimate_speed(
         expected=speed_column(roofline, traffic, batch, factors),
         factors=factors,
         usd_per_gpu_hour=usd_per_gpu_hour,
+        is_ideal=is_ideal,
     )
 
 
@@ -115,6 +125,8 @@ def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> f
 
 def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """One column of an estimate, by the formula for the way in which requests arrive. `batch` of them can run."""
+    if traffic.decode_only:
+        return decode_speed(roofline, traffic, batch, factors)
     if traffic.arrivals == "burst":
         return burst_speed(roofline, traffic, batch, factors)
     return steady_speed(roofline, traffic, batch, factors)

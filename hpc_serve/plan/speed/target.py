@@ -82,6 +82,10 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
     `traffic.concurrency` above 1 is that of all replicas together. 1 leaves the batch to this function. Raises
     DoesNotFitError where no layout fits, and where none is fast enough.
     """
+    if traffic.decode_only and target.ttft_s is not None:
+        raise InvalidRequestError(
+            "ttft is the time of a prompt, and --decode-only has prompts read elsewhere: leave out one of them."
+        )
     deployments, small = _deployments(inputs, traffic, target)
     if not deployments:
         raise DoesNotFitError(

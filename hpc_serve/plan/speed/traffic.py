@@ -21,7 +21,8 @@ class Traffic:
 
     Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst that
     many arrive at once, and no more come. With `longest_output_tokens` the answers of a burst differ in length: they
-    have `output_tokens` on average and at most that many. None: all have the same length.
+    have `output_tokens` on average and at most that many. None: all have the same length. With `decode_only` the
+    prompts are in the cache already, and reading them takes no time.
     """
 
     input_tokens: int = 1024
@@ -29,6 +30,7 @@ class Traffic:
     concurrency: int = 1
     arrivals: Arrivals = "steady"
     longest_output_tokens: int | None = None
+    decode_only: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -37,6 +39,11 @@ class Traffic:
                 raise InvalidRequestError(f"{name} is {value}: it must be at least 1.")
         if self.arrivals not in get_args(Arrivals):
             raise InvalidRequestError(f"arrivals is {self.arrivals!r}: use {' or '.join(get_args(Arrivals))}.")
+        if self.decode_only and self.arrivals == "burst":
+            raise InvalidRequestError(
+                "decoding alone has no arrivals, since prompts are read elsewhere: leave out --arrivals burst, or "
+                "--decode-only."
+            )
         longest = self.longest_output_tokens
         if longest is not None and longest < self.output_tokens:
             raise InvalidRequestError(
@@ -66,3 +73,8 @@ class Speed:
     tpot_s: float
     requests_per_s: float
     output_tokens_per_s: float
+
+    @property
+    def bound(self) -> str:
+        """The cause of most of the time, prompts included."""
+        return max(self.causes, key=lambda cause: self.causes[cause])

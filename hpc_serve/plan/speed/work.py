@@ -6,7 +6,7 @@ The counts follow from the model and the layout. step.py decides how long they t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpc_serve.plan.choice.layout import Layout
@@ -46,7 +46,7 @@ class Attention:
 
     count: int
     window: int
-    bytes_per_token: int
+    bytes_per_token: float
     state_bytes: int
     decode_flops: int
     prefill_flops: int
@@ -234,8 +234,11 @@ def _attention(
         if key not in widths_of:
             widths_of[key] = _latent_widths(layer.block.weights) if layer.cache.kind == "mla" else (0, 0)
         counts[layer.cache, widths_of[key]] = counts.get((layer.cache, widths_of[key]), 0) + 1
-    found = []
+    found: list[Attention] = []
     for (cache, (query_width, value_width)), count in counts.items():
+        if cache.kind == "compressed":
+            found += _compressed_attention(cache, count, heads)
+            continue
         states = sum(elements // ranks * (size or model.dtype_bytes) for elements, size in cache.state)
         decode = prefill = 2 * heads * (cache.head_dim + cache.value_dim)
         if cache.kind == "mla":
@@ -255,6 +258,23 @@ def _attention(
             )
         )
     return tuple(found)
+
+
+def _compressed_attention(cache: LayerCache, count: int, heads: float) -> Iterator[Attention]:
+    """Attention to each tensor that is attended to. An entry of several tokens counts in part for each of them."""
+    for tensor in cache.tensors:
+        if tensor.is_attended:
+            flops = int(4 * heads * cache.head_dim / tensor.tokens_per_entry)
+            yield Attention(
+                count=count,
+                window=tensor.window or cache.chosen_tokens,
+                bytes_per_token=tensor.entry_bytes / tensor.tokens_per_entry,
+                state_bytes=0,
+                decode_flops=flops,
+                prefill_flops=flops,
+                index_bytes=0 if tensor.window else cache.index_bytes,
+                index_flops=0 if tensor.window else cache.index_flops,
+            )
 
 
 def _latent_widths(weights: tuple[Weight, ...]) -> tuple[int, int]:

@@ -107,7 +107,16 @@ def _local_folders(facts: ClusterFacts) -> list[Setting]:
             example="/local/cache",
             why="Does a folder on the node outlive jobs? Compile caches in it make later starts faster.",
         ),
+        _memory_folders(tmp),
     ]
+
+
+def _memory_folders(tmp: Mount | None) -> Setting:
+    if tmp is not None and tmp.kind == "tmpfs":
+        why = "/tmp of this host is memory. If that of the nodes is not, remove this: jobs ask for more memory by it."
+        return Setting(key="memory_folders", value=("/tmp",), why=why)
+    why = "Are further folders of a node memory (tmpfs)? Jobs pay for what they keep there, and ask for more."
+    return Setting(key="memory_folders", example=("/tmp",), why=why)
 
 
 def _log_dir(facts: ClusterFacts) -> Setting:

@@ -39,6 +39,18 @@ def test_a_sweep_is_a_table_and_a_list(service, tmp_path, capsys):
     assert [one["request_goodput"] > 0 for one in json.loads(saved.read_text())] == [True] * 4
 
 
+def test_a_sweep_in_full_has_all_figures_of_each_run(service, capsys):
+    service.start()
+    words = ["--lengths", "20/3", "--num-prompts", "6", "--max-concurrency", "1,3", "--full"]
+    assert run(["bench", "405b", *words]) == 0
+    printed = capsys.readouterr().out
+    for most in (1, 3):
+        assert f"Run {1 if most == 1 else 2}: 405b, random 20/3, {most} at once\n===" in printed
+        assert f"Maximum request concurrency:             {most}" in printed
+    assert printed.count("Median ITL (ms):") == printed.count("100-r0-0") == 2
+    assert printed.splitlines()[-3].split()[:4] == ["service", "replicas", "workload", "pace"]
+
+
 def test_json_is_all_that_stdout_holds(service, capsys):
     service.start()
     assert run(["bench", "405b", *SMALL, "--request-rate", "500", "--json"]) == 0

@@ -29,7 +29,7 @@ from tests.support.stubs import StubService, make_record
 
 NO_WEIGHTS = (
     "meta-llama/Llama-3.1-8B-Instruct: {} holds none of its weights, so the job fetches them first. To have them "
-    "before: `hf download meta-llama/Llama-3.1-8B-Instruct --exclude 'original/*'` (about 15 GiB). There is no token "
+    "before: `hpc-serve fetch meta-llama/Llama-3.1-8B-Instruct` (about 15 GiB). There is no token "
     "(`hf auth login`, HF_TOKEN); a gated model needs one."
 )
 HEAVY = ("submitit", "openai", "httpx", "httpx2", "rich", "jinja2", "yaml", "filelock", "ray", "vllm", "torch")
@@ -42,6 +42,7 @@ STATUS_KEYS = {
         "state_since",
         "engine_restarts",
         "cache",
+        "loading",
         "name",
         "replicas_per_job",
         "log_dir",
@@ -243,6 +244,23 @@ def test_render_prints_the_script_and_touches_nothing(capsys, tmp_path, store, p
     assert place.scripts == []
 
 
+def test_a_staged_model_is_the_jobs_setting(capsys, tmp_path, monkeypatch):
+    site = tmp_path / "site.yaml"
+    site.write_text("stage: /dev/shm\n")
+    exported = {
+        (): None,
+        ("--stage",): "on",
+        ("--site", str(site)): "/dev/shm",
+        ("--stage", "--site", str(site)): "/dev/shm",
+        ("--no-stage", "--site", str(site)): None,
+    }
+    for words, value in exported.items():
+        assert run(["render", "--model", "8b", *words]) == 0
+        script = capsys.readouterr().out
+        assert (f"export HPC_SERVE_STAGE={value}\n" in script) == (value is not None)
+        assert (" --stage" in script) == (value is not None)
+
+
 def test_render_to_where_nothing_can_be_written(capsys):
     assert run(["render", "--model", "8b", "--output", "/dev/null/x"]) == 1
     assert "/dev/null/x" in capsys.readouterr().err
@@ -427,12 +445,14 @@ def test_status_of_one_service_says_it_all(store, capsys):
 def test_status_says_since_when_an_engine_is_unresponsive(store, capsys):
     words = {"reason": "its engine leaves /health unanswered", "state_since": 1_800_000_000.0, "engine_restarts": 2}
     words["cache"] = "warm, from /tmp/c on this node"
+    words["loading"] = "prefetch: 140.0 GiB on gpfs, 500.0 GiB of memory are free"
     store.write(make_record(service="8b", cluster="local", state="unresponsive", stage="unresponsive", **words))
     assert run(["status", "8b"]) == 0
     out = capsys.readouterr().out
     assert "  state      unresponsive: its engine leaves /health unanswered\n" in out
     assert "  restarts   2, of the engine in place\n" in out
     assert "  caches     warm, from /tmp/c on this node\n" in out
+    assert "  loading    prefetch: 140.0 GiB on gpfs, 500.0 GiB of memory are free\n" in out
     assert re.search(r"^  since      2027-01-\d\d \d\d:\d\d:\d\d$", out, re.MULTILINE)
 
 

@@ -52,6 +52,17 @@ def test_models_are_completed_by_their_short_names(before):
     assert words(*before, incomplete="meta-llama/Llama-3.3") == ["meta-llama/Llama-3.3-70B-Instruct"]
 
 
+def test_the_site_s_own_models_are_completed_too(tmp_path, monkeypatch):
+    listed, site = tmp_path / "models.yaml", tmp_path / "site.yaml"
+    listed.write_text("- name: group-70b\n  model: 70b\n")
+    site.write_text(f"models: {listed}\n")
+    monkeypatch.setenv("HPC_SERVE_SITE", str(site))
+    assert words("submit", incomplete="group") == ["group-70b"]
+    assert "8b" in words("submit")
+    listed.write_text("no list\n")
+    assert "8b" in words("submit")
+
+
 def test_commands_and_options_are_completed_without_importing_them():
     assert words() == list(COMMANDS)
     assert words(incomplete="ta") == ["targets"]

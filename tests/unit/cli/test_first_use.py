@@ -132,6 +132,17 @@ def test_what_is_over_can_be_forgotten(store, capsys):
     assert log.exists()
 
 
+@pytest.mark.parametrize("count", [1, 12])
+def test_records_are_read_as_often_for_many_jobs_as_for_one(store, count, monkeypatch, capsys):
+    for number in range(count):
+        failed_job(store, str(number))
+    opened, read = [], ServiceStore.read
+    monkeypatch.setattr(ServiceStore, "read", lambda self, service: opened.append(service) or read(self, service))
+    assert run(["forget", "8b"]) == 0
+    assert len(capsys.readouterr().out.split(", ")) == count
+    assert len(opened) <= 4
+
+
 def test_what_is_not_over_stays(store, slurm, capsys):
     failed_job(store, "7")
     store.write_submitted(make_submitted(service="8b", job_id="9", submitted_at=time.time()))

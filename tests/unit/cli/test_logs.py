@@ -68,3 +68,41 @@ def test_a_node_that_is_not_there_is_said(logs, capsys):
     (folder / "7-node0.log").write_text("x\n")
     assert run(["logs", "8b", "--node", "3"]) == 1
     assert "has no logs of node 3" in capsys.readouterr().err
+
+
+BATCH = "hpc-serve: logs of this run are x\n"
+LAUNCHER = "2026-11-22 14:05:13 n1 INFO hpc-serve: launcher of 8b begins\n"
+ENGINE = "(APIServer pid=1) INFO 11-22 14:05:20 [model.py:733] a line\n  File x.py, of a traceback\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ((), {"7.log": BATCH, "7-node0.log": LAUNCHER + ENGINE, "7-node1.log": LAUNCHER}),
+        (("--only", "script"), {"7.log": BATCH}),
+        (("--only", "launcher"), {"7-node0.log": LAUNCHER, "7-node1.log": LAUNCHER}),
+        (("--only", "launcher", "--node", "1"), {"7-node1.log": LAUNCHER}),
+        (("--only", "engine"), {"7-node0.log": ENGINE}),
+        (("--only", "engine", "--tail", "1"), {"7-node0.log": ENGINE.splitlines(True)[1]}),
+        (("--only", "ray"), {"7-node0-ray.log": "==> raylet.out\nR\n"}),
+        (("--only", "ray", "--node", "0"), {"7-node0-ray.log": "==> raylet.out\nR\n"}),
+    ],
+)
+def test_the_lines_of_one_writer_are_shown(logs, capsys, words, shown):
+    folder, _ = logs
+    files = {"7.log": BATCH, "7-node0.log": LAUNCHER + ENGINE, "7-node1.log": LAUNCHER}
+    for name, text in {**files, "7-node0-ray.log": "==> raylet.out\nR\n"}.items():
+        (folder / name).write_text(text)
+    parts = [f"==> {folder / name} <==\n{text}" for name, text in shown.items()]
+    assert run(["logs", "8b", *words]) == 0
+    assert capsys.readouterr().out == "\n".join(parts)
+    if "--tail" not in words:
+        assert run(["logs", "8b", *words, "--follow"]) == 0
+        assert capsys.readouterr().out == "\n".join(parts)
+
+
+def test_that_a_writer_has_no_logs_is_said(logs, capsys):
+    folder, _ = logs
+    (folder / "7-node0.log").write_text(LAUNCHER)
+    assert run(["logs", "8b", "--only", "ray", "--node", "0"]) == 1
+    assert "has no logs by ray of node 0" in capsys.readouterr().err

@@ -10,7 +10,9 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.values import Size
+from hpc_serve.demo_model import make_demo_model
 from hpc_serve.hub import find_model
+from hpc_serve.job import weights_place
 from hpc_serve.sizes import GIB
 
 KEYS = {
@@ -104,6 +106,20 @@ def test_explained(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--model", "405b", "--explain")
     for word in ("811.7 / 80 = 10.15 -> 11", "16 KV heads", "gpu_memory_utilization", "NCCL", "blocks"):
         assert word in text
+
+
+def test_how_weights_are_loaded_is_explained_as_far_as_it_is_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert "Loading the weights: known once the job sees them" in printed(capsys, "--model", "8b", "--explain")
+    folder = make_demo_model(tmp_path / "model")
+    monkeypatch.setattr(weights_place, "filesystem_of", lambda _: "gpfs")
+    text = printed(capsys, "--model", str(folder), "--explain")
+    assert "Loading the weights: prefetch on nodes with " in text
+    assert "`hpc-serve status NAME` say what it was" in text
+    text = printed(capsys, "--model", str(folder), "--explain", "--", "--load-format", "runai_streamer")
+    assert "Loading the weights: --load-format runai_streamer reads the files in its own way" in text
 
 
 def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,3 +283,10 @@ def test_a_comparison_gives_no_speed_where_nothing_fits(capsys: pytest.CaptureFi
 def test_what_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
     assert run(["plan", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_picture_of_an_unknown_kind_names_the_kinds_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "8b", "--plot", str(tmp_path / "plan.bmp")]) == 2
+    assert "does not end in .png, .svg, .pdf or .html" in capsys.readouterr().err

@@ -86,3 +86,27 @@ def test_nothing_of_a_plan_is_cut_off(
     lines = capsys.readouterr().out.splitlines()
     assert not any("…" in line for line in lines)
     assert all(len(line) <= columns for line in lines if not line.startswith("vllm serve"))
+
+
+def test_one_table_has_all_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """With auto a layout has its contexts where it otherwise has its reason; the chosen one and those beside it too."""
+    assert run(["plan", "405b", "--max-model-len", "auto"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert sum(line[:3] == ["TP", "PP", "NODES"] for line in lines) == 1
+    assert ["8", "1", "1", "x", "8", "too", "small", "-", "-", "-", "-"] in lines
+    (chosen,) = (line for line in lines if "chosen" in line)
+    assert chosen[:7] == ["8", "2", "2", "x", "8", "chosen", "131,072"]
+    (across,) = (line for line in lines if line[:5] == ["16", "1", "2", "x", "8"])
+    assert across[5:7] == ["fits", "131,072"]
+
+
+def test_contexts_of_as_many_nodes_as_are_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "405b", "--max-model-len", "auto")
+    assert found["num_nodes"] == 2
+    assert {layout["num_nodes"] for layout in found["contexts"]} == {2}
+
+
+def test_a_slice_without_its_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "8b", "--gpu", "4x2"]) == 2
+    assert "write the chip before it, as in v6e:4x2" in capsys.readouterr().err

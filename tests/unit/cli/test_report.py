@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from hpc_serve.cli import report
-from hpc_serve.cli.charts import Curve, curves, stage_bar
 from hpc_serve.cli.main import run
 from hpc_serve.client.engine_work import WorkWatch
-from hpc_serve.rendezvous.record import NodeRecord
+from hpc_serve.pages.charts import Curve, over_time, stage_bar
+from hpc_serve.rendezvous.record import NodeRecord, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -85,6 +85,8 @@ def test_a_replica_that_serves(store, capsys):
         cluster="local",
         log_dir=str(log_dir),
         nodes=(NodeRecord(name="n1", address="10.0.0.1"),),
+        start=StartRecord(stage="", since=1.0, took_s={"nodes": 1.0, "engine": 286.0, "weights": 22.25}),
+        cache="cold, nothing was kept",
         measured={"kv_cache_bytes": 1.5 * 2**30},
     )
     (log_dir / "7-node0.log").write_text(
@@ -95,8 +97,10 @@ def test_a_replica_that_serves(store, capsys):
     for words in (
         "|8b job 7 |",
         "|--max-model-len 4096|",
-        "|starting the engine|",
-        "|286 s|",
+        "|engine|",
+        "|286.0 s|",
+        "|22.2 s|",
+        " until it was ready. Caches: cold, nothing was kept.",
         "|0 running, 0 waiting|",
         "Expected of requests of 1,024 tokens in and 256 out:",
         "|450|",
@@ -128,6 +132,8 @@ def test_nothing_of_others_becomes_part_of_the_page(store, capsys):
             log_dir=str(log_dir),
             nodes=(NodeRecord(name=EVIL, address=EVIL),),
             last_log_lines=(EVIL, f"HF_TOKEN={secret}"),
+            start=StartRecord(stage="weights", since=1.0, took_s={EVIL: 50.0}),
+            cache=EVIL,
             measured={EVIL: 1.0, "x": 2.0},
             predicted={EVIL: 1.0, "x": 2.0},
         )
@@ -179,10 +185,10 @@ def test_the_file_is_private_and_where_it_cannot_be_is_said(store, tmp_path, cap
 
 
 def test_pictures_of_nothing_are_empty_and_of_much_are_thinned_out():
-    assert stage_bar([]) == curves("x", []) == curves("x", [Curve(name="y", points=[])]) == ""
+    assert stage_bar([]) == over_time("x", []) == over_time("x", [Curve(name="y", points=[])]) == ""
     many = [(10.0 * place, float(place % 7)) for place in range(50_000)]
-    picture = curves("x", [Curve(name="y", points=many)])
+    picture = over_time("x", [Curve(name="y", points=many)])
     assert len(picture) < 20_000
     assert picture.count("<polyline") == 1
-    gap = curves("x", [Curve(name="y", points=[(0.0, 1.0), (10.0, 1.0), (500.0, 0.0)])])
+    gap = over_time("x", [Curve(name="y", points=[(0.0, 1.0), (10.0, 1.0), (500.0, 0.0)])])
     assert (gap.count("<polyline"), gap.count("<circle")) == (1, 1)

@@ -60,6 +60,12 @@ def test_plain_lines_tell_of_coarse_changes_alone(capsys):
     ]
 
 
+def test_a_start_of_which_nothing_is_known_yet_has_a_line_with_a_word(capsys):
+    with stages.Stages("8b") as shown:
+        shown.show(replace(LOADING, stage="", progress=None, start=None))
+    assert capsys.readouterr().err.partition(" ")[2] == "8b starting\n"
+
+
 def test_a_terminal_shows_one_line_that_changes(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(PlainConsole, "is_terminal", True)

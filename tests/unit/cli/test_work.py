@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
+from rich.console import Console
 
 from hpc_serve.cli import watch
 from hpc_serve.cli.main import run
-from hpc_serve.client.engine_work import WorkWatch
+from hpc_serve.cli.show import print_table
+from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
+from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.durations import duration
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, be_patient, wait_until
 from tests.support.stubs import StubService, make_record, make_submitted
 
@@ -93,6 +98,39 @@ def test_requests_and_speed_stand_beside_the_planned_speed(busy, store, capsys):
     }
 
 
+def test_the_table_of_all_services_says_what_each_engine_does(busy, store, capsys):
+    store.write(make_record(service="8b", job_id="8", cluster="local", state="starting"))
+    out = " ".join(shown(capsys).split())
+    assert " 1 running, 0 waiting, 0 tokens/s 8b 8 starting " in out
+    assert out.count("running") == 1  # the one that starts does nothing yet
+    found = {one["job_id"]: one["engine"] for one in json.loads(shown(capsys, "--json"))["services"]}
+    assert (found["7"]["requests_running"], found["8"]["problem"]) == (1, "it is starting")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_figures_of_an_engine_stay_within_the_terminal(capsys, width):
+    status = ReplicaStatus(
+        service="llama-3.1-405b",
+        job_id="1234567_12",
+        state="ready",
+        reason="",
+        model="meta-llama/Llama-3.1-405B-Instruct-FP8",
+        started_at=time.time() - 3 * 86_400,
+        time_left="1-09:54:12",
+    )
+    work = ReplicaWork(
+        now=EngineWork(running=256, waiting=1_024, cache_use=0.987),
+        over_s=1.0,
+        generation_tokens_per_s=12_345.6,
+    )
+    print_table([status], [work], Console(width=width))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    words = " ".join(out.split())
+    for figure in ("256 running", "12,346 tokens/s", "98.7 %"):
+        assert figure in words
+
+
 def test_without_a_plan_it_says_so(busy, capsys):
     assert "  planned    no speed: the plan was not written down" in shown(capsys, "8b")
     (found,) = json.loads(shown(capsys, "8b", "--json"))["services"]
@@ -107,8 +145,9 @@ def test_an_engine_without_requests_is_looked_at_once(store, capsys, monkeypatch
     assert "  requests   0 running, 0 waiting\n" in out
     assert "  tokens/s   none: no request runs\n" in out
     assert "planned" not in out
+    assert " 0 running, 0 waiting" in " ".join(shown(capsys).split())
     (found,) = json.loads(shown(capsys, "--json"))["services"]
-    assert found["engine"] is None  # the list of all services asks no engine for its figures
+    assert (found["engine"]["requests_running"], found["engine"]["problem"]) == (0, None)
     service.close()
 
 
@@ -134,3 +173,17 @@ def test_what_others_write_into_a_record_moves_no_cursor(store, capsys):
     store.write(make_record(service="8b", job_id="7", cluster="local", measured=evil, predicted=evil))
     assert "\x1b" not in shown(capsys, "8b")
     assert "\x1b" not in shown(capsys, "8b", "--json")
+
+
+def test_the_table_says_how_old_a_replica_is_and_what_time_it_has_left(capsys):
+    status = ReplicaStatus(
+        service="8b",
+        job_id="7",
+        state="ready",
+        reason="",
+        model="m",
+        started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60,
+        time_left="9:54:12",
+    )
+    print_table([status], console=Console(width=200))
+    assert ", 3 d 2 h old, 9:54:12 left" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -336,3 +338,27 @@ def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, rai
         carry_out()
     assert len(sent) == (2 if isinstance(error, http.ConnectTimeout) else 1)
     assert watch.pool._under_way == {}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_no_async_generator_of_ours_is_left_to_the_event_loop(service, resume):
+    """The SDK leaves generators suspended; each of ours would cost a task at the end of a stream."""
+    begun: list[str] = []
+
+    async def talk():
+        service.start(*GREEDY)
+        client = await connect_async("405b", resume=resume)
+        first_iteration = sys.get_asyncgen_hooks().firstiter
+
+        def note(generator) -> None:
+            begun.append(generator.ag_code.co_filename)
+            first_iteration(generator)
+
+        sys.set_asyncgen_hooks(firstiter=note)
+        stream = await api(client, is_chat=True).create(**arguments(is_chat=True))
+        assert [chunk async for chunk in stream]
+        await client.close()
+
+    asyncio.run(talk())
+    assert any("openai" in name for name in begun)
+    assert not [name for name in begun if Path(name).is_relative_to(Path(exchange.__file__).parent)]

@@ -244,3 +244,11 @@ def test_what_the_start_up_files_of_a_shell_complain_of_is_not_the_cause():
     assert found is not None
     assert found.name == "node-silent"
     assert [one.name for one in find_causes([evidence(batch, "7.log")])] == ["permission-denied"]
+
+
+def test_a_part_of_ray_that_was_killed_comes_before_what_the_others_saw_of_it():
+    worker = "2026-11-21 02:36:01,100 ERROR node.py:9 -- Unable to connect to GCS at 10.0.0.1:6379."
+    head = "2026-11-21 02:36:08,791\tERR scripts.py:1300 -- gcs_server [exit code=-9]"
+    found = find_causes([evidence([worker], "n2.log"), evidence([head], "n1.log")])
+    assert [one.name for one in found] == ["ray-part-ended", "ray-unreachable"]
+    assert found[0].cause == "Ray's gcs_server ended with -9"

@@ -60,3 +60,10 @@ def test_nothing_is_wrong_with_the_log_of_a_real_engine():
     """vLLM 0.32 on CPU, started for this. What it said before it was up would be forgotten otherwise."""
     lines = (FOLDER / "healthy.txt").read_text().splitlines()
     assert find_causes([evidence(line for line in lines if "startup complete" not in line)]) == ()
+
+
+@pytest.mark.parametrize("text", ["x", "x_", "/", "a.", "A-1", "a/b:", "key='", "Error: "])
+def test_a_rule_looks_at_a_long_line_once(text):
+    """The launcher reads the engine's lines with the rules. One that began anew at each character would take hours."""
+    line = (text * 400_000)[:400_000]
+    assert not any(rule.pattern.search(line) for rule in RULES)

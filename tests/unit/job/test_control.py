@@ -17,6 +17,7 @@ from hpc_serve.job.admission import make_ticket
 from hpc_serve.job.control import ControlServer, _proof, connect
 from hpc_serve.job.link import Link, LinkLostError
 from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
+from hpc_serve.job.reading import ReadSoFar
 
 
 def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0, deadline_s=60):
@@ -58,16 +59,16 @@ def test_messages_go_both_ways_and_name_the_node():
 
 def test_a_heartbeat_carries_what_was_read_and_is_not_a_message():
     async def scenario(head, node):
-        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: 4096))
+        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: ReadSoFar(by_read=4000, mapped=96)))
         heard = asyncio.create_task(head.receive())
-        while head.read_bytes == 0:  # noqa: ASYNC110
+        while head.read == ReadSoFar():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not heard.done()
         heartbeats.cancel()
         heard.cancel()
-        return head.read_bytes
+        return head.read
 
-    assert over_a_connection(scenario) == 4096
+    assert over_a_connection(scenario) == ReadSoFar(by_read=4000, mapped=96)
 
 
 def test_the_end_of_a_launcher_is_noticed():
@@ -108,21 +109,22 @@ def test_heartbeats_go_on_while_the_kernel_does_not_say_what_was_read():
         answer, told, sent = threading.Event(), asyncio.Event(), []
 
         async def send(kind, **fields):
-            sent.append(fields["read_bytes"])
+            sent.append(fields["read"])
             if len(sent) == 3:
                 answer.set()
-            if fields["read_bytes"]:
+            if any(fields["read"]):
                 told.set()
 
         node.send = send
-        heartbeats = asyncio.create_task(node.send_heartbeats(lambda: 4096 if answer.wait(60) else 0))
+        look = lambda: ReadSoFar(from_disk=4096 if answer.wait(60) else 0)  # noqa: E731
+        heartbeats = asyncio.create_task(node.send_heartbeats(look))
         await asyncio.wait_for(told.wait(), 60)
         heartbeats.cancel()
         return sent
 
     sent = over_a_connection(scenario, silence_s=0.2)
-    assert sent[:3] == [0, 0, 0]
-    assert sent[-1] == 4096
+    assert sent[:3] == [(0, 0, 0)] * 3
+    assert sent[-1] == (0, 4096, 0)
 
 
 @pytest.fixture
@@ -286,7 +288,8 @@ def test_a_thousand_connections_take_a_bounded_number_of_places_and_a_node_still
             ("127.0.0.1", port), "secret", rank=1, name="n2", own_address=lambda: "10.0.0.2", deadline_s=60
         )
         assert (await asyncio.wait_for(links.get(), 60)).name == "n2"
-        assert len(server._handshakes) <= (server._max_handshakes if ticket else 0)
+        # Strangers without a ticket take no place. The node's own tries at once may still be ending.
+        assert len(server._handshakes) <= (server._max_handshakes if ticket else control._MAX_TRIES_AT_ONCE)
         assert server._max_handshakes == 2 * 4 + 64
         assert not errors
         for _, writer in strangers:

@@ -12,6 +12,7 @@ import pytest
 from hpc_serve.job.engine_cache import open_cache
 from hpc_serve.job.head import Head
 from hpc_serve.job.link import Link
+from hpc_serve.job.reading import ReadSoFar
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node
@@ -23,7 +24,7 @@ KEY = "0" * 16
 class Worker:
     """The link of a node, with what it was told."""
 
-    address, read_bytes = "10.0.0.2", 0
+    address, read = "10.0.0.2", ReadSoFar()
 
     def __init__(self, rank: int, cache: str) -> None:
         self.rank, self.name, self.cache = rank, f"n{rank}", cache
@@ -35,7 +36,7 @@ class Worker:
     async def receive(self) -> None:
         await asyncio.Event().wait()
 
-    async def send_heartbeats(self, read_bytes: object) -> None:
+    async def send_heartbeats(self, look: object) -> None:
         await asyncio.Event().wait()
 
 

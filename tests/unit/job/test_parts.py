@@ -14,6 +14,7 @@ from hpc_serve.job.link import Link
 from hpc_serve.job.outcome import PartFailedError, RunEnd
 from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.process import mark_environ, marked_pids
+from hpc_serve.job.reading import ReadSoFar
 from hpc_serve.job.worker_links import WorkerLinks
 from tests.cluster import wait_for
 
@@ -129,14 +130,15 @@ class FakeLink:
     """A worker's connection: says nothing, and knows whether it was closed."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.name, self.address, self.read_bytes = rank, f"n{rank}", f"10.0.0.{rank}", 5
+        self.rank, self.name, self.address = rank, f"n{rank}", f"10.0.0.{rank}"
+        self.read = ReadSoFar(by_read=3, mapped=2)
         self.cache = f"/caches/{min(rank, 2)}"
         self.is_closed = False
 
     async def receive(self):
         await asyncio.Event().wait()
 
-    async def send_heartbeats(self, read_bytes):
+    async def send_heartbeats(self, look):
         await asyncio.Event().wait()
 
     async def close(self):
@@ -152,7 +154,7 @@ def test_a_rank_that_is_unknown_or_taken_is_refused():
         for link in links:
             workers.add_worker(cast(Link, link))
         await asyncio.sleep(0.01)
-        assert (len(workers), workers.absent_ranks, workers.read_bytes) == (1, [2], 5)
+        assert (len(workers), workers.absent_ranks, workers.read.total) == (1, [2], 5)
         assert workers.names == {"10.0.0.1": "n1"}
         assert [workers.have_cache(path) for path in ("/caches/1", "/caches/2", "")] == [True, False, False]
         return joined, [link.is_closed for link in links], links

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib.metadata
 import os
 import stat
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.job import network
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.prepare import choose_node_dir, main, prepare
+from hpc_serve.rendezvous.claims import _FILELOCK
 from hpc_serve.rendezvous.store import ServiceStore
 
 
@@ -102,3 +108,33 @@ def test_under_any_umask_everything_that_it_makes_is_the_users_alone(environ, mo
     made = [path for root in ("home", "a") for path in (tmp_path / root, *(tmp_path / root).rglob("*"))]
     assert [path for path in made if mode(path) & 0o077] == []
     assert any(path.name == "ray_token" for path in made)
+
+
+@pytest.mark.parametrize(("is_there", "words"), [(True, "which is too old"), (False, "has no filelock")])
+def test_a_filelock_that_is_missing_or_too_old_ends_the_job_before_it_has_launchers(
+    environ, monkeypatch, capsys, is_there, words
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    old: Any = types.ModuleType("filelock") if is_there else None
+    monkeypatch.setitem(sys.modules, "filelock", old)
+    if not is_there:
+
+        def version(name: str) -> str:
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["--service", "8b"]) == StoreError.exit_code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "pip install 'filelock>=3.30'" in err
+    (record,) = ServiceStore(Path(environ["HPC_SERVE_HOME"])).read("8b").records
+    assert (record.state, record.failed_part) == ("failed", "launcher")
+    assert words in (record.reason or "")
+
+
+def test_what_is_asked_of_filelock_is_what_the_package_needs():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    assert _FILELOCK in setup["options"]["install_requires"].split()

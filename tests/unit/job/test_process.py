@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hpc_serve.job.process import end_marked, mark_environ, marked_pids, read_bytes, start_child
+from hpc_serve.job.process import end_marked, mark_environ, marked_pids, start_child
 from tests.cluster import wait_for
 
 
@@ -145,17 +145,3 @@ def test_a_process_that_gives_itself_a_title_is_found():
             assert words.read().startswith(b"VLLM::x\0")
         assert list(marked_pids(mark)) == [titled.pid]
         titled.communicate()
-
-
-def test_what_marked_processes_read_is_counted():
-    mark = f"test-{os.getpid()}-reader"
-    reader = subprocess.Popen(
-        python("import sys; open('/dev/zero', 'rb').read(10_000_000); print('done'); sys.stdin.read()"),
-        env=environ(mark),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert reader.stdout is not None
-    reader.stdout.readline()
-    assert read_bytes(mark) >= 10_000_000
-    reader.communicate(b"")

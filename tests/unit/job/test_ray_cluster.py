@@ -11,6 +11,7 @@ import pytest
 from hpc_serve.job.ray_cluster import (
     RayNodes,
     head_argv,
+    parse_gcs_port,
     parse_nodes,
     ray_environ,
     ray_start_options,
@@ -147,5 +148,7 @@ def test_who_is_missing_is_named():
 
 def test_rays_log_lines_are_not_taken_for_nodes():
     assert parse_nodes('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
-    assert parse_nodes("INFO worker.py: Connecting") is None
-    assert parse_nodes("[1, 2]") is None
+    assert parse_gcs_port('{"hpc_serve_gcs": 4321}') == 4321
+    for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
+        assert parse_nodes(line) is None
+        assert parse_gcs_port(line) is None

@@ -18,7 +18,8 @@ from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 
-KILLED = "engine exited with 137"
+# How many the kernel has killed for memory meanwhile, anywhere on this machine, is not the test's to say.
+KILLED = re.compile(r"engine exited with 137; the kernel has killed (?:none|\d+ process(?:es)?) .*for memory .+")
 
 
 def test_an_engine_that_was_never_ready_is_not_started_again():
@@ -86,7 +87,7 @@ def test_an_engine_that_is_killed_is_started_again_and_found_on_its_new_port(sta
     again = run.wait_for_state("starting")
     hold_file.unlink()
     assert again.stage.startswith("starting the engine again (1 of 3)")
-    assert again.reason == KILLED
+    assert KILLED.fullmatch(str(again.reason)), again.reason
     assert again.measured == first.measured
     second = wait_for_start(run, 1)
     assert second.port != first.port
@@ -124,7 +125,8 @@ def test_without_restarts_the_run_ends_at_once(start):
     run.wait_for_state("ready")
     kill_engine(run)
     record = run.wait_for_state("failed")
-    assert (record.reason, record.exit_code) == (KILLED, 137)
+    assert KILLED.fullmatch(str(record.reason)), record.reason
+    assert record.exit_code == 137
 
 
 def test_a_first_start_that_fails_is_not_repeated(start):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.start_estimate import rest_of_steps
+from hpc_serve.job.reading import ReadSoFar
+from hpc_serve.job.start_estimate import expected_weights_s, rest_of_steps
 from hpc_serve.job.start_stages import StartStages
+from hpc_serve.rendezvous.start_times import PastStage, PastStart
 from hpc_serve.sizes import GIB, MIB
 from tests.unit.job.starts import Clock, Said, gpu_start, play, recorded, slower, tell
 
@@ -45,6 +47,51 @@ def test_a_cold_start_after_a_warm_one_is_never_said_to_be_over_soon_that_is_not
     past, _ = play(recorded("quiet"))
     _, said = play(recorded("cold"), past)
     assert all(one.left_s is not None and one.left_s >= 0.6 * one.truth_s - 5 for one in from_half_way(said))
+
+
+def of_imports(at_s: float) -> float:
+    """What a start with an empty page cache reads from a disk, in the 60 s until its first program has imported all."""
+    return 1.5 * GIB * min(1.0, at_s / 60)
+
+
+def test_a_start_that_reads_its_programs_from_a_disk_is_foretold_by_one_that_did_not():
+    past, _ = play(recorded("quiet"))
+    _, said = play(recorded("cold"), past, from_disk=of_imports)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
+
+
+def test_a_start_with_its_programs_in_memory_is_foretold_by_one_that_read_them_from_a_disk():
+    past, _ = play(recorded("cold"), from_disk=of_imports)
+    assert past.is_from_disk
+    _, said = play(recorded("quiet"), past)
+    assert [one for one in from_half_way(said) if not one.is_right] == []
+
+
+def test_of_two_starts_that_differ_in_it_the_one_alike_is_gone_by():
+    cold, _ = play(recorded("cold"), from_disk=of_imports)
+    warm, _ = play(recorded("quiet"))
+    for last, other in ((cold, warm), (warm, cold)):
+        for now, from_disk in (("cold", of_imports), ("again", lambda at_s: 0)):
+            _, said = play(recorded(now), last, other=other, from_disk=from_disk)
+            late = from_half_way(said)
+            assert [one for one in late if one.left_s is None or abs(one.left_s - one.truth_s) > 3] == []
+
+
+@pytest.mark.parametrize(
+    ("starts", "cached_part", "expected_s"),
+    [
+        ([(600.0, 10 * GIB)], 1.0, 0),  # a slow disk last time, and all of it in memory now
+        ([(2.0, 0), (600.0, 10 * GIB)], 0.0, 602),
+        ([(2.0, 0), (600.0, 10 * GIB)], 1.0, 2),
+        ([(600.0, 10 * GIB), (2.0, 0)], 0.25, 452),
+        ([(2.0, 0)], 0.0, 2),  # how fast the disk is was never seen
+        ([(600.0, None)], 1.0, 600),
+        ([(600.0, 10 * GIB)], None, 600),
+        ([], 0.5, 0),
+    ],
+)
+def test_how_long_the_weights_take_follows_from_what_the_page_cache_has_of_them(starts, cached_part, expected_s):
+    assert expected_weights_s(starts, size=10 * GIB, cached_part=cached_part) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +143,7 @@ def test_one_large_file_is_foretold_by_what_is_read_of_it():
     stages = StartStages(first="weights", clock=clock)
     stages.checkpoint_bytes = 20 * GIB
     for clock.now in range(1, 51):
-        stages.note_read_bytes(int(clock.now * 200 * MIB))
+        stages.note_read(ReadSoFar(mapped=int(clock.now * 200 * MIB)))
     record = stages.record(1e9)
     assert record.bytes_per_s == pytest.approx(200 * MIB)
     assert record.weights_left_s == pytest.approx((20 * GIB - 50 * 200 * MIB) / (200 * MIB), rel=0.05)
@@ -108,10 +155,10 @@ def test_one_large_file_on_a_slower_disk_is_foretold_by_what_the_last_start_read
         stages = StartStages(past, first="weights", clock=clock)
         left = []
         while clock.now * mib_per_s < 10_000:
-            stages.note_read_bytes(int(clock.now * mib_per_s * MIB))
+            stages.note_read(ReadSoFar(by_read=int(clock.now * mib_per_s * MIB)))
             left.append(stages.time_left_s())
             clock.now += 1
-        stages.note_read_bytes(10_000 * MIB)
+        stages.note_read(ReadSoFar(by_read=10_000 * MIB))
         stages.finish()
         return stages.past_start(service="m", model="m", layout="l", ready_at=1.0), left
 
@@ -119,6 +166,47 @@ def test_one_large_file_on_a_slower_disk_is_foretold_by_what_the_last_start_read
     _, left = load(50, past)
     assert left[100] == pytest.approx(100, abs=5)
     assert left[20] == pytest.approx(180, abs=10)
+
+
+def test_what_a_rank_imports_as_it_begins_is_no_part_of_its_weights():
+    """As seen: 150 MiB of libraries are mapped in the first second of loading 470 MiB, at 10 MiB/s."""
+
+    def load(past=None):
+        clock = Clock()
+        stages = StartStages(past, first="weights", clock=clock)
+        stages.checkpoint_bytes = 470 * MIB
+        stages.note_read(ReadSoFar())
+        left = []
+        for clock.now in range(1, 48):
+            stages.note_read(ReadSoFar(mapped=(150 + 10 * clock.now) * MIB))
+            left.append((47 - clock.now, stages.record(1e9).weights_left_s))
+        stages.finish()
+        return stages.past_start(service="m", model="m", layout="l", ready_at=1.0), left
+
+    past, first = load()
+    for left in (first, load(past)[1]):
+        assert [one for one in left[20:] if one[1] is None or abs(one[1] - one[0]) > 4] == []
+
+
+def test_a_disk_that_becomes_slow_under_one_large_file_is_noticed():
+    clock = Clock()
+    past = PastStart(
+        service="m",
+        model="m",
+        layout="l",
+        ready_at=0.0,
+        stages=(PastStage(name="weights", took_s=100.0),),
+        read_bytes=10_000 * MIB,
+    )
+    stages = StartStages(past, first="weights", clock=clock)
+    stages.note_read(ReadSoFar())
+    for clock.now in range(1, 181):
+        fast, slow = min(clock.now, 50), max(0, clock.now - 50)
+        stages.note_read(ReadSoFar(mapped=(100 * fast + 25 * slow) * MIB))
+        if clock.now > 70:
+            left, truth = stages.time_left_s(), 250 - clock.now
+            assert left is not None
+            assert abs(left - truth) < truth / 3
 
 
 def test_a_step_that_takes_longer_than_those_before_counts():

@@ -6,6 +6,8 @@ import pytest
 
 from hpc_serve.job.start_stages import STAGE_OF_PHRASE, StartStages
 from hpc_serve.rendezvous.record import START_STAGES
+from hpc_serve.rendezvous.start_times import PastStage, PastStart
+from hpc_serve.sizes import GIB
 from hpc_serve.vllm.log import read_stage
 from tests.unit.job.starts import Clock, gpu_start, play, recorded, tell
 
@@ -184,3 +186,24 @@ def test_a_start_that_is_over_stays_over():
     assert not stages.note_phrase("loading weights", 1, 2)
     record = stages.record(1e9)
     assert (record.stage, record.took_s, record.time_left_s) == ("", {"server": 3.0}, None)
+
+
+def test_a_model_that_is_staged_has_its_speed_and_the_time_left():
+    now = [0.0]
+    past = PastStart(
+        service="s", model="m", layout="l", ready_at=0.0, stages=(PastStage(name="engine", took_s=30.0, marks={}),)
+    )
+    stages = StartStages(past, clock=lambda: now[0])
+    stages.note_phrase("waiting for the nodes' launchers")
+    stages.note_phrase("staging the model")
+    now[0] = 10.0
+    stages.note_copied(GIB, 4 * GIB)
+    record = stages.record(0.0)
+    assert (record.stage, record.bytes_per_s, record.time_left_s) == ("staging", GIB / 10, 60.0)
+    stages.note_copied(4 * GIB, 4 * GIB)
+    assert stages.record(0.0).bytes_per_s is None
+    assert stages.note_phrase("waiting for Ray nodes")  # Ray starts after the copy
+    assert stages.record(0.0).stage == "staging"
+    now[0] = 12.0
+    stages.note_phrase("starting the engine")
+    assert stages.record(0.0).took_s == {"nodes": 0.0, "staging": 12.0}

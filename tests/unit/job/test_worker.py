@@ -76,6 +76,7 @@ async def wait_for_arguments(tmp_path):
 
 def test_it_starts_ray_when_told_and_ends_when_told(over_a_connection, tmp_path):
     async def scenario(link):
+        assert not (tmp_path / "arguments").exists()  # it waits for the head's word
         await link.send("go", gcs="127.0.0.1:4321")
         arguments = await wait_for_arguments(tmp_path)
         await link.send("stop")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.accuracy.speed_accuracy import document, scored_rows
 from benchmarks.accuracy.speed_asked import answers, differing
-from benchmarks.accuracy.speed_cases import Case, load
+from benchmarks.accuracy.speed_case import Case
+from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import later_medians, later_table, load_later
 from benchmarks.accuracy.speed_scores import by_source, error, fit, leave_one_out, loss, median_errors, table
 from hpc_serve.plan.catalog import SPEED_ACCURACY
-from hpc_serve.plan.speed.estimate import EXPECTED, Factors
+from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Factors, speed_column
 
 Folds = dict[str, tuple[Factors, list[Case]]]
 
@@ -100,6 +102,16 @@ def test_no_measurement_beats_the_ideal_roofline(cases: list[Case], later: list[
         if ideal < one.measured
     }
     assert beaten == {}
+
+
+def test_no_measurement_beats_the_ideal_of_decoding_alone(cases: list[Case], later: list[Case]) -> None:
+    """`--ideal --decode-only` says that none is above it."""
+    for one in (one for one in (*cases, *later) if not one.left_out):
+        assert one.roofline
+        assert one.traffic
+        alone = replace(one.traffic, arrivals="steady", longest_output_tokens=None, decode_only=True)
+        ideal = speed_column(one.roofline, alone, one.batch, IDEAL).output_tokens_per_s
+        assert one.replicas * ideal >= one.measured, one.id
 
 
 def test_the_ideal_is_never_slower_than_the_expected(cases: list[Case]) -> None:

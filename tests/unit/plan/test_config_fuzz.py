@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.accuracy import published_configs
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.hub import find_spec
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
+from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import looks_like_size
 from hpc_serve.plan.model.weights import Linear
 
@@ -25,6 +27,32 @@ MEASURED = json.loads(Path(__file__).with_name("config_key_effects.json").read_t
 LLAMA = MEASURED["LlamaForCausalLM"]["config"]
 NAS = dict(resolve("nvidia/Llama-3_3-Nemotron-Super-49B-v1").config)
 NAS.update(num_hidden_layers=4, block_configs=NAS["block_configs"][:4])
+
+SHORT_LAYERS = 6
+
+
+def shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """A config of so many layers with fewer of them: lists that have a value for each layer, or name layers, too."""
+    short: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            short[key] = shortened(value, value.get("num_hidden_layers", layers))
+        elif key in ("kda_layers", "full_attn_layers"):
+            short[key] = [layer for layer in value if layer <= SHORT_LAYERS]
+        elif isinstance(value, list) and len(value) >= layers:
+            short[key] = value[:SHORT_LAYERS]
+        else:
+            short[key] = min(value, SHORT_LAYERS) if key == "num_hidden_layers" else value
+    return short
+
+
+OTHER_NAMED = {
+    entry["name"].split("/")[1]: shortened(entry["config"], entry["config"].get("num_hidden_layers", 1000))
+    for entry in published_configs()
+    if entry["name"].split("/")[1]
+    in ("DeepSeek-V4-Flash", "MiniMax-M3", "Kimi-K3", "Kimi-Linear-48B-A3B-Instruct", "Step-3.7-Flash")
+}
+"""Families of which config_key_effects.json has none: what transformers writes of them has other names."""
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
@@ -82,11 +110,15 @@ NO_EFFECT = {
     *("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "max_length"),
     *("chunk_size_feed_forward", "pretraining_tp", "num_logits_to_keep", "id2label", "label2id", "LABEL_1"),
+    *("num_beams", "num_beam_groups", "num_return_sequences", "top_k", "ignore_index", "video_token_index"),
+    *("media_placeholder_token_id", "image_seq_length", "architectures"),
     # how experts are chosen
+    *("moe_renormalize", "num_expert_group"),
     *("n_group", "topk_group", "norm_topk_prob", "moe_shared_expert_overlap", "enable_moe_fp32_combine"),
     # numbers that scale activations
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "floor_scale", "swiglu_limit"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "output_multiplier"),
+    *("activation_situ_beta", "activation_situ_linear_beta", "hc_sinkhorn_iters", "compress_rope_theta"),
     *("routed_scaling_factor", "time_step_limit", "tokens_per_second", "attn_temperature_tuning"),
     # heads of towers, and what only says which patches see each other
     *("num_heads", "window_size", "fullatt_block_indexes", "vision_feature_layer"),
@@ -119,6 +151,28 @@ SOMETIMES_NO_EFFECT = {
     ("Gemma3ForCausalLM", "sliding_window_pattern"): "where layer_types decide",
     ("Llama4ForConditionalGeneration", "intermediate_size_mlp"): "where every layer has experts",
     ("Llama4ForConditionalGeneration", "moe_layers"): "another order of the same layers",
+    **dict.fromkeys(
+        [
+            *(("KimiK3ForConditionalGeneration", name) for name in ("mm_hidden_size", "text_hidden_size")),
+            *(("KimiK3ForConditionalGeneration", name) for name in ("init_pos_emb_time", "vt_num_attention_heads")),
+            *(("MiniMaxM3SparseForConditionalGeneration", name) for name in ("vocab_size", "projection_dim")),
+            ("MiniMaxM3SparseForConditionalGeneration", "vision_segment_max_frames"),
+            ("MiniMaxM3SparseForConditionalGeneration", "num_attention_heads"),
+            ("Step3p7ForConditionalGeneration", "num_attention_heads"),
+            ("Step3p7ForConditionalGeneration", "max_position_embeddings"),
+        ],
+        "the tower's, which makes its weights from others",
+    ),
+    ("KimiK3ForConditionalGeneration", "attn_res_block_size"): "what matters is that there is one",
+    ("KimiK3ForConditionalGeneration", "kda_layers"): "another order of the same layers",
+    ("KimiLinearForCausalLM", "kda_layers"): "another order of the same layers",
+    ("MiniMaxM3SparseForConditionalGeneration", "spatial_merge_size"): "beside the tower's own",
+    ("MiniMaxM3SparseForConditionalGeneration", "temporal_patch_size"): "beside the tower's own",
+    ("MiniMaxM3SparseForConditionalGeneration", "sparse_local_block"): "one of those that are chosen",
+    ("MiniMaxM3SparseForConditionalGeneration", "use_gemma_norm"): "a norm of the same size",
+    ("MiniMaxM3SparseForConditionalGeneration", "shared_intermediate_size"): "vLLM takes intermediate_size",
+    ("Step3p7ForConditionalGeneration", "num_sliding_attention_heads"): "where no layer has a window",
+    ("Step3p7ForConditionalGeneration", "mlp_ratio"): "where intermediate_size decides",
     ("Qwen2ForCausalLM", "max_window_layers"): "without a window",
     ("Qwen2MoeForCausalLM", "max_window_layers"): "without a window",
     ("Qwen2MoeForCausalLM", "sliding_window"): "where use_sliding_window is false",
@@ -142,6 +196,7 @@ SOMETIMES_NO_EFFECT = {
 def configs() -> Iterator[dict[str, Any]]:
     yield from (measured["config"] for measured in MEASURED.values())
     yield NAS
+    yield from OTHER_NAMED.values()
     yield from ({**LLAMA, "quantization_config": quantized} for quantized in QUANTIZED)
     known: set[str] = set()
     for entry in models().values():
@@ -203,6 +258,76 @@ def test_another_size_is_another_answer_or_is_refused() -> None:
     assert passed_over <= set(SOMETIMES_NO_EFFECT)
 
 
+ANY_VALUE = {
+    "dynamic": "only an object is one of patterns",
+    "group_0": "the name of a group",
+    "a": "the name of a group",
+    "index_topk_pattern": "a text or a list, of which F and S matter",
+    "kv_cache_scheme": "whoever reads it asks what it is",
+    "layer_quant_config": "only whether there is any",
+    "layer_scale_init_value": "only whether there is any",
+    "lm_head": "only whether there is any",
+    "ls_init_value": "only whether there is any",
+    "per_layer_config": "gemma4.py checks it",
+    "rope_type": "what is not known is refused",
+    "type": "what is not known is refused",
+}
+"""Fields that families read and that config_check.py has no rule for."""
+
+
+def test_every_field_that_a_family_reads_has_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a text or a list in its place would be an error of Python, as it was in fields of towers."""
+    read: set[str] = set()
+    get, item = CheckedConfig.get, CheckedConfig.__getitem__
+
+    def noted_get(config: CheckedConfig, name: str, default: Any = None) -> Any:
+        read.add(name)
+        return get(config, name, default)
+
+    def noted_item(config: CheckedConfig, name: str) -> Any:
+        read.add(name)
+        return item(config, name)
+
+    monkeypatch.setattr(CheckedConfig, "get", noted_get)
+    monkeypatch.setattr(CheckedConfig, "__getitem__", noted_item)
+    for config in (*configs(), *(entry["config"] for entry in published_configs())):
+        model_from_config(config, name="x")
+    assert len(read) >= 200
+    assert {name for name in read if not is_refused(name, object())} == set(ANY_VALUE)
+
+
+def is_refused(name: str, value: Any) -> bool:
+    try:
+        CheckedConfig({name: value})
+    except InvalidRequestError as error:
+        return f"The config's {name} is " in str(error)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("tie_word_embeddings", "false", "true or false"),
+        ("attention_bias", [], "true or false"),
+        ("moe_layers_enum", "3,x", "numbers of layers, with commas between them"),
+        ("moe_layers_enum", "", "numbers of layers, with commas between them"),
+        ("merge_size", [], "a whole number of at least 1"),
+        ("gating", {}, "true, false or a text"),
+        ("num_attention_heads_per_layer", [{}, 48], "a list of whole numbers"),
+        ("ignore", [["lm_head"]], "a list of texts"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"config's {name} is .*: it must be {wanted}"):
+        CheckedConfig({name: value})
+
+
+def test_an_image_smaller_than_a_patch_is_refused() -> None:
+    config = MEASURED["Mistral3ForConditionalGeneration"]["config"]
+    with pytest.raises(InvalidRequestError, match="the largest image becomes 0 tokens"):
+        model_from_config(changed(config, ("vision_config", "image_size"), 7), name="x")
+
+
 def nested(depth: int, key: str | None = None) -> Any:
     value: Any = {} if key else []
     for _ in range(depth):
@@ -226,7 +351,7 @@ TRIED = (
 def tried() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
     """Each config with each place in it. What is the same in all is tried in one."""
     yield from ((LLAMA, path) for path in paths(LLAMA))
-    for config in (*(MEASURED[name]["config"] for name in TRIED), NAS):
+    for config in (*(MEASURED[name]["config"] for name in TRIED), NAS, *OTHER_NAMED.values()):
         yield from ((config, path) for path in paths(config) if path[-1] not in LLAMA)
     for quantized in QUANTIZED:
         config = {**LLAMA, "quantization_config": quantized}

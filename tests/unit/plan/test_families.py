@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.accuracy import published_configs
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.memory.kv_cache import cache_layout
+from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
+from hpc_serve.plan.model import families
 from hpc_serve.plan.speed.work import model_work
 
 HERE = Path(__file__).parent
@@ -200,3 +204,99 @@ def test_mistral_small_4_has_latent_attention() -> None:
     assert model.parameters == 118_972_826_624
     assert model.is_mla
     assert model.images is None
+
+
+PUBLISHED = {entry["name"].split("/")[1]: entry["config"] for entry in published_configs()}
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "block", "request_blocks"),
+    [
+        (
+            "DeepSeek-V4-Flash",
+            [(4, 42, 870_912), (8, 20, 656_640), (64, 21, 786_240), (64, 22, 823_680), (256, 62, 1_002_240)],
+            1_002_240,
+            7194,
+        ),
+        (
+            "DeepSeek-V4-Pro",
+            [(4, 60, 1_244_160), (8, 31, 1_017_792), (64, 30, 1_123_200), (64, 31, 1_160_640), (256, 91, 1_435_968)],
+            1_435_968,
+            7194,
+        ),
+    ],
+)
+def test_tensors_of_a_compressed_cache_share_blocks_as_in_vllm(
+    name: str, groups: list[tuple[int, int, int]], block: int, request_blocks: int
+) -> None:
+    """The numbers are those of vLLM 0.32's `_get_packed_kv_cache_groups` for the specs of these layers."""
+    layout = cache_layout(model_from_config(PUBLISHED[name], name=name), EngineConfig(), 8)
+    assert sorted((one.block_size, len(one.layers), sum(one.page_bytes)) for one in layout.groups) == groups
+    assert layout.bytes_per_block(0, 100) == block
+    assert layout.blocks_per_request(131_072, 16_384) == request_blocks
+    with pytest.raises(InvalidRequestError, match="kv_cache_dtype is 'bfloat16': vLLM keeps this cache in fp8"):
+        cache_layout(model_from_config(PUBLISHED[name], name=name), EngineConfig(kv_cache_dtype="bfloat16"), 8)
+
+
+def test_a_compressed_entry_is_read_once_for_all_its_tokens() -> None:
+    model = model_from_config(PUBLISHED["DeepSeek-V4-Flash"], name="v4")
+    layout = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=1)
+    (stage,) = model_work(model, accelerator("b200"), EngineConfig(), layout).stages
+    length = 100_000
+    window, fours, hundreds = 43 * 128 * 584, 21 * (4 * 512 * 584 / 4 + length * 33), 20 * length * 584 / 128
+    assert stage.cache_bytes(length) == window + fours + hundreds
+    assert full_context_bytes(model, EngineConfig(), length) > 21 * length * (584 + 132) / 4
+
+
+def test_experts_of_deepseek_v4_are_of_the_type_that_its_config_says() -> None:
+    config = PUBLISHED["DeepSeek-V4-Flash"]
+    four = model_from_config(config, name="x").quantization
+    assert (four.linear.name, four.experts.name) == ("fp8 (blocks)", "mxfp4")
+    assert model_from_config({**config, "expert_dtype": "fp8"}, name="x").quantization.experts.name == "fp8 (blocks)"
+    with pytest.raises(InvalidRequestError, match="expert_dtype is 'int4': use fp4 or fp8"):
+        model_from_config({**config, "expert_dtype": "int4"}, name="x")
+    with pytest.raises(InvalidRequestError, match="compress_ratios has 3 for layer 1: use 0, 1, 4 or 128"):
+        model_from_config({**config, "compress_ratios": [0, 3, *config["compress_ratios"][2:]]}, name="x")
+
+
+def test_minimax_m3_chooses_blocks_of_tokens() -> None:
+    model = model_from_config(PUBLISHED["MiniMax-M3"], name="m3")
+    dense, sparse = model.layers[0].cache, model.layers[3].cache
+    assert dense is not None
+    assert sparse is not None
+    assert (dense.chosen_tokens, sparse.chosen_tokens) == (0, 16 * 128)
+    per_token = cache_layout(model, EngineConfig(), 1).bytes_per_token
+    assert per_token[:4] == (2048, 2048, 2048, 2048 + 256)
+    # the indexer's key is on every rank
+    assert cache_layout(model, EngineConfig(), 8).bytes_per_token[:4] == (512, 512, 512, 512 + 256)
+
+
+def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
+    model = model_from_config(PUBLISHED["Kimi-K3"], name="k3")
+    kinds = [layer.cache.kind for layer in model.layers if layer.cache]
+    assert (kinds.count("state"), kinds.count("mla"), kinds[:4]) == (69, 24, ["state", "state", "state", "mla"])
+    state = model.layers[0].cache
+    assert state is not None
+    assert state.state == ((3 * 12_288 * 3, 0), (96 * 128 * 128, 4))
+    text = PUBLISHED["Kimi-K3"]["text_config"]
+    linear = {**text["linear_attn_config"], "full_attn_layers": [4]}
+    with pytest.raises(InvalidRequestError, match="must name each layer once: see layer 8"):
+        model_from_config({**PUBLISHED["Kimi-K3"], "text_config": {**text, "linear_attn_config": linear}}, name="x")
+
+
+def test_every_function_that_a_table_names_is_there() -> None:
+    tables = (families.FAMILIES, families.DRAFT_HEADS, families.TOWERS, families.BESIDE, families.FIELDS)
+    named = {name for table in tables for name in table.values()}
+    assert len(named) >= 60
+    assert all(callable(families.function_named(name)) for name in named)
+
+
+def test_a_plan_loads_the_files_of_its_family_alone() -> None:
+    program = (
+        "import sys; from hpc_serve.plan import model_from_config, resolve; "
+        "model_from_config(resolve('8b').config, name='x'); "
+        "print(*sorted(one.rsplit('.')[-1] for one in sys.modules if one.startswith('hpc_serve.plan.model.')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "dense" in loaded
+    assert not {"moe", "latent", "hybrid", "kimi", "compressed", "towers"} & set(loaded)

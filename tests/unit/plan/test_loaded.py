@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hpc_serve.plan import (
     resolve,
 )
 from hpc_serve.plan.memory.loaded import loaded_model, option_notes
+from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.sizes import GIB
 
 
@@ -94,6 +96,71 @@ def test_prediction_layers_are_weights_and_cache_on_the_last_stage() -> None:
     assert added == pytest.approx(2 * (model.layers[-1].block.parameters / 8 + 2 * model.hidden_size**2), rel=0.02)
     with pytest.raises(InvalidRequestError, match="has none"):
         loaded_model(spec("8b"), EngineConfig(speculative_config=speculation))
+
+
+EAGLE_HEAD: dict[str, Any] = {
+    **{"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256},
+    **{"num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048},
+}
+
+
+def drafted(draft: ModelSpec, tensor: int = 1, pipeline: int = 1) -> MemoryEstimate:
+    model, engine = loaded_model(spec("8b"), EngineConfig(), draft), EngineConfig()
+    return estimate_memory(
+        model,
+        accelerator("h200-141gb"),
+        engine,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        max_model_len=8192,
+    )
+
+
+def test_a_draft_model_is_weights_and_cache_on_the_last_stage() -> None:
+    draft = spec("meta-llama/Llama-3.2-1B-Instruct")
+    plain, both = estimate("8b"), drafted(draft)
+    assert both.weight_bytes - plain.weight_bytes == draft.weight_bytes
+    assert both.kv_bytes_per_token - plain.kv_bytes_per_token == 16 * 2 * 8 * 64 * 2
+    assert drafted(draft, 4).weight_bytes < both.weight_bytes / 3
+    assert drafted(draft, 1, 2).weight_bytes > estimate("8b", 1, 2).weight_bytes + 0.9 * draft.weight_bytes
+    with pytest.raises(InvalidRequestError, match=r"has a vocabulary of 151,936, and 8b one of 128,256\. vLLM refuses"):
+        loaded_model(spec("8b"), EngineConfig(), spec("Qwen/Qwen3-0.6B"))
+
+
+def test_a_head_of_eagle_shares_the_embedding() -> None:
+    """By hand, for vLLM's llama_eagle.py and llama_eagle3.py."""
+    hidden, inner, kv = 4096, 14336, 1024
+    mlp, output = 3 * hidden * inner, hidden * hidden
+    first = hidden * (hidden + 2 * kv) + output + mlp + 2 * hidden * hidden + hidden + hidden
+    third = 2 * hidden * (hidden + 2 * kv) + output + mlp + 3 * hidden * hidden + 3 * hidden + hidden
+    plain = estimate("8b")
+    for method, words, parameters in (("eagle", {}, first), ("eagle3", {"draft_vocab_size": 32_000}, third)):
+        head = draft_from_config({**EAGLE_HEAD, **words}, name="head", method=method)
+        parameters += 32_000 * hidden if words else 0
+        with_head = drafted(head)
+        assert with_head.weight_bytes - plain.weight_bytes == 2 * parameters
+        assert with_head.kv_bytes_per_token - plain.kv_bytes_per_token == 2 * kv * 2
+    other = draft_from_config({**EAGLE_HEAD, "hidden_size": 2048}, name="head", method="eagle3")
+    with pytest.raises(InvalidRequestError, match="head is for hidden states of 2,048, and 8b has 4,096"):
+        loaded_model(spec("8b"), EngineConfig(), other)
+    with pytest.raises(InvalidRequestError, match="architecture Eagle3GemmaForCausalLM, which this planner does not"):
+        draft_from_config({**EAGLE_HEAD, "architectures": ["GemmaForCausalLM"]}, name="head", method="eagle3")
+
+
+def test_a_draft_model_is_found_by_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**EAGLE_HEAD, "draft_vocab_size": 32_000}))
+    plain = planned(capsys, "8b")["memory"]["weight_bytes"]
+    for method, draft, least in (("draft_model", "meta-llama/Llama-3.2-1B", 2.4e9), ("eagle3", str(tmp_path), 0.8e9)):
+        config = json.dumps({"method": method, "model": draft, "num_speculative_tokens": 3})
+        found = planned(capsys, "8b", "--", "--speculative-config", config)
+        assert least < found["memory"]["weight_bytes"] - plain < 1.2 * least
+        assert any(f"of the draft model {draft} are counted" in reason for reason in found["reasons"])
+
+
+def test_a_draft_models_folder_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps({"method": "eagle3", "model": "./nosuch", "num_speculative_tokens": 3})
+    assert run(["plan", "8b", "--", "--speculative-config", config]) != 0
+    assert "There is no folder or file './nosuch'" in capsys.readouterr().err
 
 
 def test_a_tower_without_input_is_not_loaded() -> None:

@@ -240,7 +240,7 @@ def test_allocator_rounding(mib: float, rest: float) -> None:
         ("8b", ["num_attention_heads"], 0, "num_attention_heads is 0: it must be a whole number of at least 1"),
         ("8b", ["num_key_value_heads"], 0, "num_key_value_heads is 0"),
         ("8b", ["hidden_size"], "4096", "hidden_size is '4096'"),
-        ("8b", ["num_hidden_layers"], 10**12, "from 1 to 10,000"),
+        ("8b", ["num_hidden_layers"], 10**12, "from 1 to 2,000"),
         ("8b", ["vocab_size"], True, "vocab_size is True"),
         ("8b", ["intermediate_size"], -1, "not negative"),
         ("8b", ["rope_scaling"], [], r"rope_scaling is \[\]: it must be an object"),

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_serve.plan import EngineConfig, accelerator, model_from_config, resolve
 from hpc_serve.plan.catalog import accelerator_entries
+from hpc_serve.plan.engine import Workload
 from hpc_serve.plan.hardware.accelerator import least_of
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
@@ -67,3 +68,20 @@ def test_every_listed_price_has_its_date_and_source() -> None:
 
 def test_gpus_of_several_kinds_have_no_listed_price() -> None:
     assert least_of([accelerator("a100-80gb"), accelerator("h100-80gb")]).list_price is None
+
+
+@pytest.mark.parametrize(("gpu", "unit"), [("v5e", "chip"), ("cpu-spr-2s", "socket"), ("h100-80gb", "GPU")])
+def test_the_arithmetic_speaks_of_what_there_is(gpu: str, unit: str) -> None:
+    parts = FoundParts(
+        model=model_from_config(resolve("8b").config, name="8b"),
+        cluster=cluster_named(gpu, total_bytes=(256 << 30) if gpu.startswith("cpu") else None),
+    )
+    result = make_plan(PlanRequest(model="8b", gpu=gpu, engine=EngineConfig()), parts)
+    lines = list(explain_lines(result.roofline(), result.estimates()[-1]))
+    assert any(f" GB a {unit} " in line for line in lines)
+
+
+def test_long_waits_are_in_seconds_and_keep_their_columns() -> None:
+    result = planned("8b", "l4", workload=Workload(max_model_len=8192, concurrency=2000))
+    (line,) = (line for line in explain_lines(result.roofline(), result.estimates()[-1]) if "first token" in line)
+    assert re.fullmatch(r"  time to the first token +[\d,]+\.\d\d s +[\d,]+\.\d\d s", line)

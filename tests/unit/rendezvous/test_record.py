@@ -55,6 +55,7 @@ FULL = EndpointRecord(
     state_since=2.0,
     engine_restarts=3,
     cache="warm, from /tmp/hpc-serve-cache-1000/0123456789abcdef-0 on this node",
+    loading="prefetch: 15.0 GiB on gpfs, 500.0 GiB of memory are free",
     replicas_per_job=4,
     start=StartRecord(
         stage="weights",
@@ -73,7 +74,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id,
-state_since, engine_restarts, cache, replicas_per_job, start"""
+state_since, engine_restarts, cache, loading, replicas_per_job, start"""
 
 
 def changed(**values):
@@ -100,6 +101,7 @@ ADDED_LATER: dict[str, Any] = {
     "state_since": None,
     "engine_restarts": 0,
     "cache": "",
+    "loading": "",
     "replicas_per_job": 1,
     "start": None,
 }

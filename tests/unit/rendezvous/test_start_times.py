@@ -13,6 +13,7 @@ from hpc_serve.rendezvous.start_times import (
     PastStage,
     PastStart,
     last_start,
+    last_starts,
     layout_of,
     remember_start,
 )
@@ -52,6 +53,33 @@ def test_a_start_with_warm_caches_is_held_against_one_that_had_them(home):
     remember_start(home, warm)
     for cache, past in (("warm, from /c on this node", warm), ("cold, kept in /c (empty)", cold), ("", cold)):
         assert last_start(home, replace(RECORD, cache=cache)) == past
+
+
+def test_of_starts_with_as_warm_caches_that_of_another_service_comes_before_its_own_of_the_other_kind(home):
+    own, other = replace(START, cache="warm", ready_at=9.0), replace(START, service="other", cache="cold")
+    for start in (own, other):
+        remember_start(home, start)
+    assert last_start(home, replace(RECORD, cache="cold, kept in /c (empty)")) == other
+
+
+def test_a_warm_start_does_not_tell_how_long_a_cold_one_takes(home):
+    remember_start(home, replace(START, cache="warm"))
+    assert last_start(home, replace(RECORD, cache="cold, kept in /c (empty)")) is None
+    assert last_start(home, replace(RECORD, cache="warm, from /c")) is not None
+
+
+def test_a_start_that_read_its_programs_from_a_disk_is_kept_beside_one_that_did_not(home):
+    def start(disk_bytes: int, at: float) -> PastStart:
+        return replace(START, ready_at=at, stages=(replace(STAGES[0], disk_bytes=disk_bytes), STAGES[1]))
+
+    cold, warm, latest = start(2 * 2**30, 2.0), start(2**20, 3.0), start(2**21, 4.0)
+    for one in (cold, warm):
+        remember_start(home, one)
+    assert last_starts(home, RECORD) == (warm, cold)
+    remember_start(home, latest)
+    assert last_starts(home, RECORD) == (latest, cold)
+    remember_start(home, replace(START, ready_at=9.0))  # of a version that did not look
+    assert last_starts(home, RECORD) == (replace(START, ready_at=9.0),)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import diagnosis
+from hpc_serve.submit import diagnosis, log_files
 from hpc_serve.submit.bug_report import write_bundle
 from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica, read_log
 from hpc_serve.submit.wait import failure_report
@@ -62,6 +62,30 @@ def test_nothing_is_wrong_with_a_replica_that_serves_waits_or_was_stopped(logs, 
     assert diagnose_replica(failed(logs, state=state, reason="")).findings == ()
 
 
+RAYLET = (
+    "[2026-11-20 10:00:02,000 C 9 9] (raylet) thread.cc:1: pthread_create failed: Resource temporarily unavailable\n"
+)
+
+
+def test_ray_s_own_logs_are_read_where_the_others_tell_a_symptom_alone(tmp_path):
+    (tmp_path / "7-node0.log").write_text("raylet [exit code=-6]\n")
+    (tmp_path / "7-node1-ray.log").write_text(f"==> raylet.out\n{RAYLET}")
+    found = diagnose_replica(failed(tmp_path))
+    assert found.cause is not None
+    assert (found.cause.name, found.cause.lines[0].place) == ("too-many-threads", "7-node1-ray.log:2")
+    assert [path.name for path in found.logs] == ["7-node0.log", "7-node1-ray.log"]
+    (tmp_path / "7-node0.log").write_text(OOM)
+    assert [one.name for one in diagnose_replica(failed(tmp_path)).findings] == ["gpu-out-of-memory"]
+
+
+def test_what_hpc_serve_ended_by_itself_is_said_in_its_own_words(tmp_path):
+    own = "HPC_SERVE_TMPDIR=/tmp/ray on n1 is not used: it belongs to user 9. Set it to a folder of your own."
+    (tmp_path / "7-node0.log").write_text(f"2026-11-20 10:00:00 n1 ERROR hpc-serve: {own}\n")
+    report = diagnose_replica(failed(tmp_path, reason=own)).report
+    assert report.splitlines()[0] == f"Cause: {own}"
+    assert "no cause that is known here" not in report
+
+
 def test_a_start_is_wrong_only_for_a_known_cause(logs):
     assert diagnose_replica(failed(logs, state="starting", reason="")).cause is not None
     (logs / "7-node1.log").write_text("ERROR 11-20 10:00:03 [a.py:1] ValueError: tried again\n")
@@ -97,6 +121,12 @@ def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path,
     assert [one.line for one in log.raised] == [3, 19_990]
     assert log.last_lines[-1] == (20_000, "line 20000")
     assert read_log(tmp_path / "none").last_lines == read_log(tmp_path / "none").last_lines
+
+
+def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_files, "_LONGEST_LINE_BYTES", 500)
+    (tmp_path / "log").write_text(f"{'x' * 2_000}\n{OOM}\n")
+    assert [match.line for match in read_log(tmp_path / "log").matches] == [2]
 
 
 def test_of_several_replicas_the_one_in_trouble_is_meant(tmp_path):

@@ -121,6 +121,7 @@ def test_variables_of_both_site_files_are_merged_one_by_one(tmp_path):
         ("env: [A]", "env must hold variables"),
         ("env: {A: true}", "'true'"),
         ("env: {HF_TOKEN: hf_abc}", "looks like a secret"),
+        (r'note: "a\e[2Jb"', "note is .*printable"),
     ],
 )
 def test_a_site_s_model_has_its_own(tmp_path, entry, words):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from hpc_serve.submit.log_files import follow, log_files, tail
+from hpc_serve.submit import log_files as module
+from hpc_serve.submit.log_files import follow, lines_of, log_files, tail
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):
-    for name in ("7-node10.log", "7-node2.log", "7.log", "77-node0.log", "70.log"):
+    for name in ("7-node10.log", "7-node2.log", "7.log", "77-node0.log", "70.log", "7-node2-ray.log"):
         (tmp_path / name).touch()
     assert [path.name for path in log_files("7", tmp_path)] == ["7.log", "7-node2.log", "7-node10.log"]
     (tmp_path / "own.out").touch()
@@ -49,3 +53,71 @@ def test_new_lines_and_new_files_come_until_the_job_is_over(tmp_path):
         ("7-node0.log", "first"),
         ("7-node0.log", "without an end"),
     ]
+
+
+class CountedFile:
+    """An open file that counts what is read of it, and remembers the longest answer."""
+
+    def __init__(self, file) -> None:
+        self._file, self.read_bytes, self.longest = file, 0, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def seek(self, *place: int) -> int:
+        return self._file.seek(*place)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._noted(self._file.read(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._noted(self._file.readline(size))
+
+    def _noted(self, content: bytes) -> bytes:
+        self.read_bytes += len(content)
+        self.longest = max(self.longest, len(content))
+        return content
+
+
+@pytest.fixture
+def no_line_ends(tmp_path, monkeypatch):
+    """A log of one line, longer than any that is read as one; the files that were opened."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(module, "_LONGEST_LINE_BYTES", 1_000)
+    monkeypatch.setattr(module, "_TAIL_BYTES", 5_000)
+    monkeypatch.setattr(module, "_TAIL_LINE_BYTES", 10)
+    path, opened, whole = tmp_path / "7.log", [], type(tmp_path).open
+    path.write_bytes(b"x" * 60_000 + b"end")
+
+    def counted(self, *how):
+        opened.append(CountedFile(whole(self, *how)))
+        return opened[-1]
+
+    monkeypatch.setattr(type(tmp_path), "open", counted)
+    return path, opened
+
+
+def test_of_a_line_without_end_its_end_alone_is_read(no_line_ends):
+    path, opened = no_line_ends
+    (line,) = tail(path, 100)
+    assert line.endswith("xend")
+    assert len(line) == opened[0].read_bytes == 6_000
+
+
+def test_a_line_without_end_comes_in_pieces_and_each_byte_once(no_line_ends):
+    path, opened = no_line_ends
+    found: Iterator[list[Path]] = iter([[]])  # it appears after the first look, so it is read from its beginning
+    lines = [line for _, line in follow(lambda: next(found, [path]), first_lines=0, is_over=lambda: True)]
+    assert "".join(lines) == "x" * 60_000 + "end"
+    assert max(one.longest for one in opened) <= 1_000
+    assert sum(one.read_bytes for one in opened) < 61_000
+
+
+def test_pieces_are_those_of_the_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_LINE_BYTES", 4)
+    (tmp_path / "log").write_bytes(b"abcdefghij\nk\n")
+    with (tmp_path / "log").open("rb") as file:
+        assert list(lines_of(file)) == [b"abcd", b"efgh", b"ij\n", b"k\n"]

@@ -1,4 +1,4 @@
-"""The course of a run, by the log of its head."""
+"""The engine's reports, by the log of its head."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hpc_serve.submit import log_history
-from hpc_serve.submit.log_history import read_history
+from hpc_serve.submit import log_files, log_history
+from hpc_serve.submit.log_history import read_reports
 
 # As real vLLM 0.32 and the launcher wrote it, shortened; shards have no time of their own.
 LOG = """\
@@ -36,17 +36,9 @@ def log(tmp_path):
     return path
 
 
-def test_stages_and_reports(log):
-    found = read_history(log, near=NEAR)
-    assert [(stage.name, stage.took_s) for stage in found.stages] == [
-        ("nodes and Ray", 1),
-        ("starting the engine", 286),
-        ("loading weights", 22),
-        ("server is up", 4),
-    ]
-    assert found.is_ready
-    assert found.stages[0].began_at == time.mktime((2026, 11, 22, 14, 5, 13, 0, 0, -1))
-    (first_at, first), (second_at, second) = found.reports
+def test_reports_of_one_moment_are_one(log):
+    (first_at, first), (second_at, second) = read_reports(log, near=NEAR)
+    assert first_at == time.mktime((2026, 11, 22, 14, 19, 46, 0, 0, -1))
     assert second_at - first_at == 10
     assert (first.generation_tokens_per_s, first.running, first.waiting) == (125.2, 9, 2)
     assert (second.generation_tokens_per_s, second.running) == (9.0, 0)
@@ -54,34 +46,23 @@ def test_stages_and_reports(log):
 
 def test_of_several_runs_of_a_job_the_last_counts(log):
     log.write_text(LOG + LOG.splitlines()[0].replace("14:05:13", "16:00:00") + "\n")
-    found = read_history(log, near=NEAR)
-    assert [stage.name for stage in found.stages] == ["nodes and Ray"]
-    assert (found.is_ready, found.reports) == (False, ())
-
-
-def test_a_start_that_goes_on_is_told_as_far_as_it_is(log):
-    log.write_text("".join(LOG.splitlines(keepends=True)[:5]))
-    found = read_history(log, near=NEAR)
-    assert [stage.name for stage in found.stages] == ["nodes and Ray", "starting the engine", "loading weights"]
-    assert not found.is_ready
+    assert read_reports(log, near=NEAR) == ()
 
 
 def test_a_run_over_the_end_of_a_year(tmp_path):
     path = tmp_path / "log"
-    lines = LOG.replace("2026-11-22", "2026-12-31").replace("11-22 14:19", "01-01 00:19").replace("11-22", "12-31")
-    path.write_text(lines)
-    found = read_history(path, near=time.mktime((2027, 1, 1, 1, 0, 0, 0, 0, -1)))
-    assert found.reports[0][0] - found.stages[0].began_at == 10 * 3600 + 14 * 60 + 33
+    path.write_text(LOG.replace("11-22 14:19:46", "12-31 23:59:56").replace("11-22 14:19:56", "01-01 00:00:06"))
+    (first_at, _), (second_at, _) = read_reports(path, near=time.mktime((2027, 1, 1, 1, 0, 0, 0, 0, -1)))
+    assert first_at == time.mktime((2026, 12, 31, 23, 59, 56, 0, 0, -1))
+    assert second_at - first_at == 10
 
 
 def test_of_a_long_log_both_ends_are_read(log, monkeypatch):
-    monkeypatch.setattr(log_history, "_HEAD_BYTES", 1500)
+    reports = LOG.splitlines(keepends=True)[-3:]
+    monkeypatch.setattr(log_history, "_HEAD_BYTES", len(reports[0]) - 1)
     monkeypatch.setattr(log_history, "_TAIL_BYTES", 400)
-    start, reports = LOG[: LOG.index("(APIServer pid=1)")], LOG[LOG.index("(APIServer pid=1)") :]
-    log.write_text(start + "noise\n" * 2000 + reports)
-    found = read_history(log, near=NEAR)
-    assert len(found.stages) == 4
-    assert [one.generation_tokens_per_s for _, one in found.reports] == [9.0]
+    log.write_text(reports[0] + "noise\n" * 2000 + reports[2])
+    assert [one.generation_tokens_per_s for _, one in read_reports(log, near=NEAR)] == [124.2, 9.0]
 
 
 @pytest.mark.parametrize(
@@ -90,5 +71,11 @@ def test_of_a_long_log_both_ends_are_read(log, monkeypatch):
 def test_a_log_that_is_none_tells_nothing_or_little(tmp_path, content):
     path = tmp_path / "log"
     path.write_bytes(content)
-    assert read_history(path, near=NEAR).reports == ()
-    assert read_history(tmp_path / "none", near=NEAR).stages == ()
+    assert read_reports(path, near=NEAR) == ()
+    assert read_reports(tmp_path / "none", near=NEAR) == ()
+
+
+def test_reports_behind_a_line_without_end_of_its_own_are_read(log, monkeypatch):
+    monkeypatch.setattr(log_files, "_LONGEST_LINE_BYTES", 1_000)
+    log.write_text("x" * 5_000 + "\n" + LOG)
+    assert read_reports(log, near=NEAR)

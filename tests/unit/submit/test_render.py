@@ -188,8 +188,8 @@ RUNTIMES: dict[EnvironmentKind, str] = {
     "--container-mounts=/tmp:/tmp,/scratch:/scratch,'/a b:/c' '--x=1 2' ",
     "podman-hpc": 'podman-hpc run --rm --env-host --net=host --ipc=host --userns=keep-id --volume="$HOME:$HOME" '
     "--volume=/tmp:/tmp --gpu --volume=/scratch:/scratch --volume='/a b:/c' '--x=1 2' '/opt/a folder/x' ",
-    "charliecloud": "ch-run --bind=\"$HOME:$HOME\" --bind=/scratch:/scratch --bind='/a b:/c' '--x=1 2' "
-    "'/opt/a folder/x' -- ",
+    "charliecloud": 'ch-run --set-env="HOME=$HOME" --bind="$HOME:$HOME" --bind=/scratch:/scratch '
+    "--bind='/a b:/c' '--x=1 2' '/opt/a folder/x' -- ",
 }
 
 

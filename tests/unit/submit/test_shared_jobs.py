@@ -184,7 +184,8 @@ class TestShell:
         ({"target": "throughput"}, "--target and --replicas-per-job 4 do not go together"),
         (
             {"keep_up": True},
-            "--keep-up and --replicas-per-job 4 do not go together: each replica hands over",
+            "--keep-up and --replicas-per-job 4 do not go together: each replica hands over.*with --no-exclusive,"
+            " --replicas N is jobs of one replica each",
         ),
         ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
         ({"max_replicas": 8}, "--replicas MIN:MAX and --replicas-per-job 4 do not go together"),

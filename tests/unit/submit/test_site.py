@@ -29,6 +29,7 @@ venv: ~/envs/serve
 interface: ib0
 tmpdir: /local
 cache_dir: /local/cache
+cache_size: 4GiB
 log_dir: ~/logs
 constraint:
 """
@@ -91,6 +92,13 @@ def test_a_variable_wins_over_the_site_s_network():
     assert (settings.interface, settings.tmpdir, settings.cache_dir) == ("eth1", "/local", None)
 
 
+@pytest.mark.parametrize("size", ["4GiB", "0"])
+def test_the_size_of_the_caches_reaches_the_script_and_a_variable_wins_over_it(tmp_path, size):
+    site = load_site(site_file(tmp_path, f"cache_size: {size}\n"))
+    assert site.job_settings({}).exports() == {"HPC_SERVE_CACHE_SIZE": size}
+    assert site.job_settings({"HPC_SERVE_CACHE_SIZE": "1GiB"}).exports() == {"HPC_SERVE_CACHE_SIZE": "1GiB"}
+
+
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "partition:\n"])
 def test_an_empty_file_sets_nothing(tmp_path, text):
     assert load_site(site_file(tmp_path, text)) == SiteProfile()
@@ -121,6 +129,7 @@ def test_an_empty_file_sets_nothing(tmp_path, text):
         ("partition: 'a b'\n", ["partition is 'a b'"]),
         ("gpu_directive: gpus\n", ["gpu_directive is 'gpus'"]),
         ("time: soon\n", ["time is 'soon'"]),
+        ("cache_size: much\n", ["site.yaml", "'much' is no size"]),
         ("templates_dir: /dev/null/x\n", ["/dev/null/x is not a folder"]),
     ],
 )

@@ -104,3 +104,32 @@ def test_which_file_is_the_user_s(tmp_path):
     assert find_user_file(config | {"HPC_SERVE_SITE": "/a.yaml"}) == Path("/a.yaml")
     assert find_user_file(config | {"HPC_SERVE_SITE": "/a.yaml"}, "/b.yaml") == Path("/b.yaml")
     assert find_user_file({"XDG_CONFIG_HOME": "/nonexistent"}) is None
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "templates", "template", "models"])
+def test_words_that_everybody_can_change_are_not_used(files, tmp_path, what):
+    (tmp_path / "templates").mkdir(mode=0o755)
+    (tmp_path / "templates" / "slurm.sh.j2").write_text("#!/bin/bash")
+    (tmp_path / "models.yaml").write_text("[]")
+    environ = files(None, f"templates_dir: {tmp_path}/templates\nmodels: {tmp_path}/models.yaml\n")
+    file = tmp_path / "config" / "hpc-serve" / "site.yaml"
+    assert read_site(environ).models
+    paths = {
+        "file": file,
+        "folder": file.parent,
+        "templates": tmp_path / "templates",
+        "template": tmp_path / "templates" / "slurm.sh.j2",
+        "models": tmp_path / "models.yaml",
+    }
+    paths[what].chmod(paths[what].stat().st_mode | 0o002)
+    with pytest.raises(SiteFileError, match=r"can be changed by everybody .*chmod o-w"):
+        read_site(environ)
+
+
+def test_a_file_of_a_group_may_be_chosen(files, tmp_path):
+    environ = files(None, "partition: gpu\n")
+    (tmp_path / "group.yaml").write_text("partition: cpu\n")
+    (tmp_path / "group.yaml").chmod(0o664)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "group.yaml", 64_999, 64_999)
+    assert read_site(environ, str(tmp_path / "group.yaml")).partition == "cpu"

@@ -284,6 +284,16 @@ def test_how_a_job_ended(situation, sentence):
     assert ended_sentence(scontrol_job(situation)) == sentence
 
 
+@pytest.mark.parametrize("state", ["OUT_OF_MEMORY", "FAILED"])
+def test_slurms_mark_of_a_lack_of_memory_is_no_signal(state):
+    text = SCONTROL["signalled"]["stdout"].replace("JobState=FAILED", f"JobState={state}")
+    text = text.replace("ExitCode=0:9", "ExitCode=0:125")
+    job = parse_scontrol_job(text, "38")
+    assert job is not None
+    assert (job.state, job.signal) == (state, 125)
+    assert ended_sentence(job) == f"it used more memory than it had asked Slurm for ({state})"
+
+
 REFUSED = (  # what a job that sbatch refused leaves in the controller: ExitCode 0:1, and no node
     "JobId=40 JobName=hpc-serve-8b UserId=alice(0) JobState=FAILED Reason={} Requeue=1 Restarts=0 ExitCode=0:1 "
     "RunTime=00:00:00 StartTime=2026-11-21T02:11:36 EndTime=2026-11-21T02:11:36 NodeList={} StdOut=/home/alice/40.log"

@@ -14,7 +14,7 @@ from hpc_serve.submit import weights
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.preflight import check_weights
 from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.request import JobSettings, ServeRequest
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
@@ -59,7 +59,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(environ, snapshot):
     (snapshot / SHARDS[0]).touch()
     words = said(environ)
     assert "holds only 1 of its 2 files of weights (model-2.safetensors missing)" in words
-    assert f"`hf download {MODEL} --exclude 'original/*'` (about 15 GiB)" in words
+    assert f"`hpc-serve fetch {MODEL}` (about 15 GiB)" in words
     assert "There is no token" in words
     assert "There is no token" not in said(environ | {"HF_TOKEN": "hf_secret"})
     assert "hf_secret" not in said(environ | {"HF_TOKEN": "hf_secret"})
@@ -77,7 +77,7 @@ def test_a_job_that_could_not_fetch_them_is_refused(environ, snapshot, variable)
     with pytest.raises(InvalidRequestError, match="could not fetch them") as refused:
         said(environ | offline, offline_nodes=not offline, weights_help="see /shared/models")
     assert (variable or "offline_nodes in the site file") in str(refused.value)
-    assert "hf download" in str(refused.value)
+    assert "hpc-serve fetch" in str(refused.value)
     assert "Your site says: see /shared/models." in str(refused.value)
 
 
@@ -143,3 +143,8 @@ def test_where_nodes_are_offline_the_job_is_told(environ):
     assert "export HF_HUB_OFFLINE=1\n" in render_script(request, plan_service(request))
     online = ServeRequest(model="8b", service="8b")
     assert "HF_HUB_OFFLINE" not in render_script(online, plan_service(online))
+
+
+def test_staging_needs_weights_that_are_here(environ):
+    with pytest.raises(InvalidRequestError, match=r"--stage copies what the nodes see\. Get them first"):
+        said(environ, settings=JobSettings(stage="on"))

@@ -71,6 +71,16 @@ def test_what_idle_processes_read_is_no_load_and_a_slow_load_is_one():
     assert progress.idle_s < 2
 
 
+def test_a_slow_load_is_one_though_a_process_that_had_read_more_has_ended():
+    clock = Clock()
+    progress = StartProgress(clock)
+    progress.note_read_bytes(3_000 * MIB)  # with a process that only imported
+    for second in range(1, 1_001):
+        clock.now = second
+        progress.note_read_bytes(500 * MIB + 2 * MIB * second)
+        assert progress.idle_s < 2
+
+
 def test_a_time_in_which_nobody_looked_is_no_time_without_progress():
     """A job that is suspended stands still as a whole."""
     clock = Clock()

@@ -6,7 +6,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
+from hpc_serve.job.preflight.facts import NetworkFacts, NodeFacts, NodeReport
 from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.verdict import Seen, failed, not_checked, ok, warning
 
@@ -74,6 +74,42 @@ def _address(facts: NodeFacts, holders: int, needs: Needs) -> Seen:
             "hpc-serve tells Ray and vLLM the address; a library that asks the name (HOST_IP, MASTER_ADDR) goes wrong.",
         )
     return ok(where)
+
+
+def interfaces(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
+    """The interfaces that somebody chose for Gloo and NCCL are there."""
+    found = {report.name: report.facts.network for report in reports if report.facts and report.facts.network}
+    if needs.num_nodes == 1 or not found:
+        name = reports[0].name
+        return {name: not_checked(_ONE_NODE if needs.num_nodes == 1 else "the network was not looked at")}
+    return {name: _chosen_interfaces(network, needs) for name, network in found.items()}
+
+
+def _chosen_interfaces(network: NetworkFacts, needs: Needs) -> Seen:
+    if not network.chosen or not network.interfaces:
+        return ok("none is chosen")
+    is_there = {
+        "GLOO_SOCKET_IFNAME": lambda words: set(words.split(",")) <= set(network.interfaces),
+        "NCCL_SOCKET_IFNAME": lambda words: not needs.gpus or _nccl_finds_one(words, network.interfaces),
+    }
+    for variable, words in network.chosen.items():
+        if not is_there[variable](words):
+            return failed(
+                f"{variable} is {words}, and the node has {', '.join(network.interfaces)}",
+                f"Unset {variable}: the launcher sets it to the interface of the node's address "
+                "(HPC_SERVE_INTERFACE, interface in the site file).",
+            )
+    return ok(", ".join(f"{variable}={words}" for variable, words in network.chosen.items()))
+
+
+def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
+    """NCCL takes names by their beginning, "=" for whole names, "^" for all but these; a port may follow a name."""
+    excludes, words = words.startswith("^"), words.removeprefix("^")
+    is_whole, words = words.startswith("="), words.removeprefix("=")
+    names = [word.partition(":")[0] for word in words.split(",") if word]
+    return any(
+        any(one == name if is_whole else one.startswith(name) for name in names) is not excludes for one in there
+    )
 
 
 def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
@@ -191,6 +227,7 @@ def _usual(values: Sequence[object]) -> object:
 
 BETWEEN_CHECKS: tuple[tuple[str, str, Callable[[Sequence[NodeReport], Needs], SeenByNode]], ...] = (
     ("addresses", "network", addresses),
+    ("interfaces", "network", interfaces),
     ("reach", "reach", reach),
     ("links", "network", links),
     ("clocks", "", clocks),

@@ -42,6 +42,13 @@ def gpus_there(facts: NodeFacts, needs: Needs) -> Seen:
             f"CUDA_VISIBLE_DEVICES is set and empty, so no GPU is visible, {wanted}",
             "Ask Slurm for GPUs (--gpus-per-node, --gres), and let nothing in the site's modules or the script set it.",
         )
+    named = _count_named(gpus.visible)
+    if gpus.tool in ("", "nvidia-smi") and 0 < named < needs.gpus:
+        return failed(
+            f"CUDA_VISIBLE_DEVICES={gpus.visible} names {named} of the GPUs, {wanted}",
+            "Leave it to Slurm: let nothing in the site's modules, your shell's start-up files or the script set it. "
+            "Else ask Slurm for as many (--gpus-per-node, --gres).",
+        )
     if not gpus.tool:
         return not_checked(_NO_TOOL)
     if gpus.error:
@@ -51,6 +58,12 @@ def gpus_there(facts: NodeFacts, needs: Needs) -> Seen:
     if len(gpus.gpus) < needs.gpus:
         return warning(f"{gpus.tool} lists {len(gpus.gpus)} GPUs of this job, {wanted}{_visible(gpus.visible)}", cure)
     return ok(f"{len(gpus.gpus)} GPUs ({gpus.gpus[0].name})")
+
+
+def _count_named(visible: str | None) -> int:
+    """How many whole GPUs CUDA_VISIBLE_DEVICES names; 0 where it is not set, or names parts of GPUs."""
+    words = [word.strip() for word in (visible or "").split(",") if word.strip()]
+    return 0 if any(word.startswith("MIG-") for word in words) else len(words)
 
 
 def _visible(visible: str | None) -> str:

@@ -12,15 +12,21 @@ _BYTES_PER_RANK = 2 * GIB
 _ENOUGH_SHM_BYTES = GIB
 _NO_SHM_BYTES = MIB
 _ENOUGH_DISK_BYTES, _NO_DISK_BYTES = 2 * GIB, MIB
-# Ray's head alone has some hundred threads.
-_ENOUGH_TASKS, _TOO_FEW_TASKS = 2_048, 64
+# Ray 2.60's head alone has 160 threads on a machine of two cores, and more on larger ones.
+_ENOUGH_TASKS, _TOO_FEW_TASKS, _TOO_FEW_FOR_RAY = 2_048, 64, 160
 _ENOUGH_FILES, _ENOUGH_PROCESSES = 4_096, 4_096
 _ENOUGH_LOCKED_BYTES = 64 * MIB
 # The kernel's limit of a UNIX socket's path, and what vLLM's names of sockets add to their folder.
 _SOCKET_PATH, _SOCKET_NAME = 107, 37
 _UNLIMITED = -1
+# vLLM's queues between ranks, Ray's object store (job/ray_cluster.py), and what one model compiles to.
+_SHARED_BYTES_PER_RANK, _OBJECT_STORE_BYTES, _CACHES_BYTES = GIB // 4, GIB, 2 * GIB
 LOGS = "logs"
 """The purpose of the one folder without which an engine serves."""
+STAGED = "the copy of the model"
+"""That of the folder of --stage."""
+CACHES = "caches"
+"""That of the folder of what the engine compiles."""
 
 
 def memory(facts: NodeFacts, needs: Needs) -> Seen:
@@ -30,24 +36,44 @@ def memory(facts: NodeFacts, needs: Needs) -> Seen:
     limit = min(seen.total_bytes, seen.limit_bytes or seen.total_bytes)
     whose = "the job's cgroup allows" if limit < seen.total_bytes else "the node has"
     offload = needs.offload_bytes * needs.ranks_per_node
+    staged = needs.staged_bytes if STAGED in (kept_in_memory := _kept_in_memory(facts)) else 0
     if offload > limit:
         return failed(
             f"{whose} {limit / GIB:.1f} GiB, --cpu-offload-gb keeps {offload / GIB:.1f} GiB of the weights in it",
             "Ask for more memory (--mem), or offload less.",
+        )
+    if offload + staged > limit:
+        return failed(
+            f"{whose} {limit / GIB:.1f} GiB, and the copy of the model takes {staged / GIB:.1f} GiB of it, since its "
+            "folder is memory",
+            "Ask for more memory (--mem), or name a folder on a disk (HPC_SERVE_STAGE, `stage` in the site file).",
         )
     if needs.memory_bytes is not None and limit < needs.memory_bytes * 0.95:
         return warning(
             f"{whose} {limit / GIB:.1f} GiB, Slurm says that this job has {needs.memory_bytes / GIB:.1f}",
             "The kernel ends processes at the lower of the two: ask for less (--mem), or for another node.",
         )
-    wanted = offload + _BYTES_PER_RANK * needs.ranks_per_node
+    shared = _SHARED_BYTES_PER_RANK * needs.ranks_per_node + (_OBJECT_STORE_BYTES if needs.backend == "ray" else 0)
+    kept = shared + staged + (_CACHES_BYTES if CACHES in kept_in_memory else 0)
+    wanted = offload + _BYTES_PER_RANK * needs.ranks_per_node + kept
     if limit < wanted:
         return warning(
-            f"{whose} {limit / GIB:.1f} GiB for {needs.ranks_per_node} ranks, about {wanted / GIB:.0f} are needed",
+            f"{whose} {limit / GIB:.1f} GiB for {needs.ranks_per_node} ranks, about {wanted / GIB:.0f} are needed, "
+            f"{kept / GIB:.0f} of them for files in memory (/dev/shm{_other_folders(facts)})",
             "Ask for more memory (--mem; what is in /dev/shm counts too).",
         )
     used = f", of which {seen.used_of_limit_bytes / GIB:.1f} are used" if seen.used_of_limit_bytes is not None else ""
     return ok(f"{whose} {limit / GIB:.1f} GiB{used}")
+
+
+def _kept_in_memory(facts: NodeFacts) -> frozenset[str]:
+    """The purposes of folders that are memory."""
+    return frozenset(one.purpose for one in facts.folders or () if one.is_in_memory)
+
+
+def _other_folders(facts: NodeFacts) -> str:
+    paths = [one.path for one in facts.folders or () if one.is_in_memory and not one.path.startswith("/dev/shm")]
+    return "".join(f", {path}" for path in paths)
 
 
 def shared_memory(facts: NodeFacts, needs: Needs) -> Seen:
@@ -69,6 +95,22 @@ def shared_memory(facts: NodeFacts, needs: Needs) -> Seen:
     needs_room = needs.ranks_per_node > 1 or needs.backend == "ray"
     if needs_room and seen.shm_free_bytes < _ENOUGH_SHM_BYTES:
         return warning(f"{text}, ranks of one node share memory there", cure)
+    return ok(text)
+
+
+def staged(facts: NodeFacts, needs: Needs) -> Seen:
+    """There is room for the copy of the model that each node makes, and 1 GiB more."""
+    if facts.folders is None:
+        return not_checked("the folders were not looked at")
+    if not needs.staged_bytes:
+        return ok("the model is loaded from where it is, without --stage")
+    seen = next((one for one in facts.folders if one.purpose == STAGED), None)
+    size = needs.staged_bytes / GIB
+    if seen is None:
+        return ok(f"{size:.1f} GiB, which another run on this node has copied")
+    text = f"{size:.1f} GiB of the model are copied to {seen.path}, which has {seen.free_bytes / GIB:.1f} GiB free"
+    if not seen.is_writable or seen.free_bytes < needs.staged_bytes + GIB:
+        return failed(text, "Set HPC_SERVE_STAGE (`stage` in the site file) to a larger folder, or leave --stage out.")
     return ok(text)
 
 
@@ -98,19 +140,32 @@ def limits(facts: NodeFacts, needs: Needs) -> Seen:
     """Limits on locked memory, open files, processes and the size of one, and on tasks of the job's cgroup."""
     if facts.limits is None:
         return not_checked("the limits were not read")
-    return worst([_tasks(facts), *(_limit(name, limit, facts, needs) for name, limit in facts.limits.items())])
+    return worst([_tasks(facts, needs), *(_limit(name, limit, facts, needs) for name, limit in facts.limits.items())])
 
 
-def _tasks(facts: NodeFacts) -> Seen:
+def _tasks(facts: NodeFacts, needs: Needs) -> Seen:
     memory = facts.memory
     if memory is None or memory.tasks_limit is None:
         return ok("no limit on tasks")
     left = memory.tasks_limit - (memory.tasks or 0)
     text = f"the job's cgroup has room for {left} of {memory.tasks_limit} tasks (pids.max)"
     cure = "The site's limit is too low for an engine's threads: ask its administrators (TasksMax, pids.max)."
-    if left < _TOO_FEW_TASKS:
+    if left < _too_few_tasks(needs):
         return failed(text, cure)
     return warning(text, cure) if left < _ENOUGH_TASKS else ok(text)
+
+
+def _too_few_tasks(needs: Needs) -> int:
+    return _TOO_FEW_FOR_RAY if needs.backend == "ray" else _TOO_FEW_TASKS
+
+
+def _processes(limit: LimitFacts, text: str, needs: Needs) -> Seen:
+    cure = (
+        "Raise it in the shell that you submit from (`ulimit -u`): Slurm takes it over. Else ask your administrators."
+    )
+    if limit.used is not None and limit.soft - limit.used < _too_few_tasks(needs):
+        return failed(f"{text}, and you have {limit.used:,} processes and threads there before the engine", cure)
+    return warning(f"{text}, an engine's threads count too", cure) if limit.soft < _ENOUGH_PROCESSES else ok(text)
 
 
 def _limit(name: str, limit: LimitFacts, facts: NodeFacts, needs: Needs) -> Seen:
@@ -120,8 +175,8 @@ def _limit(name: str, limit: LimitFacts, facts: NodeFacts, needs: Needs) -> Seen
         return warning(f"{text}, and NCCL over InfiniBand locks memory", f"{ask}: `ulimit -l unlimited`.")
     if name == "nofile" and 0 <= limit.hard < _ENOUGH_FILES:
         return warning(f"{text}, an engine under load opens thousands of files", f"{ask}: `ulimit -n 65536`.")
-    if name == "nproc" and 0 <= limit.soft < _ENOUGH_PROCESSES:
-        return warning(f"{text}, an engine's threads count too", f"{ask}: `ulimit -u`.")
+    if name == "nproc" and limit.soft >= 0:
+        return _processes(limit, f"{text} (ulimit -u)", needs)
     if name == "as" and limit.soft != _UNLIMITED and needs.gpus:
         return warning(
             f"{text}, and CUDA reserves more address space than the node has memory", f"{ask}: `ulimit -v unlimited`."

@@ -14,9 +14,25 @@ _REFUSED = ("GatedRepo", "RepoNotFound")
 
 
 def weights(facts: NodeFacts, needs: Needs) -> Seen:
-    """Each node reads the weights, all of those that the index names, and none is cut short."""
+    """Each node reads the weights, all of those that the index names, and none is cut short; and a tokenizer."""
     if (seen := facts.weights) is None:
         return not_checked(facts.problems.get("weights", "the weights are not looked for with these options"))
+    found = _weights(seen, needs)
+    if (
+        found.level == "ok"
+        and seen.lacks_tokenizer
+        and not needs.has_own_tokenizer
+        and (seen.is_offline or not seen.is_of_hub)
+    ):
+        return failed(
+            f"{seen.folder} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, …)",
+            "Copy or download the whole model (`hpc-serve fetch MODEL`), or name another one's with --tokenizer "
+            "(after --).",
+        )
+    return found
+
+
+def _weights(seen: WeightsFacts, needs: Needs) -> Seen:
     if seen.error:
         return failed(
             f"{seen.source}: {seen.error}",
@@ -45,7 +61,7 @@ def _more(seen: WeightsFacts) -> str:
 
 def _to_fetch(seen: WeightsFacts) -> Seen:
     text = f"{seen.source}: the cache holds {seen.missing or 'none of its weights'}"
-    get = f"`hf download {seen.source}`"
+    get = f"`hpc-serve fetch {seen.source}`"
     if seen.is_offline:
         if seen.folder:  # there is a config: with another revision or a local patch it might do
             return warning(f"{text}, and the hub is not asked (HF_HUB_OFFLINE)", f"Get them first: {get}.")

@@ -7,9 +7,12 @@ import os
 import resource
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from hpc_serve.job.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
 from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts
+from hpc_serve.job.weights_place import is_in_memory
 
 _SHM = "/dev/shm"
 _LIMITS = {
@@ -18,18 +21,14 @@ _LIMITS = {
     "nproc": resource.RLIMIT_NPROC,
     "as": resource.RLIMIT_AS,
 }
-_KIB = 1024
 
 
 def gather_memory() -> MemoryFacts:
     """Memory, shared memory, and what the cgroup allows. Raises OSError, ValueError."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    meminfo = {words[0].rstrip(":"): int(words[1]) * _KIB for words in lines if len(words) > 1}
+    meminfo = read_meminfo()
     cgroups = own_cgroups(Path("/proc/self/cgroup").read_text())
-    limit, used = _least_limit(cgroups, "memory", ("memory.max", "memory.current"))
-    if limit is None:
-        limit, used = _least_limit(cgroups, "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    tasks_limit, tasks = _least_limit(cgroups, "pids", ("pids.max", "pids.current"))
+    limit, used = memory_limit(cgroups)
+    tasks_limit, tasks = least_limit(cgroups, "pids", ("pids.max", "pids.current"))
     total = meminfo["MemTotal"]
     is_limited = limit is not None and limit < total
     try:
@@ -48,29 +47,6 @@ def gather_memory() -> MemoryFacts:
         tasks_limit=tasks_limit,
         tasks=tasks,
     )
-
-
-def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, list[Path]]:
-    """The folders of this process's cgroup and those above it, by controller; "" for those of version 2."""
-    found: dict[str, list[Path]] = {}
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            top = root / controller if controller else root
-            folder = top / path.lstrip("/")
-            found[controller] = [folder, *(above for above in folder.parents if above.is_relative_to(top))]
-    return found
-
-
-def _least_limit(
-    cgroups: Mapping[str, list[Path]], controller: str, files: tuple[str, str]
-) -> tuple[int | None, int | None]:
-    """The least limit of a cgroup or one above it, and what is used of it; None without one."""
-    found: list[tuple[int, int]] = []
-    for folder in [*cgroups.get(controller, ()), *cgroups.get("", ())]:
-        with contextlib.suppress(OSError, ValueError):  # "max" is none
-            found.append((int((folder / files[0]).read_text()), int((folder / files[1]).read_text())))
-    return min(found, default=(None, None))
 
 
 def gather_folders(folders: Mapping[str, str]) -> tuple[FolderFacts, ...]:
@@ -92,12 +68,33 @@ def _folder(purpose: str, path: Path) -> FolderFacts:
         room, files = stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
     except OSError:
         return FolderFacts(purpose=purpose, path=str(path), is_writable=False, free_bytes=0)
-    return FolderFacts(purpose=purpose, path=str(path), is_writable=is_writable, free_bytes=room, free_files=files)
+    return FolderFacts(
+        purpose=purpose,
+        path=str(path),
+        is_writable=is_writable,
+        free_bytes=room,
+        free_files=files,
+        is_in_memory=is_in_memory(existing),
+    )
 
 
 def gather_limits() -> dict[str, LimitFacts]:
     """What `ulimit` shows of this process."""
-    return {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in _read_limits().items()}
+    limits = {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in _read_limits().items()}
+    if os.geteuid() != 0 and limits["nproc"].soft >= 0:  # the kernel holds root to none
+        limits["nproc"] = replace(limits["nproc"], used=count_tasks(os.geteuid()))
+    return limits
+
+
+def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:
+    """How many processes and threads a user has on this node, which `ulimit -u` bounds together."""
+    count = 0
+    for entry in proc.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                if entry.stat().st_uid == user_id:
+                    count += len(os.listdir(entry / "task"))
+    return count
 
 
 def _read_limits() -> dict[str, tuple[int, int]]:

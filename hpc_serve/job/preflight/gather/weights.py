@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_serve.hub_settings import HubSettings, read_hub_settings
 from hpc_serve.job.preflight.facts import WeightsFacts
-from hpc_serve.local_weights import cached_folder, damaged_files, missing_weights, weight_files
+from hpc_serve.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_S = 3.0
@@ -62,12 +62,14 @@ def _of_folder(folder: Path, load_format: str) -> WeightsFacts | None:
 
 
 def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
+    of_tokenizer = {"lacks_tokenizer": lacks_tokenizer(folder)}
     if load_format == "dummy":
-        return {"folder": str(folder)}
+        return {"folder": str(folder), **of_tokenizer}
     missing = missing_weights(folder)
     files = weight_files(folder)
     return {
         "folder": str(folder),
+        **of_tokenizer,
         "missing": missing.words if missing is not None else "",
         "damaged": damaged_files(files)[:_MOST_DAMAGED],
         "num_files": len(files),

@@ -45,7 +45,32 @@ def test_healthy_nodes_pass_every_check():
 def test_one_node_alone_has_nobody_to_reach():
     verdicts = judge([report("n1")], replace(NEEDS, num_nodes=1, world_size=8))
     unchecked = {verdict.check for verdict in verdicts if verdict.level != "ok"}
-    assert unchecked == {"reach", "links", "clocks", "versions"}
+    assert unchecked == {"reach", "interfaces", "links", "clocks", "versions"}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"GLOO_SOCKET_IFNAME": "eth0,lo"},
+        {"NCCL_SOCKET_IFNAME": "eth"},
+        {"NCCL_SOCKET_IFNAME": "=eth0"},
+        {"NCCL_SOCKET_IFNAME": "ib,eth0:5000"},
+        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
+        {},
+    ],
+)
+def test_an_interface_that_is_there_may_be_chosen(chosen):
+    nodes = [report("n1"), report("n2", network=replace(NETWORK, interfaces=("lo", "eth0"), chosen=chosen))]
+    assert between.interfaces(nodes, NEEDS)["n2"].level == "ok"
+
+
+def test_engines_without_gpus_need_no_interface_of_nccl():
+    nodes = [
+        report("n1"),
+        report("n2", network=replace(NETWORK, interfaces=("lo",), chosen={"NCCL_SOCKET_IFNAME": "ib"})),
+    ]
+    assert between.interfaces(nodes, replace(NEEDS, gpus_per_node=0))["n2"].level == "ok"
 
 
 UNREACHED = replace(report("n2"), unreached={"n3": "timed out", "n1": "timed out"})
@@ -65,6 +90,20 @@ CASES = {
         NEEDS,
         "failed",
         "2 nodes say that their address is 10.0.0.1",
+    ),
+    "an interface for Gloo that is not there": (
+        between.interfaces,
+        report("n2", network=replace(NETWORK, interfaces=("lo", "eth0"), chosen={"GLOO_SOCKET_IFNAME": "ib9"})),
+        NEEDS,
+        "failed",
+        "GLOO_SOCKET_IFNAME is ib9, and the node has lo, eth0",
+    ),
+    "none for NCCL": (
+        between.interfaces,
+        report("n2", network=replace(NETWORK, interfaces=("lo", "eth0"), chosen={"NCCL_SOCKET_IFNAME": "ib,=eth"})),
+        NEEDS,
+        "failed",
+        "NCCL_SOCKET_IFNAME is ib,=eth",
     ),
     "a name that is the loopback's": (
         between.addresses,
@@ -218,7 +257,7 @@ def test_facts_and_reports_travel_as_json():
     assert from_json_text(NodeFacts, to_json_text(FACTS), source="facts") == FACTS
     made = PreflightReport(verdicts=judge(HEALTHY, NEEDS), num_nodes=3, took_s=0.5, began_at=1.0)
     assert PreflightReport.from_json(made.to_json(), source="report") == made
-    assert made.summary == "preflight of 3 nodes in 0.5 s: 18 ok"
+    assert made.summary == "preflight of 3 nodes in 0.5 s: 20 ok"
 
 
 BROKEN = (

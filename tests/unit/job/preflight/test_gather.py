@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import http.server
 import json
+import os
 import threading
 from dataclasses import replace
 
 import pytest
 
 from hpc_serve.hub_settings import HubSettings
+from hpc_serve.job import node_memory
 from hpc_serve.job.preflight.facts import CudaFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
@@ -145,7 +147,7 @@ def test_the_probe_says_what_failed(cuda, error, of_device):
 
 
 def test_the_cgroups_of_both_versions_are_found(tmp_path):
-    found = machine.own_cgroups("4:memory:/slurm/job_1\n0::/system.slice/job\n", tmp_path)
+    found = node_memory.own_cgroups("4:memory:/slurm/job_1\n0::/system.slice/job\n", tmp_path)
     assert found["memory"] == [tmp_path / "memory/slurm/job_1", tmp_path / "memory/slurm", tmp_path / "memory"]
     assert found[""] == [tmp_path / "system.slice/job", tmp_path / "system.slice", tmp_path]
 
@@ -155,9 +157,9 @@ def test_the_least_limit_on_the_way_up_counts(tmp_path):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
         (tmp_path / folder / "memory.current").write_text("1024\n")
-    cgroups = machine.own_cgroups("0::/a/b\n", tmp_path)
-    assert machine._least_limit(cgroups, "memory", ("memory.max", "memory.current")) == (4096, 1024)
-    assert machine._least_limit(cgroups, "pids", ("pids.max", "pids.current")) == (None, None)
+    cgroups = node_memory.own_cgroups("0::/a/b\n", tmp_path)
+    assert node_memory.least_limit(cgroups, "memory", ("memory.max", "memory.current")) == (4096, 1024)
+    assert node_memory.least_limit(cgroups, "pids", ("pids.max", "pids.current")) == (None, None)
 
 
 def test_this_machine_has_memory_and_limits():
@@ -165,6 +167,16 @@ def test_this_machine_has_memory_and_limits():
     assert 0 < memory.available_bytes <= memory.total_bytes
     assert memory.shm_is_writable
     assert set(machine.gather_limits()) == {"memlock", "nofile", "nproc", "as"}
+
+
+def test_the_tasks_of_a_user_are_counted(tmp_path):
+    for name, threads in (("1", 1), ("12", 3), ("self", 9)):
+        for thread in range(threads):
+            (tmp_path / name / "task" / str(thread)).mkdir(parents=True)
+    (tmp_path / "13").mkdir()  # it ends
+    assert machine.count_tasks(os.geteuid(), tmp_path) == 4
+    assert machine.count_tasks(os.geteuid() + 1, tmp_path) == 0
+    assert machine.count_tasks(os.geteuid()) >= 1
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
@@ -231,6 +243,14 @@ def test_whole_weights_are_counted(model):
 def test_a_file_that_is_cut_short_is_named(model, content, words):
     (model / "b.safetensors").write_bytes(content)
     assert gathered(model).damaged == (words,)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model.v3", "tekken.json", "vocab.txt", "qwen.tiktoken"])
+def test_a_tokenizer_has_one_of_many_files(model, name):
+    (model / "tokenizer_config.json").write_text("{}")
+    assert gathered(model).lacks_tokenizer
+    (model / name).write_text("")
+    assert not gathered(model).lacks_tokenizer
 
 
 def test_a_file_that_no_index_names_is_not_read(model):
@@ -321,5 +341,7 @@ def test_the_network_is_read_from_its_files(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    facts = network.gather_network("127.0.0.1", sys_class=tmp_path)
+    facts = network.gather_network("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib"}, sys_class=tmp_path)
     assert (facts.interface, facts.speed_mbits, facts.mtu, facts.active_ib_ports) == ("lo", None, 65536, 1)
+    assert "lo" in facts.interfaces
+    assert facts.chosen == {"NCCL_SOCKET_IFNAME": "ib"}

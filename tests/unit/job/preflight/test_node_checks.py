@@ -46,7 +46,25 @@ def test_what_was_not_gathered_is_not_checked(name, group, check):
     assert check(replace(FACTS, **{group: None}), NEEDS).level == "not checked"
 
 
+STAGED = replace(NEEDS, staged_bytes=140 * GIB)
+SCRATCH = replace(FOLDER, purpose=node.STAGED, path="/scratch/c", is_writable=True, free_bytes=100 * GIB)
+
 CASES = {
+    "no room for a copy": (
+        node.staged,
+        replace(FACTS, folders=(SCRATCH,)),
+        STAGED,
+        "failed",
+        "140.0 GiB of the model are copied to /scratch/c, which has 100.0 GiB free",
+    ),
+    "room for a copy": (
+        node.staged,
+        replace(FACTS, folders=(replace(SCRATCH, free_bytes=141 * GIB),)),
+        STAGED,
+        "ok",
+        "",
+    ),
+    "a copy is there": (node.staged, replace(FACTS, folders=()), STAGED, "ok", "another run on this node has copied"),
     "a GPU is gone": (gpus.gpus_there, with_cuda(devices=(DEVICE,) * 7), NEEDS, "failed", "shows 7 GPUs"),
     "more GPUs than needed": (gpus.gpus_there, with_cuda(devices=(DEVICE,) * 9), NEEDS, "ok", "9 GPUs"),
     "no GPU is visible": (
@@ -55,6 +73,20 @@ CASES = {
         NEEDS,
         "failed",
         "set and empty",
+    ),
+    "a module has set which GPUs are visible": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=GpusFacts(tool="", visible="0, 1")),
+        NEEDS,
+        "failed",
+        "CUDA_VISIBLE_DEVICES=0, 1 names 2 of the GPUs, the engine needs 8",
+    ),
+    "all are visible, and no tool lists them": (
+        gpus.gpus_there,
+        replace(FACTS, gpus=GpusFacts(tool="", visible="0,1,2,3,4,5,6,7")),
+        NEEDS,
+        "not checked",
+        "neither nvidia-smi nor rocm-smi",
     ),
     "the driver's tool lists fewer": (
         gpus.gpus_there,
@@ -274,6 +306,26 @@ CASES = {
         "warning",
         "the node has 8.0 GiB for 8 ranks",
     ),
+    "a copy of the model in memory that is not there": (
+        node.memory,
+        replace(FACTS, folders=(FOLDER, replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True))),
+        replace(NEEDS, staged_bytes=600 * GIB),
+        "failed",
+        "the job's cgroup allows 512.0 GiB, and the copy of the model takes 600.0 GiB of it",
+    ),
+    "a copy of the model, and caches, in memory that ranks need": (
+        node.memory,
+        replace(
+            FACTS,
+            folders=(
+                replace(FOLDER, purpose=node.STAGED, path="/dev/shm/s", is_in_memory=True),
+                replace(FOLDER, purpose=node.CACHES, path="/tmp/c", is_in_memory=True),
+            ),
+        ),
+        replace(NEEDS, staged_bytes=500 * GIB),
+        "warning",
+        "about 521 are needed, 505 of them for files in memory (/dev/shm, /tmp/c)",
+    ),
     "no /dev/shm": (
         node.shared_memory,
         replace(FACTS, memory=replace(MEMORY, shm_is_writable=False)),
@@ -351,6 +403,34 @@ CASES = {
         "ok",
         "no limit",
     ),
+    "no tokenizer": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True)),
+        NEEDS,
+        "failed",
+        "/models/m holds no tokenizer",
+    ),
+    "no tokenizer, beside weights that are cut short": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True, damaged=("a.safetensors is empty",))),
+        NEEDS,
+        "failed",
+        "a.safetensors is empty",
+    ),
+    "no tokenizer, and another is named": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True)),
+        replace(NEEDS, has_own_tokenizer=True),
+        "ok",
+        "4 files",
+    ),
+    "no tokenizer yet of a hub's model": (
+        weights.weights,
+        replace(FACTS, weights=replace(WEIGHTS, lacks_tokenizer=True, is_of_hub=True)),
+        NEEDS,
+        "ok",
+        "4 files",
+    ),
     "few files": (
         node.limits,
         replace(FACTS, limits={**LIMITS, "nofile": LimitFacts(soft=1024, hard=1024)}),
@@ -364,6 +444,27 @@ CASES = {
         NEEDS,
         "warning",
         "nproc is 512 (hard 1,024)",
+    ),
+    "too few processes for Ray": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)}),
+        NEEDS,
+        "failed",
+        "nproc is 150 (ulimit -u), and you have 20 processes and threads there before the engine",
+    ),
+    "as many, without Ray": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=150, hard=150, used=20)}),
+        ON_CPUS,
+        "warning",
+        "nproc is 150",
+    ),
+    "no processes left": (
+        node.limits,
+        replace(FACTS, limits={**LIMITS, "nproc": LimitFacts(soft=4096, hard=8192, used=4050)}),
+        ON_CPUS,
+        "failed",
+        "nproc is 4,096 (hard 8,192) (ulimit -u), and you have 4,050",
     ),
     "a limited address space": (
         node.limits,
@@ -423,3 +524,8 @@ def test_an_error_of_cuda_itself_counts_for_all_of_its_checks():
     assert gpus.gpus_working(facts, NEEDS).level == "failed"
     assert gpus.gpus_there(facts, NEEDS).level == "ok"
     assert gpus.gpus_free(facts, NEEDS).level == "not checked"
+
+
+def test_a_copy_on_a_disk_takes_no_memory():
+    staged = replace(FOLDER, purpose=node.STAGED, path="/local/s", free_bytes=1_000 * GIB)
+    assert node.memory(replace(FACTS, folders=(staged,)), replace(NEEDS, staged_bytes=600 * GIB)).level == "ok"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_serve.job.reading import ReadSoFar
 from hpc_serve.job.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.vllm.log import read_stage
@@ -84,24 +85,36 @@ def slower(lines: Iterable[Line], times: float) -> list[Line]:
     return [(at_s * times, words) for at_s, words in lines]
 
 
-def play(lines: Sequence[Line], past: PastStart | None = None) -> tuple[PastStart, list[Said]]:
-    """A start, as it is remembered; and what was said of it each second while it lasted."""
+def play(
+    lines: Sequence[Line],
+    past: PastStart | None = None,
+    *,
+    other: PastStart | None = None,
+    from_disk: Callable[[float], float] = lambda at_s: 0,
+) -> tuple[PastStart, list[Said]]:
+    """A start, as it is remembered; and what was said of it each second while it lasted.
+
+    `from_disk` is how many bytes had come from a disk after so many seconds.
+    """
     clock = Clock()
-    stages = StartStages(past, first="engine", clock=clock)
+    stages = StartStages(past, other=other, first="engine", clock=clock)
     end_s = lines[-1][0]
-    said = list(_play(stages, clock, lines, end_s))
+    said = list(_play(stages, clock, lines, end_s, from_disk))
     clock.now = end_s
     stages.finish()
     return stages.past_start(service="m", model="m", layout=LAYOUT, ready_at=1.0), said
 
 
-def _play(stages: StartStages, clock: Clock, lines: Sequence[Line], end_s: float) -> Iterator[Said]:
+def _play(
+    stages: StartStages, clock: Clock, lines: Sequence[Line], end_s: float, from_disk: Callable[[float], float]
+) -> Iterator[Said]:
     coming = list(lines)
     for second in range(int(end_s)):
         while coming[0][0] <= second:
             clock.now, words = coming.pop(0)
             tell(stages, words)
         clock.now = second
+        stages.note_read(ReadSoFar(from_disk=int(from_disk(second))))
         yield Said(second, end_s - second, stages.time_left_s())
     for at_s, words in coming:
         clock.now = at_s

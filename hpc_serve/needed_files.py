@@ -1,0 +1,87 @@
+"""Which files of a repository an engine reads. Pure.
+
+Of weights that are there in several formats it is the one that vLLM 0.32 takes by itself (`--load-format auto`):
+Mistral's `consolidated*.safetensors`, then the files of the index, other safetensors, `.bin`, `.pt`. Of the rest all is
+taken but what is of another program or for people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+_OTHER_FOLDERS = ("original/", "onnx/", "openvino/", "coreml/", "metal/", "gguf/", "runs/", ".git")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_NOT_READ = (
+    *(".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".tflite", ".mlmodel", ".pdparams"),
+    *(".npz", ".tar", ".gz", ".zip", ".7z", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".mp3", ".mp4", ".wav"),
+    *(".pdf", ".md", ".gitattributes", ".gitignore"),
+)
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
+_DENSE_LAYER = re.compile(r"\d+_\w+/")  # of sentence-transformers, whose weights lie in folders as 2_Dense/
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryFile:
+    """A file of a repository. `sha256` is known of large files alone."""
+
+    path: str
+    size_bytes: int
+    sha256: str | None = None
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path of a listing or of an index leads to a place below the folder that it is put behind.
+
+    >>> is_plain_path("2_Dense/model.safetensors"), is_plain_path("../x"), is_plain_path("/etc/x")
+    (True, False, False)
+    """
+    return path.isprintable() and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def needed_files(
+    files: Collection[RepositoryFile], indexed: Collection[str], *, include: Iterable[str] = ()
+) -> tuple[RepositoryFile, ...]:
+    """The files that an engine reads, small ones first, and those that a pattern of `include` names.
+
+    `indexed` are the files of weights that the repository's index of safetensors names.
+    """
+    weights = set(_weights([file.path for file in files], frozenset(indexed)))
+    patterns = tuple(include)
+
+    def is_needed(path: str) -> bool:
+        if path in weights or any(fnmatchcase(path, pattern) for pattern in patterns):
+            return True
+        if path.startswith(_OTHER_FOLDERS) or path.endswith(_NOT_READ):
+            return False
+        return not path.endswith(_WEIGHTS) or (_DENSE_LAYER.match(path) is not None and bool(weights))
+
+    return tuple(
+        sorted((file for file in files if is_needed(file.path)), key=lambda file: (file.path in weights, file.path))
+    )
+
+
+def has_weights(files: Iterable[RepositoryFile], *, include: Iterable[str] = ()) -> bool:
+    """Whether there are weights among the files, of the formats that are taken, or of those asked for."""
+    patterns = tuple(include)
+    return any(
+        file.path.endswith(_WEIGHTS) or any(fnmatchcase(file.path, pattern) for pattern in patterns) for file in files
+    )
+
+
+def _weights(paths: list[str], indexed: frozenset[str]) -> list[str]:
+    top = [path for path in paths if "/" not in path]
+    kinds: tuple[Callable[[str], bool], ...] = (
+        lambda path: path.startswith("consolidated") and path.endswith(".safetensors"),
+        lambda path: path in indexed,
+        lambda path: path.endswith(".safetensors"),
+        lambda path: path.endswith(".bin") and path not in _OF_TRAINING,
+        lambda path: path.endswith((".pt", ".pth")) and path not in _OF_TRAINING,
+    )
+    for kind in kinds:
+        if found := [path for path in (paths if kind is kinds[1] else top) if kind(path)]:
+            return found
+    return []

@@ -1,0 +1,1 @@
+"""Pages of HTML that need nothing else: their frame, tables and charts. Pure; what they say is decided elsewhere."""

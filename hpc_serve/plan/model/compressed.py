@@ -1,0 +1,221 @@
+"""Decoders that attend to blocks of tokens, or to tokens that were compressed: DeepSeek V4 and MiniMax-M3.
+
+Sources: vLLM's models/deepseek_v4 and models/minimax_m3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.config_check import CheckedConfig
+from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.moe import has_experts
+from hpc_serve.plan.model.scheme import FP32
+from hpc_serve.plan.model.spec import CacheTensor, DecoderLayer, LayerCache
+from hpc_serve.plan.model.weights import Block, Part, Weight
+
+_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ENTRY_SCALE_BYTES = 8
+"""Scales of an entry of DeepSeek V4's cache, whose rotary part is in 16 bit and whose rest is in fp8."""
+_INDEX_BLOCK = 128
+_ALIGN = 576
+_KV_BLOCK, _WINDOW_BLOCK = 256, 64
+_STATE_BLOCKS = {4: 4, 128: 8}
+"""Bytes to which pages are rounded, and tokens of a block: of compressed entries, of the window, and of what waits to
+be compressed, by how many tokens become one (`CompressorStateCache` in compressor.py)."""
+
+
+def deepseek_v4(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """DeepSeek V4: a window of single tokens, and in most layers entries of 4 or 128 tokens, for 4 with an indexer."""
+    prefix = f"layers.{index}"
+    ratio = max(1, builder.require("compress_ratios")[index])
+    if ratio not in (1, *_STATE_BLOCKS):
+        raise InvalidRequestError(f"The config's compress_ratios has {ratio} for layer {index}: use 0, 1, 4 or 128.")
+    hidden, copies = builder.hidden_size, builder.require("hc_mult")
+    mixing = (2 + copies) * copies * (copies * hidden + 1) + 3
+    weights = block(
+        _v4_attention(builder, f"{prefix}.attn", ratio),
+        _v4_experts(builder, index, f"{prefix}.ffn"),
+        builder.norms("attn_norm", "ffn_norm"),
+        [builder.vector("hyper_connections", 2 * mixing, element_bytes=4)],
+    )
+    return DecoderLayer(block=weights, cache=_v4_cache(builder, ratio))
+
+
+def _v4_attention(builder: LayerBuilder, prefix: str, ratio: int) -> list[Weight]:
+    """Keys that are values too, for all heads, and an output projection of low rank for each group of heads."""
+    rank, width, groups = builder.require("q_lora_rank"), builder.head_dim, builder.require("o_groups")
+    middle = Part(groups, builder.require("o_lora_rank"))
+    weights: list[Weight] = [
+        builder.vector(f"{prefix}.attn_sink", builder.heads, split=True, element_bytes=4),
+        builder.linear(f"{prefix}.wq_a", builder.hidden_size, [rank, width]),
+        builder.vector(f"{prefix}.q_norm", rank),
+        builder.linear(f"{prefix}.wq_b", rank, [Part(builder.heads, width)], "column"),
+        builder.vector(f"{prefix}.kv_norm", width),
+        builder.linear(f"{prefix}.wo_a", builder.heads * width // groups, [middle], "column"),
+        builder.linear(f"{prefix}.wo_b", middle, [builder.hidden_size], "row"),
+    ]
+    if ratio > 1:
+        weights += _compressor(builder, f"{prefix}.compressor", ratio, width)
+    if ratio == 4:
+        heads, index_width = builder.require("index_n_heads"), builder.require("index_head_dim")
+        weights += [
+            builder.linear(f"{prefix}.indexer.wq_b", rank, [heads * index_width]),
+            builder.linear(f"{prefix}.indexer.weights_proj", builder.hidden_size, [heads], plain=True),
+            *_compressor(builder, f"{prefix}.indexer.compressor", ratio, index_width),
+        ]
+    return weights
+
+
+def _compressor(builder: LayerBuilder, prefix: str, ratio: int, width: int) -> list[Weight]:
+    """What makes one entry of `ratio` tokens. For 4 the entries overlap, and have two halves."""
+    wide = _halves(ratio) * width
+    return [
+        builder.vector(f"{prefix}.ape", ratio * wide, element_bytes=4),
+        builder.linear(f"{prefix}.wkv_wgate", builder.hidden_size, [wide, wide], plain=True),
+        builder.vector(f"{prefix}.norm", width),
+    ]
+
+
+def _halves(ratio: int) -> int:
+    return 2 if ratio == 4 else 1
+
+
+def _v4_experts(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+    """Experts, which in the first layers are chosen by a table of tokens."""
+    count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
+    by_table = index < builder.require("num_hash_layers")
+    corrected = builder.get("topk_method") == "noaux_tc" and not by_table
+    weights = builder.router(prefix, count, correction=corrected)
+    if by_table:
+        chosen = builder.require("num_experts_per_tok")
+        weights.append(builder.vector(f"{prefix}.gate.tid2eid", builder.vocab_size * chosen, element_bytes=4))
+    weights += builder.experts(prefix, count, size)
+    shared = builder.get("n_shared_experts", 0)
+    return weights + (builder.mlp(f"{prefix}.shared_experts", size * shared) if shared else [])
+
+
+def _v4_cache(builder: LayerBuilder, ratio: int) -> LayerCache:
+    width, rotary = builder.head_dim, builder.require("qk_rope_head_dim")
+    entry = width + rotary + _ENTRY_SCALE_BYTES
+    window = builder.require("sliding_window")
+    single = CacheTensor(
+        name="window", block_tokens=_WINDOW_BLOCK, entry_bytes=entry, window=window, align=_ALIGN, is_attended=True
+    )
+    if ratio == 1:
+        return LayerCache(kind="compressed", head_dim=width, tensors=(single,))
+    tensors = [
+        CacheTensor(
+            name="entries",
+            block_tokens=_KV_BLOCK,
+            entry_bytes=entry,
+            tokens_per_entry=ratio,
+            align=_ALIGN,
+            is_attended=True,
+        ),
+        single,
+        _waiting("waiting", ratio, width),
+    ]
+    if ratio != 4:
+        return LayerCache(kind="compressed", head_dim=width, tensors=tuple(tensors))
+    heads, index_width = builder.require("index_n_heads"), builder.require("index_head_dim")
+    key_bytes = index_width + index_width // _INDEX_BLOCK * 4
+    tensors += [
+        CacheTensor(name="index", block_tokens=_KV_BLOCK, entry_bytes=key_bytes, tokens_per_entry=ratio, align=_ALIGN),
+        _waiting("index_waiting", ratio, index_width),
+    ]
+    return LayerCache(
+        kind="compressed",
+        head_dim=width,
+        index_bytes=key_bytes // ratio,
+        index_flops=2 * heads * index_width // ratio,
+        chosen_tokens=ratio * builder.require("index_topk"),
+        tensors=tuple(tensors),
+    )
+
+
+def _waiting(name: str, ratio: int, width: int) -> CacheTensor:
+    """Keys and scores in 32 bit of tokens that are not compressed yet."""
+    halves = _halves(ratio)
+    return CacheTensor(
+        name=name,
+        block_tokens=_STATE_BLOCKS[ratio],
+        entry_bytes=2 * halves * width * 4,
+        window=halves * ratio,
+        align=_ALIGN,
+    )
+
+
+def deepseek_v4_beside(builder: LayerBuilder) -> Block:
+    """What joins the copies of the hidden state before the output head, on every stage."""
+    copies = builder.require("hc_mult")
+    return block([builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)])
+
+
+def deepseek_v4_fields(config: CheckedConfig) -> None:
+    """Tell the quantization of what type the experts are, which this config has elsewhere (vLLM's quant_config.py)."""
+    kind = config.get("expert_dtype", "fp4")
+    if kind not in ("fp4", "fp8"):
+        raise InvalidRequestError(f"The config's expert_dtype is {str(kind)[:40]!r}: use fp4 or fp8.")
+    declared = config.get("quantization_config")
+    if declared and config.get("model_type") == "deepseek_v4":
+        declared.setdefault("expert_dtype", kind)
+
+
+def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """MiniMax-M3: norms over the queries and keys of each head, and an indexer that chooses blocks of tokens."""
+    prefix = f"model.layers.{index}"
+    sparse = builder.get("sparse_attention_config") or {}
+    chooses = bool(sparse.get("use_sparse_attention")) and _says(sparse, "sparse_attention_freq", index)
+    cache = builder.cache()
+    attention = builder.attention(f"{prefix}.self_attn") + builder.query_key_norms(f"{prefix}.self_attn")
+    if chooses:
+        if not _says(sparse, "sparse_disable_index_value", index):
+            raise InvalidRequestError(
+                f"The config's sparse_disable_index_value is 0 for layer {index}: vLLM has no values in its indexer."
+            )
+        heads, width = sparse["sparse_num_index_heads"], sparse["sparse_index_dim"]
+        key = Part(1, width, replicate=True)
+        attention += [
+            builder.linear(
+                f"{prefix}.self_attn.index_q_proj",
+                builder.hidden_size,
+                [Part(heads, width, replicate=True), key],
+                "column",
+            ),
+            builder.vector(f"{prefix}.self_attn.index_norms", 2 * width),
+        ]
+        cache = LayerCache(
+            kind="full",
+            kv_heads=builder.kv_heads,
+            head_dim=builder.head_dim,
+            value_dim=builder.head_dim,
+            index_bytes=width * builder.dtype_bytes,
+            index_flops=2 * heads * width,
+            chosen_tokens=sparse["sparse_topk_blocks"] * sparse["sparse_block_size"],
+        )
+    weights = block(attention, _m3_half(builder, index, prefix), builder.norms(*_TWO_NORMS))
+    return DecoderLayer(block=weights, cache=cache)
+
+
+def _says(config: Mapping[str, Any], key: str, index: int) -> bool:
+    """What a list with a 0 or a 1 for each layer says of a layer: yes where there is none."""
+    each = config.get(key)
+    if each is None:
+        return True
+    if index >= len(each):
+        raise InvalidRequestError(f"The config's {key} names {len(each)} layers, too few for layer {index}.")
+    return bool(each[index])
+
+
+def _m3_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
+    if not has_experts(builder, index):
+        return builder.mlp(f"{prefix}.mlp", builder.require("dense_intermediate_size"))
+    name, count = f"{prefix}.block_sparse_moe", builder.require("num_local_experts")
+    size = builder.either("intermediate_size", "moe_intermediate_size", 0)
+    weights = builder.router(name, count, correction=bool(builder.get("use_routing_bias", False)), scheme=FP32)
+    weights += builder.experts(name, count, size)
+    shared = builder.get("n_shared_experts", 0)
+    return weights + (builder.mlp(f"{name}.shared_experts", size * shared) if shared else [])

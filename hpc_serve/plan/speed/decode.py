@@ -1,0 +1,48 @@
+"""How fast answers are generated alone, with prompts read elsewhere: a step gives each running request one token.
+
+This is the roofline of "How To Scale Your Model", part 7 (jax-ml.github.io/scaling-book/inference), and what a replica
+for decoding does where other replicas read the prompts. step.py decides how long a step takes.
+"""
+
+from __future__ import annotations
+
+from hpc_serve.plan.speed.step import IDEAL, Factors, Roofline
+from hpc_serve.plan.speed.traffic import Speed, Traffic
+
+_MOST = 1 << 20
+
+
+def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
+    """One column of an estimate: `batch` requests run, the others in flight wait. The first token comes with a step."""
+    step = roofline.decode(batch, traffic.mean_context, factors)
+    requests_per_s = batch / (step.total_s * traffic.output_tokens)
+    queue_s = (traffic.concurrency - batch) / requests_per_s
+    time = sum(step.causes.values())
+    return Speed(
+        step=step,
+        causes={cause: seconds / time for cause, seconds in step.causes.items()},
+        queue_s=queue_s,
+        ttft_s=queue_s + step.total_s,
+        tpot_s=step.total_s,
+        requests_per_s=requests_per_s,
+        output_tokens_per_s=batch / step.total_s,
+    )
+
+
+def critical_batch(roofline: Roofline) -> int | None:
+    """From how many requests on the FLOP/s of a step take longer than reading its weights, both ideal. None: never.
+
+    It does not depend on the context. For a dense model on one GPU it is bytes of a weight x FLOP/s / (2 x bandwidth).
+    """
+
+    def is_reached(batch: int) -> bool:
+        step = roofline.decode(batch, 1, IDEAL)
+        return step.flops_s >= step.weights_s
+
+    if not is_reached(_MOST):
+        return None
+    low, high = 0, _MOST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_reached(middle) else (middle, high)
+    return high

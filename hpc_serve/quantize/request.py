@@ -1,0 +1,126 @@
+"""A quantisation as asked for, checked as far as that is possible without a cluster, and the script of its job. Pure.
+
+Which folder holds the weights, and whether they are all there, is found out in submission.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import hpc_serve
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.sizes import GIB
+from hpc_serve.submit.job_env import check_env
+from hpc_serve.submit.request import Cluster
+from hpc_serve.submit.sbatch_options import SlurmOptions, check_choice, check_directive
+from hpc_serve.submit.slurm import batch_log_option
+from hpc_serve.submit.template import Checked, comment, render_template
+
+Scheme = Literal["int8", "fp8"]
+SCHEMES: Mapping[Scheme, str] = {"int8": "INT8", "fp8": "FP8_DYNAMIC"}
+"""llm-compressor's names. Both have a scale for each output channel of a weight and for each token of an activation."""
+
+_JOB_BASE_BYTES = 16 * GIB  # Python, torch, and the tensor that is written
+_CPUS = 8
+_OUTPUT = re.compile(r"[^\x00-\x1f\x7f]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeRequest:
+    """One model to quantise. `folder` holds its weights of `weight_bytes`, `output` shall hold the quantised ones.
+
+    `title` is the model's name for people. `calibration` is a JSONL file of texts, of which `samples` are used, each up
+    to `max_tokens`; without it weights are rounded as they are. `venv` is the folder of the environment that has
+    llm-compressor.
+    """
+
+    title: str
+    folder: str
+    output: str
+    scheme: Scheme
+    venv: str
+    weight_bytes: float
+    calibration: str | None = None
+    samples: int = 512
+    max_tokens: int = 2048
+    gpus: int = 0
+    cluster: Cluster = "slurm"
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    modules: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_dir: str
+    templates_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("scheme", self.scheme, Scheme)
+        check_env(self.env)
+        check_directive("log-dir", self.log_dir)
+        for name in ("samples", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1.")
+        if self.gpus < 0:
+            raise InvalidRequestError(f"gpus is {self.gpus}: it must be at least 0.")
+        for called, path in (("the model's folder", self.folder), ("output", self.output)):
+            if not path.startswith("/") or not _OUTPUT.fullmatch(path):
+                raise InvalidRequestError(f"{called} is {path!r}: it must be an absolute path of printable characters.")
+
+    @property
+    def job_name(self) -> str:
+        return self.slurm.job_name or f"hpc-serve-quantize-{self.scheme}"
+
+    @property
+    def memory_bytes(self) -> float:
+        """Host memory of the job: all weights as they are loaded, and once more a quantised copy of them."""
+        return 1.6 * self.weight_bytes + _JOB_BASE_BYTES
+
+
+def program_words(request: QuantizeRequest) -> tuple[str, ...]:
+    """The words of the program in the job."""
+    words = ["--model", request.folder, "--output", request.output, "--scheme", SCHEMES[request.scheme]]
+    if request.calibration is not None:
+        words += ["--calibration", request.calibration]
+        words += ["--samples", str(request.samples), "--max-tokens", str(request.max_tokens)]
+    return tuple(words)
+
+
+def directives(request: QuantizeRequest) -> list[str]:
+    """The words of the `#SBATCH` lines: one node, as many GPUs as were asked for, and memory for all weights."""
+    slurm = request.slurm
+    completed = replace(
+        slurm,
+        cpus_per_task=slurm.cpus_per_task or _CPUS,
+        mem=slurm.mem or f"{-(-int(request.memory_bytes) // GIB)}G",
+        signal=None,
+    )
+    return [
+        f"--job-name={request.job_name}",
+        *completed.lines("where"),
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        *([slurm.gpu_line(request.gpus)] if request.gpus else []),
+        *completed.lines("share"),
+        batch_log_option(request.log_dir, is_array=False),
+        *(["--exclusive"] if slurm.exclusive else []),
+        *slurm.extra,
+    ]
+
+
+def render_quantize_script(request: QuantizeRequest) -> str:
+    """The script of the job, for `sbatch`, or (cluster "local") for bash. Raises InvalidRequestError."""
+    return render_template(
+        "quantize.sh.j2",
+        request.templates_dir,
+        {
+            "is_slurm": request.cluster == "slurm",
+            "directives": [Checked(line) for line in directives(request)] if request.cluster == "slurm" else [],
+            "title": comment(f"{request.title} to {request.scheme}"),
+            "version": Checked(hpc_serve.__version__),
+            "modules": request.modules,
+            "venv": request.venv,
+            "exports": {Checked(name): value for name, value in request.env.items()},
+            "words": program_words(request),
+        },
+    )

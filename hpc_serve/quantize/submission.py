@@ -1,0 +1,159 @@
+"""Hands a quantisation over: finds the model's weights, checks what can be checked before the queue, submits, follows.
+
+What is asked for is request.py's; the job itself is program.py's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError, ServiceFailedError
+from hpc_serve.hub import FoundModel, find_model
+from hpc_serve.local_weights import missing_weights, weight_files
+from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
+from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
+from hpc_serve.submit import scheduler
+from hpc_serve.submit.local import process_start_time
+from hpc_serve.submit.log_files import follow, tail
+from hpc_serve.submit.slurm import GONE, JobState
+from hpc_serve.submit.slurm_messages import ended_sentence
+from hpc_serve.submit.weights import is_repository
+
+_SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than the log is read
+_LAST_LINES = 5
+_FIRST_LINES = 10_000  # what a job has written before its log is first looked at
+_CAUSAL = "ForCausalLM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A quantisation that was handed over. `end` asks how its job has ended; None while it has not."""
+
+    job_id: str
+    output: Path
+    log: Path
+    end: Callable[[], JobState | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model whose weights are here, all of them: its name for people, its folder, and the bytes of its weights."""
+
+    title: str
+    folder: Path
+    weight_bytes: int
+
+
+def find_weights(name: str, environ: Mapping[str, str]) -> Weights:
+    """The weights of a catalogue name, a repository or a folder, as they lie here.
+
+    Raises UnknownModelError, and InvalidRequestError where they are not here, are not all there, or are of a kind that
+    is not quantised: quantised already, or no plain language model.
+    """
+    found = find_model(name, environ=environ)
+    folder = found.folder
+    missing = missing_weights(folder)
+    if folder is None or missing is not None:
+        words = missing.words if missing is not None else "none of its weights"
+        cure = "If they are elsewhere, set HF_HOME, or name their folder as the model."
+        if is_repository(found.name):
+            cure = f"Get them first: `hpc-serve fetch {found.name}`. {cure}"
+        raise InvalidRequestError(f"{found.name}: there are {words} here, and the job fetches none. {cure}")
+    _check_kind(found)
+    size = sum(path.stat().st_size for path in weight_files(folder))
+    return Weights(title=found.name, folder=folder.absolute(), weight_bytes=size)
+
+
+def check_paths(output: Path, venv: Path, calibration: Path | None) -> None:
+    """Raises InvalidRequestError where the folder is there already, or the environment or the texts are not."""
+    if output.exists():
+        raise InvalidRequestError(f"{output} is there already; remove it, or name another folder with --output.")
+    if not (venv / "bin" / "activate").is_file():
+        raise InvalidRequestError(
+            f"There is no Python environment in {venv} (no bin/activate). Quantisation has one of its own: python3 -m "
+            f"venv {venv}, then {venv}/bin/pip install -r envs/quantize/requirements.txt . in a checkout of hpc-serve."
+        )
+    if calibration is not None and not os.access(calibration, os.R_OK):
+        raise InvalidRequestError(f"--calibration {calibration} cannot be read.")
+
+
+def submit(request: QuantizeRequest, home: Path) -> Submitted:
+    """Give the script to sbatch, or run it on this machine. Raises HpcServeError of every kind."""
+    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
+
+    script = render_quantize_script(request)
+    make_private_folder(home)
+    log_dir = make_log_dir(Path(request.log_dir), called="--log-dir")
+    scripts = make_private_folder(home / "quantize" / "scripts")
+    if request.cluster == "local":
+        done = executor.start_locally(script, scripts, log_dir)
+        assert done.pid is not None
+        end = _end_of_process(done.job_id, done.pid)
+    else:
+        done = executor.submit_to_slurm(script, scripts)
+        end = _end_of_job(done.job_id)
+    log = log_dir / f"{done.job_id}.log"
+    return Submitted(job_id=done.job_id, output=Path(request.output), log=log, end=end)
+
+
+def lines_until_end(submitted: Submitted) -> Iterator[str]:
+    """The lines of the job's log as they come, until it has ended.
+
+    Raises ServiceFailedError where the output is not there then.
+    """
+    ended: JobState | None = None
+
+    def is_over() -> bool:
+        nonlocal ended
+        ended = submitted.end()
+        return ended is not None
+
+    for _, line in follow(lambda: [submitted.log], first_lines=_FIRST_LINES, is_over=is_over):
+        yield line.rpartition("\r")[2]
+    if not (submitted.output / "config.json").is_file():
+        said = [line for line in tail(submitted.log, _LAST_LINES) if line.strip()]
+        how = ended_sentence(ended) if ended is not None else "it has ended"
+        raise ServiceFailedError(
+            f"job {submitted.job_id} has not made {submitted.output}: {how}. "
+            + (f"It last wrote: {said[-1].rpartition(chr(13))[2].strip()} " if said else "")
+            + f"Its log: {submitted.log}"
+        )
+
+
+def _check_kind(found: FoundModel) -> None:
+    if "quantization_config" in found.config or "compression_config" in found.config:
+        raise InvalidRequestError(f"{found.name} is quantised already, its config.json says; name one of 16 bit.")
+    architectures = found.config.get("architectures") or [""]
+    if not str(architectures[0]).endswith(_CAUSAL):
+        raise InvalidRequestError(
+            f"{found.name} is a {architectures[0] or 'model of no known kind'}: hpc-serve quantises plain language "
+            f"models (…{_CAUSAL}). For others llm-compressor has recipes of their own."
+        )
+
+
+def _end_of_process(job_id: str, pid: int) -> Callable[[], JobState | None]:
+    started = process_start_time(pid)
+
+    def end() -> JobState | None:
+        if started is not None and process_start_time(pid) == started:
+            return None
+        return JobState(job_id=job_id, state=GONE, source="process")
+
+    return end
+
+
+def _end_of_job(job_id: str) -> Callable[[], JobState | None]:
+    asked_s, ended = time.monotonic(), None
+
+    def end() -> JobState | None:
+        nonlocal asked_s, ended
+        if ended is None and time.monotonic() - asked_s >= _SCHEDULER_S:
+            found = scheduler.job_state(job_id)
+            asked_s, ended = time.monotonic(), found if found.is_over else None
+        return ended
+
+    return end

@@ -1,0 +1,1 @@
+"""What `hpc-serve fetch` brings into the cache, and what it says."""

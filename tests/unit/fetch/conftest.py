@@ -1,0 +1,30 @@
+"""What tests of `fetch` share: a hub on this machine, and a cache of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.fetch import download
+from hpc_serve.hub_settings import HubSettings, read_hub_settings
+from tests.support.fake_hub import FakeHub, model_files, running_hub
+
+MODEL = "org/model"
+
+
+@pytest.fixture
+def hub():
+    pytest.importorskip("huggingface_hub")
+    with running_hub(FakeHub(models={MODEL: model_files()})) as running:
+        yield running
+
+
+@pytest.fixture
+def settings(hub, tmp_path) -> HubSettings:
+    return replace(read_hub_settings({"HF_HOME": str(tmp_path / "hf")}), endpoint=hub.url, is_offline=False, token=None)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(download, "_FIRST_PAUSE_S", 0.001)

@@ -1,0 +1,117 @@
+"""`hpc-serve fetch` as people type it: a program of its own, a hub over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.cli.main import run
+from tests.support.patience import wait_until
+from tests.unit.cli.conftest import stand_ins as stand_ins
+from tests.unit.fetch.conftest import MODEL
+
+SHARD = "model-00002-of-00003.safetensors"
+LONG_S = 120
+# A shell that starts a program in the background may have it ignore SIGINT.
+AS_TYPED = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from hpc_serve.cli.main import main; main(sys.argv[1:])"
+)
+
+
+@pytest.fixture
+def at_the_hub(hub, stand_ins, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    return hub
+
+
+def test_the_folder_is_on_stdout_and_the_rest_on_stderr(at_the_hub, tmp_path, capsys):
+    assert run(["fetch", MODEL]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(str(tmp_path / "hf" / "hub" / "models--org--model" / "snapshots"))
+    assert "org/model, commit aaaaaaaaaaaa: 6 files, 9 MiB. Left out: 3 files" in shown.err
+    assert "9 MiB of 9 MiB (100 %)" in shown.err
+    assert run(["fetch", MODEL]) == 0
+    assert "all of it is here" in capsys.readouterr().err
+
+
+def test_jobs_look_where_the_site_says(at_the_hub, tmp_path, capsys):
+    site = tmp_path / "site.yaml"
+    site.write_text(f"env: {{HF_HOME: {tmp_path}/scratch}}\n")
+    assert run(["fetch", MODEL, "--site", str(site)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/scratch/hub/")
+
+
+def test_offline_says_what_the_cache_has(at_the_hub, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(["fetch", MODEL]) == 2
+    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub, and" in capsys.readouterr().err
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert run(["fetch", MODEL]) == 0
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    capsys.readouterr()
+    assert run(["fetch", MODEL]) == 0
+    shown = capsys.readouterr()
+    assert "all of its weights are here. The hub was not asked" in shown.err
+    assert "snapshots" in shown.out
+
+
+def test_a_hub_that_is_away_is_said(at_the_hub, capsys):
+    at_the_hub.status = 503
+    assert run(["fetch", MODEL]) == 1
+    assert "the hub answered HTTP 503, and " in capsys.readouterr().err
+    at_the_hub.status = 200
+    assert run(["fetch", MODEL]) == 0
+    at_the_hub.status = 503
+    assert run(["fetch", MODEL]) == 0
+    assert "all of its weights are here, perhaps not the newest ones" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("/nowhere", "is no model of the hub"), (".", "is a folder"), ("lama", "is no model of the hub")],
+)
+def test_what_is_no_model_of_the_hub(at_the_hub, name, words, capsys):
+    assert run(["fetch", name]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_huggingface_hub_it_says_how_to_get_it(at_the_hub, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert run(["fetch", MODEL]) == 2
+    assert "`pip install huggingface_hub`" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_has_come_and_the_next_run_goes_on(at_the_hub):
+    at_the_hub.breaks[SHARD], at_the_hub.hold = [1_000_000], threading.Event()
+    command = [sys.executable, "-c", AS_TYPED, "fetch", MODEL]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        assert at_the_hub.broken.wait(LONG_S)
+        _wait_for_part(at_the_hub)
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=LONG_S)
+    finally:
+        program.kill()
+    assert program.returncode == 130
+    assert "are here. The same command goes on from there." in said
+    at_the_hub.hold.set()
+    at_the_hub.ranges.clear()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    (offset,) = [offset for path, offset in at_the_hub.ranges if path == SHARD]
+    assert 0 < offset <= 1_000_000
+
+
+def _wait_for_part(hub) -> None:
+    """The part that the hub has sent is on the disk."""
+    name = f"{hashlib.sha256(hub.models[MODEL][SHARD]).hexdigest()}.part"
+    part = Path(os.environ["HF_HOME"]) / "hub" / "models--org--model" / "blobs" / name
+    wait_until(lambda: part.exists() and part.stat().st_size > 0)

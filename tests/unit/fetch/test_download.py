@@ -1,0 +1,286 @@
+"""Files of a hub come whole into the cache, each byte once, whatever breaks off meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_serve.errors import StoreError, UnknownModelError
+from hpc_serve.fetch import download
+from hpc_serve.fetch.hub_repository import HubConnectionError
+from hpc_serve.fetch.model_files import cached_alone, look_for_model
+from hpc_serve.local_weights import cached_folder, damaged_files, missing_weights
+from tests.support.fake_hub import COMMIT, model_files
+from tests.unit.fetch.conftest import MODEL
+
+SHARD = "model-00002-of-00003.safetensors"
+LARGE = 10_000
+NEEDED = {
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)),
+}
+
+
+def fetch(settings, name: str = MODEL, **asked) -> Path:
+    found = look_for_model(name, settings, **asked)
+    found.download.run(lambda _: None)
+    found.repository.note_revision(is_whole=True)
+    return found.folder
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def parts(settings) -> list[Path]:
+    return sorted(settings.cache.rglob(f"*{download.PART}"))
+
+
+def test_what_an_engine_reads_is_there_and_nothing_else(hub, settings, tmp_path):
+    folder = fetch(settings)
+    assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+    assert cached_folder(MODEL, {"HF_HOME": str(tmp_path / "hf")}) == folder
+    assert missing_weights(folder) is None
+    assert parts(settings) == []
+
+
+def test_a_second_time_nothing_is_fetched(hub, settings):
+    fetch(settings)
+    hub.ranges.clear()
+    found = look_for_model(MODEL, settings)
+    assert (found.download.num_missing, found.download.kept_bytes) == (0, found.download.total_bytes)
+    assert "all of it is here" in found.words
+    assert hub.ranges == []
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(hub, settings):
+    hub.breaks[SHARD] = [1_000_000, 500_000]
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    offsets = [offset for path, offset in hub.ranges if path == SHARD]
+    assert len(offsets) == 3
+    assert 0 == offsets[0] < offsets[1] < offsets[2]
+
+
+def test_a_hub_that_knows_no_ranges_begins_again(hub, settings):
+    hub.breaks[SHARD], hub.knows_ranges = [1_000_000], False
+    found = look_for_model(MODEL, settings)
+    found.download.run(lambda _: None)
+    assert content_of(found.folder)[SHARD] == hub.models[MODEL][SHARD]
+    assert found.download.done_bytes == found.download.total_bytes
+
+
+def test_a_connection_that_brings_nothing_new_is_given_up_and_its_part_stays(hub, settings):
+    hub.breaks[SHARD] = [1_000_000] + [0] * 20
+    with pytest.raises(HubConnectionError, match="goes on from there"):
+        fetch(settings)
+    (part,) = [path for path in parts(settings) if path.name.startswith(digest(hub, SHARD))]
+    kept = part.stat().st_size
+    assert 0 < kept <= 1_000_000
+    del hub.breaks[SHARD]
+    hub.ranges.clear()
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert [offset for path, offset in hub.ranges if path == SHARD] == [kept]
+
+
+def digest(hub, path: str) -> str:
+    return hashlib.sha256(hub.models[MODEL][path]).hexdigest()
+
+
+def test_content_that_is_another_than_the_hub_lists_is_not_kept(hub, settings):
+    hub.given[SHARD] = bytes(len(hub.models[MODEL][SHARD]))
+    with pytest.raises(StoreError, match=r"SHA-256 \w+…, and the hub's list of files says"):
+        fetch(settings)
+    assert not any(
+        path.name.startswith(digest(hub, SHARD)) for path in settings.cache.rglob("*") if path.suffix != ".lock"
+    )
+    hub.given.clear()
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+
+
+def test_a_part_that_was_damaged_meanwhile_is_seen(hub, settings):
+    part = settings.cache / "models--org--model" / "blobs" / f"{digest(hub, SHARD)}{download.PART}"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"x" * 1000)
+    with pytest.raises(StoreError, match="so it was removed"):
+        fetch(settings)
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+
+
+def test_a_file_that_was_cut_off_in_the_cache_comes_again(hub, settings):
+    folder = fetch(settings)
+    (folder / SHARD).resolve().write_bytes(b"short")
+    (folder / "config.json").resolve().write_bytes(b"{}")
+    assert look_for_model(MODEL, settings).download.num_missing == 2
+    assert content_of(fetch(settings)) == {path: hub.models[MODEL][path] for path in NEEDED}
+
+
+def test_the_token_goes_to_the_hub_alone(hub, settings):
+    fetch(replace(settings, token="hf_secret"))
+    assert ("resolve", "Bearer hf_secret") in hub.tokens
+    assert {shown for where, shown in hub.tokens if where == "storage"} == {""}
+
+
+@pytest.mark.parametrize(
+    ("token", "words"), [(None, "`hf auth login` asks for a token"), ("hf_mine", "with the account of this token")]
+)
+def test_a_gated_model_says_where_its_licence_is(hub, settings, token, words):
+    hub.gated = True
+    with pytest.raises(UnknownModelError, match=f"accept its licence at {hub.url}/org/model") as refused:
+        fetch(replace(settings, token=token))
+    assert words in str(refused.value)
+    assert "hf_mine" not in str(refused.value)
+    assert hub.ranges == []
+
+
+def test_a_model_or_a_revision_that_is_not_there_is_named(hub, settings):
+    with pytest.raises(UnknownModelError, match="has no such model, or it is private"):
+        fetch(settings, "org/nothing")
+    with pytest.raises(UnknownModelError, match="has no revision 'v9'"):
+        fetch(settings, revision="v9")
+
+
+def test_a_commit_can_be_named(hub, settings):
+    assert fetch(settings, revision=COMMIT).name == COMMIT
+    assert not (settings.cache / "models--org--model" / "refs").exists()
+
+
+def test_an_older_commit_stays_the_one_of_jobs_until_the_new_one_is_whole(hub, settings):
+    ref = settings.cache / "models--org--model" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("older")
+    hub.breaks[SHARD] = [0] * 20
+    found = look_for_model(MODEL, settings)
+    found.repository.note_revision(is_whole=False)
+    with pytest.raises(HubConnectionError):
+        found.download.run(lambda _: None)
+    assert ref.read_text() == "older"
+    del hub.breaks[SHARD]
+    fetch(settings)
+    assert ref.read_text() == COMMIT
+
+
+def test_files_that_are_asked_for_come_too(hub, settings):
+    hub.models["org/gguf"] = {"config.json": b"{}", "model-Q4.gguf": b"4" * LARGE, "model-Q8.gguf": b"8" * LARGE}
+    with pytest.raises(UnknownModelError, match=r"no weights that vLLM takes by itself .* it has \.gguf, \.json"):
+        fetch(settings, "org/gguf")
+    folder = fetch(settings, "org/gguf", include=("*Q4*",))
+    assert set(content_of(folder)) == {"config.json", "model-Q4.gguf"}
+
+
+def test_no_room_is_said_before_a_byte_of_weights_comes(hub, settings, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    found = look_for_model(MODEL, settings)
+    with pytest.raises(StoreError, match=r"needs 9 MiB more in .* has 5 MiB free.*HF_HOME"):
+        found.download.check_space()
+    assert hub.ranges == []
+
+
+def test_a_disk_that_becomes_full_keeps_what_has_come(hub, settings, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs to mount a small filesystem")
+    try:
+        small = replace(settings, cache=disk / "hub")
+        with pytest.raises(StoreError, match=r"No space left on device\. What has come is kept"):
+            fetch(small)
+        assert sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) > 4 << 20
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        folder = fetch(small)
+        assert damaged_files(()) == ()
+        assert content_of(folder) == {path: hub.models[MODEL][path] for path in NEEDED}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_hub_that_is_away_leaves_what_the_cache_has(hub, settings):
+    hub.status = 503
+    with pytest.raises(HubConnectionError):
+        look_for_model(MODEL, settings)
+    with pytest.raises(HubConnectionError, match=r"away, and .* holds none of its weights of org/model"):
+        cached_alone(MODEL, settings, "main", "away")
+    hub.status = 200
+    folder = fetch(settings)
+    assert cached_alone(MODEL, settings, "main", "away") == folder
+
+
+def test_small_hubs_serve_models_of_one_file(hub, settings):
+    hub.models["org/small"] = {
+        "config.json": b"{}",
+        "model.safetensors": model_files(shards=1, shard_bytes=LARGE)["model-00001-of-00001.safetensors"],
+    }
+    assert set(content_of(fetch(settings, "org/small"))) == {"config.json", "model.safetensors"}
+
+
+def test_the_cache_is_one_that_huggingface_hub_reads(hub, settings):
+    hub_library = pytest.importorskip("huggingface_hub")
+    folder = fetch(settings)
+    found = hub_library.snapshot_download(MODEL, cache_dir=settings.cache, local_files_only=True)
+    assert os.path.samefile(found, folder)
+    assert os.path.samefile(hub_library.try_to_load_from_cache(MODEL, SHARD, cache_dir=settings.cache), folder / SHARD)
+
+
+@pytest.mark.parametrize(
+    "path", ["../../../../../precious.json", "/precious.json", "a/../../precious.json", "a//b.json", "a\x1b[2J.json"]
+)
+def test_a_listing_that_leads_out_of_the_cache_is_refused_before_anything_is_touched(hub, settings, path, tmp_path):
+    precious = tmp_path / "precious.json"
+    precious.write_text("mine")
+    hub.models[MODEL][path] = b"{}"
+    with pytest.raises(UnknownModelError, match="would lead out of the cache"):
+        look_for_model(MODEL, settings)
+    assert precious.read_text() == "mine"
+    assert not settings.cache.exists()
+
+
+@pytest.mark.parametrize("commit", ["../../../elsewhere", "", "main"])
+def test_a_commit_that_is_none_is_refused(hub, settings, monkeypatch, commit):
+    monkeypatch.setattr("tests.support.fake_hub.COMMIT", commit)
+    with pytest.raises(UnknownModelError, match="which is none"):
+        look_for_model(MODEL, settings)
+
+
+def test_a_sha256_that_is_none_is_refused(hub, settings, monkeypatch):
+    monkeypatch.setattr("tests.support.fake_hub._LIST_OID", lambda content: "../../../elsewhere")
+    with pytest.raises(UnknownModelError, match="SHA-256"):
+        look_for_model(MODEL, settings)
+
+
+def test_what_a_link_out_of_the_cache_leads_to_stays(hub, settings, tmp_path):
+    folder = fetch(settings)
+    shared = tmp_path / "shared.safetensors"
+    shared.write_bytes(b"a colleague's")
+    (folder / SHARD).unlink()
+    (folder / SHARD).symlink_to(shared)
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert shared.read_bytes() == b"a colleague's"
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link, lambda _, path: os.mkfifo(path)])
+def test_a_link_in_place_of_a_part_leads_nothing_into_another_file(hub, settings, tmp_path, link):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"mine")
+    part = settings.cache / "models--org--model" / "blobs" / f"{digest(hub, SHARD)}{download.PART}"
+    part.parent.mkdir(parents=True)
+    link(precious, part)
+    assert content_of(fetch(settings))[SHARD] == hub.models[MODEL][SHARD]
+    assert precious.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("in_the_way", ["hf", "hf/hub/models--org--model", "hf/hub/models--org--model/refs"])
+def test_a_file_in_the_place_of_the_cache_is_said_with_its_cure(hub, settings, tmp_path, in_the_way):
+    (tmp_path / in_the_way).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / in_the_way).touch()
+    with pytest.raises(StoreError, match=r"cannot be written to .*models--org--model: .*set HF_HOME to a folder"):
+        fetch(settings)

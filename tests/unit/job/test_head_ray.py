@@ -1,0 +1,51 @@
+"""Ray as its head's launcher follows it: what it waits for, by the lines that Ray's head prints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+from hpc_serve.job.head_ray import HeadRay
+from tests.support.nodes import make_node
+
+
+class Parts:
+    def require_command(self, name: str, command: str, environ: object) -> None:
+        pass
+
+
+class Keeper:
+    def set_stage(self, *words: object) -> None:
+        pass
+
+
+def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
+    """Ray has a node that comes before the head look again only after two seconds."""
+    lines = [
+        '{"hpc_serve_gcs": 4321}',
+        '{"hpc_serve_nodes": {}}',
+        '{"hpc_serve_nodes": {"127.0.0.1": 1}}',
+    ]
+    said: list[str | None] = []
+    changes: list[None] = []
+
+    async def wait_until_complete(missing: Any, *, part: str) -> None:
+        assert part == "ray head"
+        said.append(missing())
+        for line in lines:
+            ray._read_line(line)
+            said.append(missing())
+
+    ray = HeadRay(
+        make_node(tmp_path),
+        cast(Any, Parts()),
+        cast(Any, Keeper()),
+        wait_until_complete,
+        lambda: changes.append(None),
+    )
+    environ = asyncio.run(ray.engine_environ())
+    not_joined = "n1 (127.0.0.1) has not joined the Ray of which it is the head"
+    assert said == ["Ray's GCS does not listen", not_joined, not_joined, None]
+    assert environ["RAY_ADDRESS"] == "127.0.0.1:4321"
+    assert len(changes) == len(lines)

@@ -1,0 +1,224 @@
+"""What the kernel has killed for memory, as its counts say it, in both versions of cgroups; which end that explains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from hpc_serve.diagnose.causes import cause_in, find_causes
+from hpc_serve.diagnose.rules import RULES
+from hpc_serve.job import oom_kills
+from hpc_serve.job.oom_kills import OomCounts, OomWatch, read_counts
+from hpc_serve.job.outcome import RunEnd
+from hpc_serve.job.parts import SIGKILL_RULES, SILENT_RULES, Parts
+from hpc_serve.job.process import mark_environ
+from hpc_serve.sizes import GIB, MIB
+from tests.unit.diagnose.cases_of_logs import read_cases
+from tests.unit.diagnose.test_rules import evidence
+
+MARK = f"test-{os.getpid()}-oom"
+ENVIRON = {**os.environ, **mark_environ(MARK)}
+
+
+def machine(tmp_path, cgroup, files, *, vmstat="oom_kill 7\n"):
+    """A made-up /proc and /sys/fs/cgroup."""
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    for path, text in {
+        proc / "self" / "cgroup": cgroup,
+        proc / "vmstat": vmstat,
+        proc / "meminfo": f"MemTotal: {64 * GIB // 1024} kB\n",
+        **{root / name: text for name, text in files.items()},
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {"proc": proc, "root": root}
+
+
+V2 = (
+    "0::/system.slice/slurmstepd.scope/job_5/step_0/user/task_0\n",
+    {
+        "system.slice/slurmstepd.scope/job_5/step_0/user/task_0/memory.events": "low 0\nmax 9\noom 1\noom_kill 2\n",
+        "system.slice/slurmstepd.scope/job_5/step_0/user/task_0/memory.max": "max\n",
+        "system.slice/slurmstepd.scope/job_5/memory.events": "oom 9\noom_kill 30\n",
+        "system.slice/slurmstepd.scope/job_5/memory.max": f"{4 * GIB}\n",
+        "system.slice/slurmstepd.scope/job_5/memory.peak": f"{4 * GIB - MIB}\n",
+    },
+)
+V1 = (
+    "4:memory:/slurm/uid_1000/job_5/step_0\n1:name=systemd:/\n0::/\n",
+    {
+        "memory/slurm/uid_1000/job_5/step_0/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+        "memory/slurm/uid_1000/job_5/step_0/memory.limit_in_bytes": f"{4 * GIB}\n",
+        "memory/slurm/uid_1000/job_5/step_0/memory.max_usage_in_bytes": f"{4 * GIB - MIB}\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.max_usage_in_bytes": f"{63 * GIB}\n",
+    },
+)
+
+
+@pytest.mark.parametrize(("cgroup", "files"), [V2, V1], ids=["version 2", "version 1"])
+def test_the_counts_of_both_versions_of_cgroups_are_read(tmp_path, cgroup, files):
+    counts = read_counts(**machine(tmp_path, cgroup, files))
+    assert counts == OomCounts(in_cgroup=2, on_node=7, limit_bytes=4 * GIB, most_bytes=4 * GIB - MIB)
+
+
+def test_a_cgroup_without_a_limit_has_none_and_an_old_kernel_keeps_no_peak(tmp_path):
+    no_limit = {name: text for name, text in V1[1].items() if name.startswith("memory/memory.")}
+    assert read_counts(**machine(tmp_path / "a", V1[0], no_limit)) == OomCounts(on_node=7)
+    no_peak = {name: text for name, text in V2[1].items() if "peak" not in name}
+    no_peak["system.slice/slurmstepd.scope/job_5/memory.current"] = "4096\n"
+    counts = read_counts(**machine(tmp_path / "b", V2[0], no_peak, vmstat="nr_free_pages 1\n"))
+    assert counts == OomCounts(in_cgroup=2, limit_bytes=4 * GIB)
+
+
+def test_a_machine_that_shows_nothing_says_nothing(tmp_path):
+    assert read_counts(proc=tmp_path, root=tmp_path) == OomCounts()
+    watch = OomWatch("n1", OomCounts)
+    assert watch.words_of_end(by_sigkill=True, is_silent=True) == ""
+
+
+def test_this_machine_can_be_read():
+    assert read_counts().on_node is not None
+
+
+def watch_of(*counts):
+    """A watch on n1 that reads these counts, one after the other, and then the last for ever."""
+    left = list(counts)
+    return OomWatch("n1", lambda: left.pop(0) if len(left) > 1 else left[0])
+
+
+BEFORE = OomCounts(in_cgroup=3, on_node=10, limit_bytes=4 * GIB, most_bytes=GIB)
+KILLED = OomCounts(in_cgroup=5, on_node=12, limit_bytes=4 * GIB, most_bytes=4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("after", "by_sigkill", "is_silent", "words", "rule"),
+    [
+        (
+            KILLED,
+            True,
+            True,
+            "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB "
+            "were used",
+            "killed-for-memory",
+        ),
+        (
+            OomCounts(in_cgroup=4, on_node=11),
+            False,
+            False,
+            "the kernel has killed 1 process of this job on n1 for memory: the node had none left",
+            "killed-for-memory",
+        ),
+        (
+            OomCounts(in_cgroup=3, on_node=11),
+            False,
+            True,
+            "the kernel has killed 1 process on n1 for memory meanwhile: the node had none left, or another job "
+            "reached its limit",
+            "node-ran-out",
+        ),
+        (OomCounts(in_cgroup=3, on_node=11), False, False, "", None),
+        (
+            BEFORE,
+            True,
+            True,
+            "the kernel has killed none for memory on n1: another program or a person sent SIGKILL",
+            "killed-by-others",
+        ),
+        (
+            BEFORE,
+            False,
+            True,
+            "the kernel has killed none for memory on n1: another program or a person killed it, unless it "
+            "ended itself",
+            "killed-by-others",
+        ),
+        (BEFORE, False, False, "", None),
+    ],
+)
+def test_what_an_end_was(after, by_sigkill, is_silent, words, rule):
+    watch = watch_of(BEFORE, after)
+    said = watch.words_of_end(by_sigkill=by_sigkill, is_silent=is_silent)
+    assert said == words
+    if rule:
+        line = f"2026-11-22 10:00:00 n1 ERROR hpc-serve: engine failed (exit code 1): engine exited with 1; {said}"
+        found = find_causes([evidence([line])])
+        assert [one.name for one in found] == [rule]
+        assert "n1" in found[0].cause
+
+
+def test_a_kill_is_said_of_one_end_alone():
+    watch = watch_of(BEFORE, KILLED)
+    assert "2 processes" in watch.words_of_end(by_sigkill=True, is_silent=True)
+    assert "killed none" in watch.words_of_end(by_sigkill=True, is_silent=True)
+
+
+def test_what_was_killed_long_before_an_end_was_survived(monkeypatch):
+    watch = watch_of(BEFORE, KILLED)
+    watch.look()
+    monkeypatch.setattr(oom_kills, "_BELONGS_TO_END_S", -1.0)
+    assert watch.words_of_end(by_sigkill=False, is_silent=False) == ""
+    assert "killed none" in watch.words_of_end(by_sigkill=True, is_silent=True)
+
+
+def test_kills_are_logged_when_they_are_seen(caplog):
+    watch = watch_of(BEFORE, KILLED)
+    with caplog.at_level("WARNING"):
+        watch.look()
+        watch.look()
+    assert [record.message for record in caplog.records] == [
+        "the kernel has killed 2 processes of this job on n1 for memory: its cgroup allows 4.0 GiB, and 4.0 GiB were "
+        "used"
+    ]
+
+
+def test_rules_of_silent_ends_exist():
+    assert SIGKILL_RULES < SILENT_RULES <= {rule.name for rule in RULES}
+
+
+def reason_of(code):
+    async def run():
+        parts = Parts(MARK, RunEnd(), node_name="n1")
+        child = await parts.start_child("engine", [sys.executable, "-c", code], ENVIRON)
+        outcome = await parts.outcome_of(child)
+        await parts.take_down()
+        return outcome.reason
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "another program or a person sent SIGKILL"),
+        (
+            "print('RuntimeError: Engine core initialization failed. Failed core proc(s): {\\'EngineCore\\': -9}'); "
+            "raise SystemExit(1)",
+            "another program or a person sent SIGKILL",
+        ),
+        ("print('ValueError: no'); raise SystemExit(1)", None),
+    ],
+)
+def test_an_end_by_sigkill_is_held_against_the_kernels_count(monkeypatch, code, words):
+    monkeypatch.setattr(oom_kills, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
+    reason = reason_of(code)
+    assert reason.endswith(f"; the kernel has killed none for memory on n1: {words}") if words else ";" not in reason
+
+
+def test_a_core_process_of_real_vllm_that_was_killed(tmp_path, monkeypatch):
+    """Its server ends with 0, and says that it does not know why. The lines are those of a real one."""
+    monkeypatch.setattr(oom_kills, "read_counts", lambda: OomCounts(in_cgroup=0, on_node=0))
+    (case,) = (case for case in read_cases() if case.rule == "engine-core-gone")
+    log = tmp_path / "engine.log"
+    log.write_text("\n".join(line for line in case.lines if "hpc-serve:" not in line))
+    reason = reason_of(f"print(open({str(log)!r}).read())")
+    assert reason.startswith("engine exited with 0 before it was stopped: the engine's core process ended")
+    assert reason.endswith(
+        "the kernel has killed none for memory on n1: another program or a person killed it, unless it ended itself"
+    )
+    found = cause_in(reason)
+    assert found is not None
+    assert found.name == "killed-by-others"

@@ -1,0 +1,310 @@
+"""The copy of a model on a node: what is copied, who shares it, when it is removed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.job import stage_copy, staging
+from hpc_serve.job.stage_copy import CopyStoppedError
+from hpc_serve.job.staging import Staging, plan_staging, remove_unused, staged_command
+from hpc_serve.local_weights import missing_weights, weight_files
+from hpc_serve.sizes import MIB
+from hpc_serve.vllm.command import StandIn, read_command
+from tests.support.patience import wait_until
+
+LONG_S = 120
+
+
+def safetensors(content: bytes) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + content
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model as the hub's cache holds it: links to blobs."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "model"
+    blobs.mkdir()
+    (folder / "1_Pooling").mkdir(parents=True)
+    files = {
+        "config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "README.md": b"words",
+        "pytorch_model.bin": b"again",
+        "a.safetensors": safetensors(os.urandom(3 * MIB)),
+        "b.safetensors": safetensors(os.urandom(MIB + 5)),
+    }
+    for number, (name, content) in enumerate(files.items()):
+        (blobs / str(number)).write_bytes(content)
+        (folder / name).symlink_to(blobs / str(number))
+    return folder
+
+
+@pytest.fixture
+def environ(tmp_path) -> dict[str, str]:
+    (tmp_path / "scratch").mkdir(mode=0o700)
+    return {"HPC_SERVE_STAGE": str(tmp_path / "scratch"), "HF_HOME": str(tmp_path / "hf")}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(stage_copy, "_BLOCK_BYTES", MIB)
+    monkeypatch.setattr(stage_copy, "_PIECE_BYTES", MIB // 4)
+    monkeypatch.setattr(staging, "_SPARE_BYTES", 0)
+
+
+def command(model: Path, *words: str):
+    return read_command(["vllm", "serve", str(model), *words])
+
+
+def planned(model: Path, environ) -> Staging:
+    found = plan_staging(command(model), environ)
+    assert found is not None
+    return found
+
+
+def ignore(done: int, total: int) -> None:
+    pass
+
+
+def test_what_the_engine_reads_is_copied_with_the_content_of_links(model, environ):
+    copy, told = planned(model, environ), list[tuple[int, int]]()
+    copy.open(lambda done, total: told.append((done, total)))
+    found = {str(path.relative_to(copy.target)): path for path in copy.target.rglob("*") if path.is_file()}
+    assert set(found) == {"config.json", "1_Pooling/config.json", "a.safetensors", "b.safetensors", ".whole"}
+    for name in set(found) - {".whole"}:
+        assert not found[name].is_symlink()
+        assert found[name].read_bytes() == (model / name).read_bytes()
+    assert told[-1] == (copy.total_bytes, copy.total_bytes)
+    assert copy.target.stat().st_mode & 0o777 == 0o700
+    copy.close()
+    assert list(copy.target.parent.iterdir()) == []
+
+
+def test_runs_of_one_node_share_a_copy_and_the_last_one_removes_it(model, environ):
+    first, second = planned(model, environ), planned(model, environ)
+    assert first.target == second.target
+    first.open(ignore)
+    told = list[int]()
+    second.open(lambda done, total: told.append(done))
+    assert told == []
+    first.close()
+    assert second.is_whole
+    assert remove_unused(environ) == []
+    second.close()
+    assert not second.target.exists()
+
+
+def test_a_second_run_waits_while_the_first_copies(model, environ):
+    first, second, begun, may_go_on = (
+        planned(model, environ),
+        planned(model, environ),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def hold(done: int, total: int) -> None:
+        begun.set()
+        assert may_go_on.wait(LONG_S)
+
+    copying = threading.Thread(target=first.open, args=(hold,))
+    copying.start()
+    assert begun.wait(LONG_S)
+    told = list[int]()
+    waiting = threading.Thread(target=second.open, args=(lambda done, total: told.append(done),))
+    waiting.start()
+    may_go_on.set()
+    copying.join()
+    waiting.join()
+    assert told == []
+    first.close()
+    assert second.is_whole
+    second.close()
+
+
+def test_changed_files_are_another_copy(model, environ):
+    before = planned(model, environ).target
+    (model / "config.json").unlink()
+    (model / "config.json").write_text('{"new": 1}')
+    assert planned(model, environ).target != before
+
+
+def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(model, environ):
+    copy = planned(model, environ)
+    with pytest.raises(CopyStoppedError):
+        copy.open(lambda done, total: copy.stop.set())
+    assert not copy.target.exists()
+    copy.close()
+    assert remove_unused(environ) in ([], [copy.target])
+    assert list(copy.target.parent.iterdir()) == []
+
+
+KILLED = """
+import sys, os
+from pathlib import Path
+from hpc_serve.job import staging
+from hpc_serve.vllm.command import read_command
+staging._SPARE_BYTES = 0
+copy = staging.plan_staging(read_command(["vllm", "serve", sys.argv[1]]), os.environ)
+copy.open(lambda done, total: None)
+Path(sys.argv[2]).touch()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def killed(model, environ, tmp_path) -> Staging:
+    """The copy of a run that was killed."""
+    code, mark = [sys.executable, "-c", KILLED, str(model), str(tmp_path / "open")], tmp_path / "open"
+    program = subprocess.Popen(code, stdin=subprocess.PIPE, env={**os.environ, **environ})
+    try:
+        wait_until(mark.exists, within_s=LONG_S)
+        assert remove_unused(environ) == []
+    finally:
+        program.send_signal(signal.SIGKILL)
+        program.communicate()
+    return planned(model, environ)
+
+
+def test_what_a_killed_run_left_is_swept_or_used(killed, environ):
+    assert killed.is_whole
+    told = list[int]()
+    killed.open(lambda done, total: told.append(done))
+    assert told == []
+    os.close(killed._lock)
+    assert remove_unused(environ) == [killed.target]
+    assert list(killed.target.parent.iterdir()) == []
+
+
+def test_a_copy_that_is_not_whole_is_made_anew(model, environ):
+    copy = planned(model, environ)
+    copy.open(ignore)
+    os.close(copy._lock)
+    (copy.target / ".whole").unlink()
+    (copy.target / "a.safetensors").write_bytes(b"half")
+    again = planned(model, environ)
+    again.open(ignore)
+    assert (again.target / "a.safetensors").read_bytes() == (model / "a.safetensors").read_bytes()
+    again.close()
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(model, environ, tmp_path):
+    root = planned(model, environ).target.parent
+    root.mkdir(mode=0o700)
+    root.chmod(0o777)
+    with pytest.raises(InvalidRequestError, match="is not used") as refused:
+        planned(model, environ).open(ignore)
+    assert remove_unused(environ) == []
+    cure = re.search(r"HPC_SERVE_STAGE=(\S+),", str(refused.value))
+    assert cure is not None
+    copy = planned(model, environ | {"HPC_SERVE_STAGE": cure[1]})  # what the message says works
+    copy.open(ignore)
+    assert copy.is_whole
+    copy.close()
+
+
+def test_no_room_is_said_with_its_number(model, environ, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
+    copy = planned(model, environ)
+    with pytest.raises(DoesNotFitError, match=r"--stage copies 4 MiB to .*, which has 1 MiB free.*HPC_SERVE_STAGE"):
+        copy.open(ignore)
+    assert not copy.target.exists()
+
+
+def test_of_memory_half_may_be_used(model, environ, monkeypatch):
+    monkeypatch.setattr(staging, "is_in_memory", lambda _: True)
+    monkeypatch.setattr(staging, "available_memory", lambda: 6 * MIB)
+    with pytest.raises(DoesNotFitError, match="which is memory, and 6 MiB of it are free for this job; at most half"):
+        planned(model, environ).open(ignore)
+    monkeypatch.setattr(staging, "available_memory", lambda: 16 * MIB)
+    copy = planned(model, environ)
+    copy.open(ignore)
+    copy.close()
+
+
+def test_a_file_that_is_damaged_is_not_loaded(model, environ):
+    (model / "a.safetensors").unlink()
+    (model / "a.safetensors").write_bytes(safetensors(bytes(100))[:-10])
+    copy = planned(model, environ)
+    with pytest.raises(InvalidRequestError, match=r"is not what was read: a\.safetensors has"):
+        copy.open(ignore)
+    assert not copy.target.exists()
+
+
+def test_a_file_that_becomes_shorter_meanwhile_is_an_error(model, environ):
+    copy = planned(model, environ)
+    (model / "a.safetensors").resolve().write_bytes(b"short")
+    with pytest.raises(InvalidRequestError, match="has become shorter"):
+        copy.open(ignore)
+    assert not copy.target.exists()
+
+
+def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, environ):
+    copy = planned(model, environ)
+    asked = command(model, "--max-num-seqs", "4")
+    assert staged_command(asked, copy).argv == (
+        *("vllm", "serve", str(copy.target), "--max-num-seqs", "4"),
+        *("--served-model-name", str(model)),
+    )
+    named = command(model, "--served-model-name", "mine")
+    assert staged_command(named, copy).argv == ("vllm", "serve", str(copy.target), "--served-model-name", "mine")
+    stand_in = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
+    found = plan_staging(stand_in, environ)
+    assert staged_command(stand_in, found).argv == (
+        *("vllm", "serve", str(found.target)),
+        *("--served-model-name", "org/model"),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "off", "0"])
+def test_without_the_variable_nothing_is_copied(model, text):
+    assert plan_staging(command(model), {"HPC_SERVE_STAGE": text}) is None
+
+
+def test_on_is_the_folder_of_temporary_files(model, tmp_path):
+    found = plan_staging(command(model), {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
+    assert found.target.parent == tmp_path / f"hpc-serve-stage-{os.geteuid()}"
+    with pytest.raises(InvalidRequestError, match="must be on, off, or a folder"):
+        plan_staging(command(model), {"HPC_SERVE_STAGE": "scratch"})
+
+
+def test_a_model_that_is_not_here_must_be_fetched_first(environ, tmp_path):
+    asked = read_command(["vllm", "serve", "org/model"])
+    with pytest.raises(InvalidRequestError, match="`hpc-serve fetch org/model` first"):
+        plan_staging(asked, environ)
+
+
+def test_a_model_of_the_cache_is_found(model, environ, tmp_path):
+    folder = tmp_path / "hf" / "hub" / "models--org--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    shutil.copytree(model, folder / "snapshots" / "abc", symlinks=True)
+    assert plan_staging(read_command(["vllm", "serve", "org/model"]), environ).source == folder / "snapshots" / "abc"
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "{tmp_path}/outside.safetensors"])
+def test_files_that_an_index_names_outside_of_the_model_are_not_of_it(model, environ, tmp_path, name):
+    (tmp_path / "outside.safetensors").write_bytes(safetensors(b"mine"))
+    weights = {"a": name.format(tmp_path=tmp_path), "b": "b.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert missing_weights(model).files == (weights["a"],)
+    assert [path.name for path in weight_files(model)] == ["b.safetensors"]
+    assert "a.safetensors" not in {file.path for file in plan_staging(command(model), environ).files}
+
+
+def test_a_file_of_the_model_does_not_say_that_its_copy_is_whole(model, environ):
+    (model / ".whole").write_text("yes")
+    assert ".whole" not in {file.path for file in plan_staging(command(model), environ).files}

@@ -1,0 +1,91 @@
+"""The frame of pages: that the browser may load nothing, and that no text of others becomes part of a page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+from markupsafe import Markup
+
+from hpc_serve.pages.frame import COLOURS, document, swatch, table
+
+EVIL = "</script></style></title><!--<script>alert('1')</script>&amp;\u2028 \"'"
+
+
+class Parts(HTMLParser):
+    """The text of each element that a browser would not show, and all tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: dict[str, list[str]] = {"title": [], "style": [], "script": [], "td": []}
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._open.append(tag)
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in self.texts:
+            self.texts[self._open[-1]][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+
+def policy(text: str) -> str:
+    found = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert found
+    return unescape(found[1])
+
+
+def test_style_and_script_are_those_of_the_policy() -> None:
+    text = document("t", Markup("<p>x</p>"), style=".a{}", script="let a = 1 < 2;", data={"a": 1})
+    parts, rules = Parts(text), policy(text)
+    assert rules.startswith("default-src 'none'; base-uri 'none'; form-action 'none'; ")
+    assert "unsafe" not in rules
+    assert len(parts.texts["style"]) == 1
+    for words in (parts.texts["style"][0], parts.texts["script"][1]):
+        assert base64.b64encode(hashlib.sha256(words.encode()).digest()).decode() in rules
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+    assert json.loads(parts.texts["script"][0]) == {"a": 1}
+
+
+def test_a_page_without_a_script_may_have_none() -> None:
+    text = document("t", Markup("<p>x</p>"))
+    assert "script" not in policy(text) + text.split("<body>")[1]
+
+
+def test_text_of_others_is_text() -> None:
+    body = table([EVIL, "b"], [[EVIL, "1"]], numbers_from=1)
+    text = document(EVIL, body, script="1;", data={"name": EVIL, EVIL: [EVIL]})
+    parts = Parts(text)
+    assert parts.tags.count("script") == 2
+    assert parts.texts["title"] == [EVIL]
+    assert parts.texts["td"] == [EVIL, "1"]
+    assert json.loads(parts.texts["script"][0]) == {"name": EVIL, EVIL: [EVIL]}
+    assert "alert('1')" not in text.split("<body>")[1].split('id="data">')[0]
+
+
+@pytest.mark.parametrize("part", ["style", "script"])
+def test_a_style_or_script_that_ends_its_element_is_refused(part: str) -> None:
+    with pytest.raises(AssertionError):
+        document("t", Markup(""), **{part: f"/* </{part.upper()}> */"})
+
+
+def test_every_series_has_a_colour_on_light_and_dark() -> None:
+    text = document("t", swatch(COLOURS + 1))
+    assert '<i class="swatch s1"></i>' in text
+    for number in range(COLOURS):
+        assert len(re.findall(rf"\.s{number}\{{color:#[0-9a-f]{{6}}\}}", text)) == 2

@@ -1,0 +1,191 @@
+"""The program in the job, with a stand-in for llm-compressor that writes what a test wants.
+
+The real one was run by hand (README): it takes 2 GB of packages that are not those of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.quantize.program import CannotQuantizeError, copy_other_files, read_texts
+
+STAND_IN = """
+import os, pathlib
+class _Saved:
+    def __init__(self, name): self.name = name
+    def save_pretrained(self, folder, **_):
+        folder.mkdir(exist_ok=True)
+        (folder / self.name).write_text("written")
+        if os.environ.get("FAILS_AFTER") == self.name:
+            raise RuntimeError("no room")
+    def __call__(self, text, **_): return {"input_ids": [1], "attention_mask": [1]}
+class AutoModelForCausalLM:
+    @staticmethod
+    def from_pretrained(*_, **given):
+        assert given["trust_remote_code"] is False
+        return _Saved("config.json")
+class AutoTokenizer:
+    @staticmethod
+    def from_pretrained(*_, **given):
+        assert given["trust_remote_code"] is False
+        return _Saved("tokenizer.json")
+"""
+COMPRESSOR = """
+import json, os
+def oneshot(model, recipe, **given):
+    given["dataset"] = given.get("dataset")
+    print("ONESHOT", json.dumps([[type(one).__name__, one.named] for one in recipe]), json.dumps(given))
+"""
+MODIFIER = """
+class {name}:
+    def __init__(self, **named): self.named = named
+"""
+DATASETS = """
+class Dataset:
+    @staticmethod
+    def from_list(entries): return entries
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A folder of modules with the names of llm-compressor's and of what it stands on."""
+    folder = tmp_path / "packages"
+    modifiers = folder / "llmcompressor" / "modifiers"
+    (modifiers / "transform").mkdir(parents=True)
+    (folder / "transformers.py").write_text(STAND_IN)
+    (folder / "datasets.py").write_text(DATASETS)
+    (folder / "llmcompressor" / "__init__.py").write_text(COMPRESSOR)
+    (modifiers / "gptq.py").write_text(MODIFIER.format(name="GPTQModifier"))
+    (modifiers / "quantization.py").write_text(MODIFIER.format(name="QuantizationModifier"))
+    (modifiers / "transform" / "smoothquant.py").write_text(MODIFIER.format(name="SmoothQuantModifier"))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "LICENSE", "preprocessor.json"):
+        (folder / name).write_text(f"of the model: {name}")
+    return folder
+
+
+def run(model: Path, packages: Path | None, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), Path(__file__).parents[3]]))}
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_serve.quantize.program", "--model", str(model), "--scheme", "INT8", *words],
+        env={**os.environ, **path, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_output_has_the_new_weights_and_the_other_files(model: Path, packages: Path, tmp_path: Path) -> None:
+    done = run(model, packages, "--output", str(tmp_path / "deep" / "out"))
+    assert done.returncode == 0, done.stderr
+    found = {path.name: path.read_text() for path in (tmp_path / "deep" / "out").iterdir()}
+    assert found == {
+        "config.json": "written",
+        "tokenizer.json": "written",
+        "LICENSE": "of the model: LICENSE",
+        "preprocessor.json": "of the model: preprocessor.json",
+    }
+    assert '[["QuantizationModifier"' in done.stdout
+    assert '"scheme": "INT8"' in done.stdout
+
+
+def test_with_texts_activations_are_measured(model: Path, packages: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    done = run(model, packages, "--output", str(tmp_path / "out"), "--calibration", str(texts), "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    assert "SmoothQuantModifier" in done.stdout
+    assert "GPTQModifier" in done.stdout
+    assert '"num_calibration_samples": 2' in done.stdout
+
+
+def test_a_failure_leaves_nothing_behind(model: Path, packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()  # of a job that was killed
+    (tmp_path / "out.partial" / "half").touch()
+    done = run(model, packages, "--output", str(tmp_path / "out"), FAILS_AFTER="tokenizer.json")
+    assert done.returncode == 1
+    assert "no room" in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_is_there_is_not_replaced(model: Path, packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    done = run(model, packages, "--output", str(tmp_path / "out"))
+    assert done.returncode == 78
+    assert "is there already" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_environment_without_llm_compressor_is_named(model: Path, packages: Path, tmp_path: Path) -> None:
+    (packages / "llmcompressor" / "__init__.py").write_text("raise ImportError('not here')")
+    done = run(model, packages, "--output", str(tmp_path / "out"))
+    assert done.returncode == 78
+    assert "has no llm-compressor (not here)" in done.stderr
+    assert "envs/quantize/requirements.txt" in done.stderr
+
+
+def lines(tmp_path: Path, *entries: object) -> str:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(f"{entry if isinstance(entry, str) else json.dumps(entry)}\n" for entry in entries))
+    return str(path)
+
+
+def test_texts_are_read_from_the_forms_that_people_have(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
+    path = lines(tmp_path, {"text": "a"}, "", {"prompt": "b"}, chat, {"text": "too many"})
+    assert list(read_texts(path, 3)) == ["a", "b", "Hello\nHi"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (["not JSON"], "cannot be read as JSONL"),
+        ([{"text": "a"}, {"other": "b"}], "texts.jsonl:2 has no text"),
+        ([["a"]], "texts.jsonl:1 has no text"),
+        ([], "holds no texts"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named(tmp_path: Path, entries: list[object], said: str) -> None:
+    with pytest.raises(CannotQuantizeError, match=said):
+        list(read_texts(lines(tmp_path, *entries), 5))
+
+
+def test_other_files_do_not_replace_new_ones(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "LICENSE").write_text("new")
+    copy_other_files(model, output)
+    assert (output / "LICENSE").read_text() == "new"
+    assert not (output / "model.safetensors").exists()
+
+
+def test_what_a_link_in_the_model_leads_to_stays_as_private_as_it_is(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("mine")
+    (tmp_path / "key").chmod(0o600)
+    (model / "NOTICE").symlink_to(tmp_path / "key")
+    (tmp_path / "out").mkdir()
+    copy_other_files(model, tmp_path / "out")
+    assert (tmp_path / "out" / "NOTICE").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_the_place_of_what_is_made_is_not_followed(model: Path, packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
+    done = run(model, packages, "--output", str(tmp_path / "out"))
+    assert done.returncode == 78
+    assert "out.partial cannot be made: File exists. Remove it, or set --output." in done.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
