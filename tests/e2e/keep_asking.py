@@ -12,7 +12,8 @@ from hpc_serve.client import connect
 
 service, count = sys.argv[1], int(sys.argv[2])
 is_over = threading.Event()
-signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
+# Waited for below: a handler that sets an Event can run while its own thread holds that Event's lock.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 client = connect(service, wait=300, wake=True, max_retries=0)
 print("connected", flush=True)
 answered: list[str] = []
@@ -31,8 +32,8 @@ def keep_asking() -> None:
 threads = [threading.Thread(target=keep_asking) for _ in range(count)]
 for thread in threads:
     thread.start()
-while not is_over.wait(0.5):  # one wait without end would not see a signal that comes just before it
-    pass
+signal.sigwait({signal.SIGTERM})
+is_over.set()
 for thread in threads:
     thread.join()
 print(json.dumps({"answered": len(answered), "errors": errors}), flush=True)
