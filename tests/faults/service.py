@@ -140,7 +140,20 @@ class Service:
         """Start replicas and wait until all are ready."""
         for place in range(len(self.jobs), len(self.jobs) + replicas):
             self.jobs.append(self.submit(place))
-        wait_for(self._all_ready, START_S, what=f"{replicas} replicas", step_s=1.0)
+        self._await(self._all_ready, f"{replicas} replicas")
+
+    def _await(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for a start; one that does not come is told with what there is of it, as it is gone afterwards."""
+        try:
+            wait_for(is_so, START_S, what=what, step_s=1.0)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.told()}") from None
+
+    def told(self) -> str:
+        """What the service and its logs say of it."""
+        logs = sorted((self.service_folder / "logs").rglob("*"))
+        ends = (f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.is_file())
+        return "\n".join([self.run(["hpc-serve", "status", self.name]).stdout, *ends])
 
     def submit(self, place: int) -> str:
         """Submit the replica at this place; returns its job's id."""

@@ -11,13 +11,13 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster import SlurmCluster, wait_for
+from tests.cluster import SlurmCluster, processes, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.cluster.environment import user_environment
 from tests.cluster.hosts import run_as_root
 from tests.faults.fault import Fault
 from tests.faults.filesystems import LaggingFilesystem, OwnFilesystem
-from tests.faults.service import START_S, Service
+from tests.faults.service import Service
 
 SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock.c")
 USER = "alice"
@@ -77,8 +77,16 @@ class SlurmService(Service):
             super().start(replicas)
             return
         self.submit(0)
-        wait_for(lambda: self.count_ready(replicas) == replicas, START_S, what=f"{replicas} replicas", step_s=1.0)
+        self._await(lambda: self.count_ready(replicas) == replicas, f"{replicas} replicas")
         self.jobs = sorted(self.states())
+
+    def told(self) -> str:
+        """The same, with what Slurm says of its jobs and nodes, and what runs on them."""
+        said = [self.cluster.run(argv, user=USER).stdout for argv in (["scontrol", "show", "job"], ["sinfo", "--long"])]
+        running = [
+            f"{one.host} {one.pid} {' '.join(processes.argv_of(one.pid))}" for one in self.cluster.processes(USER)
+        ]
+        return "\n".join([super().told(), *said, *running])
 
     def submit_environ(self, place: int) -> Mapping[str, str]:
         elastic = {"HPC_SERVE_ADD_AFTER_S": "2"} if self.fault.bounds else {}
