@@ -61,6 +61,7 @@ slow-load: packages venv ## time left beside the truth, of real vLLM on a thrott
 
 .PHONY: bench
 bench: packages venv ## every benchmark, on a quiet machine; ARGS="--only NAME" selects; writes benchmarks/RESULTS.md
+	@envs/packages.sh bindfs strace
 	@$(VENV)/bin/python -m benchmarks $(ARGS)
 
 .PHONY: unit

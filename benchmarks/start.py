@@ -4,7 +4,8 @@ Ours beside the batch scripts that people would use in its place (`start_scripts
 script's first line: for ours to the ready record, for the others to the first completion, asked for every 50 ms on the
 first node. A stub that is up in 0.1 s takes the engine's place, so that what is left is everything else; `--real`
 starts vLLM on CPUs with a tiny model. All hosts share this machine's cores: Ray's own work on N nodes takes N times
-as long as on one, so the growth over nodes is an upper bound.
+as long as on one, so the growth over nodes is an upper bound. Where strace is installed one more start of each size
+counts what the launchers send, wait for and do to files (`start_calls`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import functools
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import start_calls
 from benchmarks.common import Benchmark, Figures, Measured, run_alone, show
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.vllm.arguments import ARGS_FILE
@@ -87,13 +90,23 @@ class Bench:
         self._alice = User(cluster, {**user_environment(), "SCRIPTS": str(SCRIPTS), "GPUS": "1"})
         self._count = 0
 
-    def start(self, name: str, nodes: int) -> Start:
-        """One start of one kind; when it returns nothing of it is left."""
+    def counted(self, name: str, nodes: int) -> Figures:
+        """What the launchers of one start of ours did, all nodes together."""
+        folder = self._alice.home / f"calls-{self._count + 1}"
+        self._alice.run("mkdir", str(folder))
+        self.start(name, nodes, calls=folder)
+        home = str(self._alice.home / ".hpc-serve")
+        counts = [start_calls.count(path.read_text(errors="replace").splitlines(), home) for path in folder.iterdir()]
+        kinds = (start_calls.MESSAGES, start_calls.WAITS, start_calls.FILES)
+        return {kind: float(sum(one[kind] for one in counts)) for kind in kinds}
+
+    def start(self, name: str, nodes: int, *, calls: Path | None = None) -> Start:
+        """One start of one kind; when it returns nothing of it is left. `calls`: where its launchers' calls go."""
         self._count += 1
         is_ours = name.startswith("ours")
         began_file = self._alice.home / f"began-{self._count}"
         log = self._alice.home / f"log-{self._count}.out"
-        words = self._our_words(name, nodes) if is_ours else self._their_words(name, nodes)
+        words = self._our_words(name, nodes, calls) if is_ours else self._their_words(name, nodes)
         waiting = self._begin_to_wait(is_ours)
         assert waiting.stdout is not None
         try:
@@ -126,13 +139,16 @@ class Bench:
         argv = [sys.executable, "-c", ASK, f"http://127.0.0.1:{PORT}", MODEL_NAME, str(WITHIN_S)]
         return self._cluster.popen(argv, node=self._cluster.nodes[0])
 
-    def _our_words(self, name: str, nodes: int) -> list[str]:
+    def _our_words(self, name: str, nodes: int, calls: Path | None) -> list[str]:
         sizes: dict[str, Any] = {"tensor_parallel_size": nodes, "num_nodes": nodes}
         sizes["backend"] = "mp" if name == "ours-mp" else "ray"
         make = layout_script if self._model is not None else stub_script
         first = "set -euo pipefail\n"
         model = f"export HPC_SERVE_MODEL={shlex.quote(str(self._model))}\n" if self._model is not None else ""
         text = make(self._service, **sizes).replace(first, f'date +%s.%N >"$BEGAN_FILE"\n{first}{model}', 1)
+        if calls is not None:
+            launcher = "python -m hpc_serve.job"
+            text = text.replace(launcher, start_calls.traced(launcher, f"{calls}/$SLURM_NODEID"), 1)
         return [str(self._alice.write(f"{self._service}.sh", text))]
 
     def _their_words(self, name: str, nodes: int) -> list[str]:
@@ -208,6 +224,14 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
                 grown = {f"{nodes} nodes": functools.partial(turn, name, nodes) for nodes in options.nodes}
                 case = f"{name} over nodes, {engine}"
                 measured.take_turns(case, grown, rounds=options.rounds, base=f"{first} nodes", warm=False)
+        ours = [name for name in options.starts if name.startswith("ours")]
+        if ours and not shutil.which("strace"):
+            measured.notes.append("strace is not installed: calls were not counted.")
+            return
+        for name in ours:
+            for nodes in options.nodes:
+                case = f"{name}, all launchers until the service is stopped"
+                measured.add(case, f"{nodes} nodes", {kind: [n] for kind, n in bench.counted(name, nodes).items()})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

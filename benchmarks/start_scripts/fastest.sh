@@ -8,7 +8,7 @@ gate=''
 [[ ${1:-} == --gate ]] && { gate=yes; shift; }
 [[ ${1:-} == -- ]] && shift
 head_ip=$(hostname --ip-address)
-export RAY_ADDRESS=$head_ip:6379 RAY_prestart_worker_first_driver=0
+export VLLM_HOST_IP=$head_ip RAY_ADDRESS=$head_ip:6379 RAY_prestart_worker_first_driver=0
 options=(--block --disable-usage-stats --num-gpus="$GPUS" --object-store-memory=100000000)
 ray start --head --port=6379 --node-ip-address="$head_ip" --include-dashboard=false "${options[@]}" &
 others=$((SLURM_JOB_NUM_NODES - 1))
@@ -17,7 +17,6 @@ srun --nodes="$others" --ntasks="$others" --exclude="$SLURMD_NODENAME" --overlap
     export VLLM_HOST_IP=$(hostname --ip-address)
     exec python "$SCRIPTS/ray_when.py" head -- start --address="$RAY_ADDRESS" --node-ip-address="$VLLM_HOST_IP" "$@"
     ' node "${options[@]}" &
-export VLLM_HOST_IP=$head_ip
 if [[ -n $gate ]]; then
     python "$SCRIPTS/ray_when.py" "$SLURM_JOB_NUM_NODES" -- "$@" &
 else

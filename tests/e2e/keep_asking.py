@@ -1,8 +1,10 @@
 """A user's program that asks a service all the time, from several threads: SERVICE THREADS. SIGTERM ends it.
 
 It connects with `wake=True`. At the end it prints how many requests were answered, and the errors of the others.
+SIGUSR1 has it print where its threads are.
 """
 
+import faulthandler
 import json
 import signal
 import sys
@@ -10,6 +12,7 @@ import threading
 
 from hpc_serve.client import connect
 
+faulthandler.register(signal.SIGUSR1)
 service, count = sys.argv[1], int(sys.argv[2])
 is_over = threading.Event()
 # Waited for below: a handler that sets an Event can run while its own thread holds that Event's lock.

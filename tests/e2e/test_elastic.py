@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,15 @@ def start_asking(alice: User, threads: int) -> subprocess.Popen:
 def told_at_the_end(program: subprocess.Popen) -> dict:
     """What the program says once it is told to end; it has had an answer by then."""
     program.send_signal(signal.SIGTERM)
-    out, _ = program.communicate(timeout=MOST_S)
+    try:
+        out, _ = program.communicate(timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            program.communicate(timeout=5)
+        program.kill()
+        out, _ = program.communicate()
+        raise AssertionError(f"it does not end: {out}") from None
     return json.loads(out.splitlines()[-1])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
+from benchmarks import start_calls
 from benchmarks.common import ROOT, Benchmark, Measured, document, run_alone
 from benchmarks.guide_tables import ON_PREM_GUIDE, TPU_GUIDE
 
@@ -98,3 +99,22 @@ def test_the_short_form_of_all_keeps_nothing(tmp_path: Path, monkeypatch: pytest
     program.main()
     assert ran == [name for name, one in KNOWN.items() if not one.needs]
     assert not (tmp_path / "results").exists()
+
+
+def test_calls_of_a_launcher_and_its_threads_are_counted():
+    """Those of its children are not, and a call whose end comes later counts once."""
+    lines = """\
+7 openat(AT_FDCWD</>, "/home/a/.hpc-serve/services/8b/1.json", O_RDONLY) = 3
+7 clone3({flags=CLONE_VM|CLONE_THREAD|CLONE_SETTLS, child_tid=0x7f}, 88 <unfinished ...>
+8 epoll_wait(4<anon_inode:[eventpoll]>,  <unfinished ...>
+7 <... clone3 resumed> => {parent_tid=[8]}, 88) = 8
+8 epoll_wait(4<anon_inode:[eventpoll]>, [], 2, 100) = 0
+8 sendto(5<TCP:[10.0.0.1:9->10.0.0.2:8]>, ""..., 9, 0, NULL, 0) = 9
+8 write(1<pipe:[77]>, ""..., 9) = 9
+7 clone(child_stack=NULL, flags=CLONE_CHILD_SETTID|SIGCHLD, child_tidptr=0x7f) = 9
+9 sendto(5<TCP:[10.0.0.1:9->10.0.0.2:8]>, ""..., 9, 0, NULL, 0) = 9
+7 read(3</home/a/.hpc-serve/services/8b/1.json>, ""..., 99) = 9
+7 +++ exited with 0 +++
+"""
+    counted = start_calls.count(lines.splitlines(), "/home/a/.hpc-serve")
+    assert counted == {start_calls.MESSAGES: 1, start_calls.WAITS: 1, start_calls.FILES: 2}
