@@ -17,11 +17,14 @@ from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.engine import Arrivals
+from hpc_serve.plan.speed.classes import own_classes, wide_classes
 from hpc_serve.plan.speed.estimate import EXPECTED, Factors
 
 WITHIN_PER_CENT = 25
 LEAST_TTFT_ROWS = 20
 """Quartiles of fewer rows are not given."""
+LEAST_CLASS_ROWS = 3
+"""Of a class with fewer rows nothing is said."""
 
 
 def scored_rows(folds: dict[str, tuple[Factors, list[Case]]], later: Sequence[Case]) -> list[tuple[Case, Factors]]:
@@ -73,10 +76,31 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
     return figures
 
 
+def class_accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
+    """By class of plans (plan/speed/classes.py): how far what was measured is from what is printed."""
+    members: dict[str, list[tuple[Case, Factors]]] = {}
+    for case, factors in rows:
+        assert case.roofline
+        for name in (*own_classes(case.roofline), *wide_classes(case.roofline)):
+            members.setdefault(name, []).append((case, factors))
+    return {name: _spread(there) for name, there in sorted(members.items()) if len(there) >= LEAST_CLASS_ROWS}
+
+
+def _spread(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
+    ratios = sorted(case.measured / case.tokens_per_s(factors) for case, factors in rows)
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {
+        "rows": len(ratios),
+        "sources": len({case.source for case, _ in rows}),
+        "measured_by_printed": [round(ratios[0], 2), round(ratios[-1], 2)],
+        "measured_by_printed_quartiles": [round(low, 2), round(high, 2)],
+    }
+
+
 def document(rows: Sequence[tuple[Case, Factors]]) -> str:
     """The text of the file."""
     about = "How near `plan` is to published measurements; python -m benchmarks.accuracy.speed_accuracy writes it."
-    return json.dumps({"_about": about, **accuracy(rows)}, indent=1) + "\n"
+    return json.dumps({"_about": about, **accuracy(rows), "classes": class_accuracy(rows)}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -145,27 +145,50 @@ def _ranks(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def _model(row: dict[str, Any]) -> tuple[str, str | None]:
-    """(catalogue entry, quantization). MLPerf's submissions are quantised to fp8."""
+    """(catalogue entry, quantization). MLPerf's submissions are quantised to fp8.
+
+    dstack's "meta" is Meta's checkpoint, with a scale for each row, "amd" is AMD's Llama-3.1-405B-Instruct-FP8-KV, with
+    one for each tensor.
+    """
     command = row.get("command") or ""
     if row["id"].startswith("mlperf"):
         return ("meta-llama/Llama-2-70b-chat-hf" if "llama2" in row["model"] else "8b"), "fp8"
+    if row["id"].startswith("dstack") and "FP8-amd" in row["id"]:
+        return "meta-llama/Llama-3.1-405B-Instruct", "fp8_per_tensor"
     name = next(name for prefix, name in MODELS.items() if row["id"].startswith(prefix))
-    override = "awq" if "AWQ" in command else "fp8" if "-FP8" in command else None
+    override = "awq" if "AWQ" in command else _fp8_kind(name) if "-FP8" in command else None
     return name, override
 
 
-def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None, bool]:
-    """(version, expert parallel, type of the cache, tokens of a step, share of the memory, async scheduling)."""
+def _fp8_kind(name: str) -> str:
+    """Qwen's own checkpoints in fp8 have a scale for each block of 128 x 128, Z.ai's one for each row."""
+    return "fp8_per_block" if name.startswith("Qwen/") else "fp8_per_channel"
+
+
+def _engine(row: dict[str, Any]) -> tuple[str, bool, str, int | None, float | None, bool, bool]:
+    """(version, expert parallel, type of the cache, tokens of a step, share of the memory, async scheduling, eager).
+
+    dstack ran MI300X with --enforce-eager and H100 without, by the commands in its README.
+    """
     command = row.get("command") or ""
     batched = re.search(r"--max-num-batched-tokens (\d+)", command)
     if row["id"].startswith("mlperf"):
-        return "0.9.0", False, "fp8", None, None, False
+        return "0.9.0", False, "fp8", None, None, False, False
     is_tpu = "tpu" in row["id"]
     version = "0.6.3" if row["id"].startswith("dstack") else "0.12.0" if is_tpu else "0.11.0"
     tokens = int(batched[1]) if batched else 512 if is_tpu else None
     utilization = re.search(r"--gpu-memory-utilization ([\d.]+)", command)
     share = float(utilization[1]) if utilization else 0.98 if is_tpu else None
-    return version, "--enable-expert-parallel" in command, "auto", tokens, share, is_tpu or "--async" in command
+    is_eager = row["id"].startswith("dstack") and "MI300X" in row["gpu"]
+    return (
+        version,
+        "--enable-expert-parallel" in command,
+        "auto",
+        tokens,
+        share,
+        is_tpu or "--async" in command,
+        is_eager,
+    )
 
 
 @cache
@@ -181,6 +204,7 @@ def _prepared(
     batched_tokens: int | None,
     gpu_memory_utilization: float | None,
     async_scheduling: bool,
+    enforce_eager: bool,
 ) -> tuple[Roofline, MemoryEstimate]:
     model, device = model_spec(name, quantization), accelerator(gpu)
     engine = EngineConfig(
@@ -190,6 +214,7 @@ def _prepared(
         max_num_batched_tokens=batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         async_scheduling=async_scheduling,
+        enforce_eager=enforce_eager,
     )
     layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=1, num_nodes=1, gpus_per_node=tensor)
     memory = estimate_memory(

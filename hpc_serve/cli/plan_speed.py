@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.plan.make import PlanResult
+from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import (
     accuracy_text,
     arrivals_text,
@@ -71,6 +72,9 @@ def print_speed(console: Console, result: PlanResult) -> None:
     for waiting in filter(None, map(waiting_text, found)):
         console.print(Text(waiting))
     roofline, memory = result.roofline(), result.chosen.memory
+    if not result.ideal and not traffic.decode_only:
+        for sentence in class_texts(roofline):
+            console.print(Text(f"{sentence}."))
     console.print(Text(knee_text(roofline, traffic, memory, is_ideal=result.ideal)))
     if result.ideal or traffic.decode_only:
         console.print(Text(critical_text(roofline, traffic, memory)))

@@ -21,6 +21,7 @@ from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_shari
 from hpc_serve.plan.make import PlanResult
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
+from hpc_serve.plan.report.classes import measured_classes
 from hpc_serve.plan.report.explain import explain
 from hpc_serve.plan.report.speed import speed_json
 from hpc_serve.sizes import GIB
@@ -33,9 +34,10 @@ def as_json(result: PlanResult) -> dict[str, Any]:
     """The plan, or the lack of one, under stable keys."""
     if result.plan is not None:
         found = result.estimates()
+        classes = measured_classes(result.roofline()) if found else {}
         return {
             **plan_json(result.plan, result.model),
-            "performance": speed_json(found) if found else None,
+            "performance": {**speed_json(found), "measured_classes": classes} if found else None,
             "contexts": [contexts_json(one) for one in result.contexts],
         }
     assert result.error is not None

@@ -16,6 +16,7 @@ from markupsafe import Markup
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.pages.frame import document, swatch, table
+from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import accuracy_text, formula_text
 from hpc_serve.plan.speed.estimate import Speed, SpeedEstimate, Traffic, critical_batch
 from hpc_serve.plots.curves import Drawn, batches, drawn_of
@@ -53,6 +54,7 @@ def speed_page(results: Sequence[PlanResult]) -> str:
     first = planned[0]
     formulas = _formulas(first.traffic)
     kinds = dict.fromkeys(one.drawn.roofline.accelerator.kind for one in found)
+    classes = list(dict.fromkeys(text for one in found for text in class_texts(one.drawn.roofline)))
     contexts = found[0].drawn.contexts(CONTEXTS, most=len(CONTEXTS) + 1)
     shortest = min(one.drawn.max_model_len for one in found) - first.traffic.output_tokens
     contexts = [length for length in contexts if length <= shortest]
@@ -69,7 +71,9 @@ def speed_page(results: Sequence[PlanResult]) -> str:
             {
                 "key": _key(traffic),
                 "says": formula_text(traffic),
-                "accuracy": "; ".join(accuracy_text(traffic, kind) for kind in kinds),
+                "accuracy": "; ".join(
+                    [accuracy_text(traffic, kind) for kind in kinds] + ([] if traffic.decode_only else classes)
+                ),
             }
             for traffic in formulas
         ],

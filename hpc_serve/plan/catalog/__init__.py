@@ -34,7 +34,7 @@ class CatalogModel:
 
 @lru_cache(maxsize=1)
 def speed_accuracy() -> dict[str, Any]:
-    """By arrivals and kind of accelerator: published measurements, and how many of them are near."""
+    """By arrivals and kind of accelerator, and by class: published measurements, and how near they are."""
     found: dict[str, Any] = _load(SPEED_ACCURACY.name)
     return found
 

@@ -15,6 +15,7 @@ from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import later_medians, later_table, load_later
 from benchmarks.accuracy.speed_scores import by_source, error, fit, leave_one_out, loss, median_errors, table
 from hpc_serve.plan.catalog import SPEED_ACCURACY
+from hpc_serve.plan.report.classes import class_texts, measured_classes
 from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Factors, speed_column
 
 Folds = dict[str, tuple[Factors, list[Case]]]
@@ -55,6 +56,48 @@ def test_what_plan_says_of_its_own_accuracy(folds: Folds) -> None:
 def test_what_plan_says_of_each_kind_of_arrivals_is_what_the_study_finds(folds: Folds, later: list[Case]) -> None:
     """`python -m benchmarks.accuracy.speed_accuracy` writes the file again."""
     assert SPEED_ACCURACY.read_text(encoding="utf-8") == document(scored_rows(folds, later))
+
+
+def test_each_measurement_lies_in_the_spread_that_plan_prints_for_its_classes(folds: Folds, later: list[Case]) -> None:
+    """No row of a class that is off by a third is silent: `plan` says how far the rows of its classes were off."""
+    off = 0
+    for case, factors in scored_rows(folds, later):
+        assert case.roofline
+        ratio = case.measured / case.tokens_per_s(factors)
+        classes = measured_classes(case.roofline)
+        for figures in classes.values():
+            low, high = figures["measured_by_printed"]
+            assert low - 0.005 <= ratio <= high + 0.005, case.id
+            assert figures["measured_by_printed_quartiles"][0] >= low
+        if not 2 / 3 <= ratio <= 3 / 2 and case.roofline.accelerator.kind != "cpu":
+            off += 1
+            assert classes or case.id in LONE, case.id
+    assert off >= 30
+
+
+LONE = {
+    "accelmark-v5e-tp1-F-v0.13.3-offline",
+    "mlperf51-open-AMD-8xMI355X-llama2-70b-99-Offline",
+}
+"""Rows that are off by a third and have fewer than two beside them in any class."""
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("v6e4-qwen3-8b-8192-1024-c64-vllm", "Published runs of dense models in 16 bit on v6e had"),
+        ("dstack-405b-8xMi300x_1FP8-meta-128_2048-bs4", "in fp8 (per channel) on mi300x without CUDA graphs had"),
+        ("dstack-405b-8xMi300_1FP8-amd-128_2048-bs8", "in fp8 (per tensor) on mi300x without CUDA graphs had"),
+        ("gpustack-gpt-oss-20b-a100-08", "Published runs of mxfp4 on GPUs without 4-bit arithmetic had"),
+        ("cloudrift-qwen3-30b-a3b-h200-c1", "Published runs of mixtures of 64 experts and more on GPUs had"),
+    ],
+)
+def test_classes_that_are_off_by_a_third_are_named(
+    row: str, sentence: str, cases: list[Case], later: list[Case]
+) -> None:
+    found = next(one for one in (*cases, *later) if one.id.startswith(row))
+    assert found.roofline
+    assert any(sentence in text for text in class_texts(found.roofline))
 
 
 def test_plan_answers_for_published_runs_and_prints_what_is_scored(cases: list[Case], later: list[Case]) -> None:

@@ -47,6 +47,19 @@ def test_both_formulas_are_named_where_their_figures_are_printed(capsys: pytest.
     )
 
 
+def test_what_published_runs_of_its_classes_had_is_said_in_words_and_in_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, classes = printed(capsys), performance(capsys)["measured_classes"]
+    ((name, figures),) = classes.items()
+    assert name == "dense models in 16 bit on l4"
+    low, high = figures["measured_by_printed"]
+    assert f"Published runs of {name} had {low:g} to {high:g} times these tokens/s ({figures['rows']} rows" in text
+    assert "without CUDA graphs had" in printed(capsys, "--enforce-eager")
+    assert "Published runs" not in printed(capsys, "--decode-only")
+    assert "Published runs" not in printed(capsys, "--ideal")
+
+
 def test_more_requests_than_the_cache_holds_wait_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
     text = printed(capsys, *words)

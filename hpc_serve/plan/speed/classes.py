@@ -1,0 +1,63 @@
+"""To which classes of published runs a plan belongs: by accelerator and weights, and by what no term describes.
+
+A class has no factor of its own. What is said of it is how far its runs were from what is printed, which
+benchmarks/accuracy/speed_accuracy.py finds (plan/catalog/speed_accuracy.json).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.model.weights import Linear
+from hpc_serve.plan.speed.step import Roofline
+
+MANY_EXPERTS = 64
+"""With so many, each expert gets few tokens of a step, and its matrices are narrow on each rank."""
+_FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"}
+
+
+def weights_format(model: ModelSpec) -> str:
+    """The format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
+    counts: Counter[str] = Counter()
+    blocks = Counter(id(layer.block) for layer in model.layers)
+    for block in {id(layer.block): layer.block for layer in model.layers}.values():
+        for weight in block.weights:
+            if isinstance(weight, Linear):
+                counts[weight.scheme.name] += weight.parameters * blocks[id(block)]
+    name = counts.most_common(1)[0][0] if counts else model.dtype
+    return _FORMATS.get(name, name)
+
+
+def own_classes(roofline: Roofline) -> tuple[str, ...]:
+    """Classes of this accelerator alone, the narrowest first. None for CPUs, of which only another engine was measured.
+
+    Eager runs are classes of their own: no term has the host's work for each kernel that CUDA graphs spare.
+    """
+    model, accelerator = roofline.model, roofline.accelerator
+    if accelerator.kind == "cpu":
+        return ()
+    shape = "mixtures of experts" if model.num_experts else "dense models"
+    where = f"on {accelerator.name}" + (" without CUDA graphs" if _is_eager(roofline) else "")
+    return (f"{shape} in {weights_format(model)} {where}", f"all models {where}")
+
+
+def wide_classes(roofline: Roofline) -> tuple[str, ...]:
+    """Classes of several accelerators, each for a reason that work.py's counts do not have.
+
+    A GPU without 4-bit arithmetic unpacks MXFP4 in its kernels (Marlin or Triton, by its generation), and how fast they
+    are differs by both. Many experts are narrow grouped products, whose tiles are partly empty. Without CUDA graphs the
+    host starts each kernel.
+    """
+    model, accelerator, found = roofline.model, roofline.accelerator, []
+    if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:
+        found.append("mxfp4 on GPUs without 4-bit arithmetic")
+    if accelerator.kind == "gpu" and model.num_experts >= MANY_EXPERTS:
+        found.append(f"mixtures of {MANY_EXPERTS} experts and more on GPUs")
+    if _is_eager(roofline):
+        found.append("GPUs without CUDA graphs")
+    return tuple(found)
+
+
+def _is_eager(roofline: Roofline) -> bool:
+    return roofline.engine.enforce_eager and roofline.accelerator.kind == "gpu"
