@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,19 +16,22 @@ _SAMPLES = 512
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The files of the weights in `folder`, of the first kind that is there; none if there are none to be seen."""
+    """The files of the weights in `folder`, of the first kind that is there, in the order in which vLLM loads them.
+
+    None if there are none to be seen.
+    """
     for kind in _KINDS:
         with contextlib.suppress(OSError):
-            if files := sorted(path for path in folder.glob(kind) if path.stat().st_size):
+            if files := sorted((path for path in folder.glob(kind) if path.stat().st_size), key=_by_numbers):
                 return files
     return []
 
 
-def checkpoint_bytes(files: Sequence[Path]) -> int:
-    """The size of all of them; 0 if it cannot be read."""
+def file_sizes(files: Sequence[Path]) -> list[int]:
+    """The size of each; none if one cannot be read."""
     with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in files)
-    return 0
+        return [path.stat().st_size for path in files]
+    return []
 
 
 def cached_part(files: Sequence[Path]) -> float | None:
@@ -55,3 +59,8 @@ def _is_cached(file: int, offset: int) -> bool:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
         return False
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """Text by text and numbers by number: part-2 comes before part-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]

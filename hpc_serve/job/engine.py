@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.job import node_dir, shared_memory
-from hpc_serve.job.checkpoint import cached_part, checkpoint_bytes, weights_in
+from hpc_serve.job.checkpoint import cached_part, file_sizes, weights_in
 from hpc_serve.job.endpoint import Endpoint, move_endpoint
 from hpc_serve.job.engine_watch import EngineWatch
 from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
@@ -88,9 +88,10 @@ class Engine:
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
         files = await asyncio.to_thread(weights_in, Path(command.stand_in or command.model))
-        size = await asyncio.to_thread(checkpoint_bytes, files)
-        self._keeper.add_figures({"checkpoint_bytes": size} if size else {})
+        sizes = await asyncio.to_thread(file_sizes, files)
+        self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
+            self._keeper.stages.note_sizes(sizes)
             self._keeper.stages.cached_part = await asyncio.to_thread(cached_part, files)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)

@@ -18,23 +18,38 @@ _MOST_PACE = 10.0
 _OVERDUE = 0.2
 
 
-def rest_of_steps(
-    *, done: int, total: int, done_after_s: float, elapsed_s: float, step_s: float | None
+def rest_of_load(
+    *,
+    position: float,
+    following: float,
+    lately: float,
+    lately_s: float,
+    waited_s: float,
+    step_s: float,
+    past_s: float | None,
 ) -> float | None:
-    """Seconds left of `total` equal steps, of which the last one that is `done` was so `done_after_s` seconds.
+    """Seconds left of a load whose part `position`, from 0 to 1, was reached `waited_s` seconds ago.
 
-    `step_s` is what a step took last time; None without one, and nothing is known before the first step is done.
+    Of it, `lately` came within the last `lately_s` seconds before that. The part `following` is not reached yet;
+    where it is `position` itself, what comes next is due `step_s` seconds after the last. `past_s` is what all of it
+    took last time: it counts beside the first files, the less the more is loaded, and from half of it on no more. None
+    without one, and nothing is known before anything is loaded.
 
-    >>> rest_of_steps(done=2, total=10, done_after_s=8.0, elapsed_s=9.0, step_s=None)
+    >>> rest_of_load(position=0.2, following=0.3, lately=0.2, lately_s=8.0, waited_s=1.0, step_s=4.0, past_s=None)
     31.0
     """
-    if done >= total:
+    if position >= 1:
         return 0.0
-    trusted = _TRUSTED_STEPS if step_s is not None else 0.0
-    if done + trusted == 0:
+    step = following - position
+    trusted = 0.0 if past_s is None else _TRUSTED_STEPS * step * max(0.0, 1 - 2 * position)
+    if lately + trusted == 0:
         return None
-    seen = (done_after_s + trusted * (step_s or 0.0)) / (done + trusted)
-    return _rest(done, done + 1, total, reached_s=done_after_s, elapsed_s=elapsed_s, pace=seen)
+    seen_s = (lately_s + trusted * (past_s or 0.0)) / (lately + trusted)
+    due_s = seen_s * step if step else step_s
+    if waited_s <= due_s:
+        return seen_s * (1 - position) - (waited_s if step else 0.0)
+    overdue_s = (lately_s + waited_s - (0.0 if step else step_s)) / max(lately + step, 1e-9)
+    return max(seen_s, overdue_s) * (1 - following) + _OVERDUE * waited_s * (step > 0)
 
 
 def rest_of_stage(

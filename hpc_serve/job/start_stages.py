@@ -7,9 +7,9 @@ of what is read. The arithmetic is in `start_estimate`; what a line says is deci
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from hpc_serve.job.load_progress import Reading, Steps
+from hpc_serve.job.load_progress import LoadProgress, Reading
 from hpc_serve.job.reading import ReadSoFar
 from hpc_serve.job.start_estimate import expected_pace, expected_weights_s, ratios_of, rest_of_stage
 from hpc_serve.rendezvous.record import START_STAGES, StartRecord
@@ -38,7 +38,7 @@ STAGE_OF_PHRASE: Mapping[str, str] = {
 
 _MOST_MARKS = 40
 _LEAST_READ_BYTES = 64 * MIB
-_LEAST_READ_PART = 0.02
+_MOST_OF_IT = 0.7
 # What a rank still imports once it has begun with its weights.
 _OTHER_BYTES = 256 * MIB
 
@@ -63,7 +63,7 @@ class StartStages:
         self._took_s: dict[str, float] = {}
         self._marks: dict[str, dict[str, float]] = {}
         self._has_compiled = False
-        self._steps = Steps(clock())
+        self._load = LoadProgress(clock())
         self._reading = Reading()
         self._copied = (0, 0)
         self.checkpoint_bytes: int | None = None
@@ -87,7 +87,9 @@ class StartStages:
         self._has_compiled = self._has_compiled or phrase == "compiling"
         self._enter(stage)
         if stage == "weights" and phrase == "loading weights" and done is not None and total is not None:
-            self._steps.note(done, total, self._clock())
+            if not self._load.counts_files:
+                self._reading.begin_files()
+            self._load.note_files(done, total, self._clock())
         return True
 
     def note_line(self, line: str) -> None:
@@ -98,7 +100,14 @@ class StartStages:
 
     def note_read(self, read: ReadSoFar) -> None:
         """Note what the processes of the run have read so far."""
-        self._reading.note(read, self._clock(), self._stage)
+        now = self._clock()
+        self._reading.note(read, now, self._stage)
+        if self._stage == "weights":
+            self._load.note_read(self._of_weights, now, self._weights_bytes)
+
+    def note_sizes(self, sizes: Sequence[int]) -> None:
+        """Note the bytes of each file of the weights, in the order in which they are loaded."""
+        self._load.sizes = tuple(sizes)
 
     def note_copied(self, done: int, total: int) -> None:
         """Note how many bytes of the model are staged, of all."""
@@ -209,22 +218,34 @@ class StartStages:
 
     def _weights_left_s(self) -> float | None:
         """Seconds until the weights are loaded, by what is loaded of them or read; None where neither tells."""
-        now = self._clock()
         past_s = self._past.took_s.get("weights") if self._past else None
-        if self._steps.total > 1:
-            return self._steps.rest_s(now, past_s)
-        read, past_read = self._reading.weights_bytes, self._past.read_bytes if self._past else 0
-        if past_read >= _LEAST_READ_BYTES:
-            if read < _LEAST_READ_PART * past_read:
-                return None
-            average = read / max(self._elapsed_s(), 1e-3)
-            # For a while nothing may come.
-            return max(0, past_read - read) / max(self._reading.bytes_per_s, average / 3)
+        return self._load.rest_s(self._clock(), past_s, other=self._imported_part)
+
+    @property
+    def _imported_part(self) -> float:
+        """How much of what was read is no weights, where nothing tells when those began; as a part of them."""
+        if self._has_past_bytes or self._load.counts_files or not self.checkpoint_bytes:
+            return 0.0
         read, rate = self._reading.weights_and_rate
-        of_weights = read - min(max(0.0, read - rate * self._elapsed_s()), _OTHER_BYTES)
-        if self.checkpoint_bytes and rate >= MIB and of_weights <= self.checkpoint_bytes:
-            return (self.checkpoint_bytes - of_weights) / rate
-        return None
+        return min(max(0.0, read - rate * self._elapsed_s()), _OTHER_BYTES) / self.checkpoint_bytes
+
+    @property
+    def _has_past_bytes(self) -> bool:
+        return self._past is not None and self._past.read_bytes >= _LEAST_READ_BYTES
+
+    @property
+    def _weights_bytes(self) -> int:
+        """What will be read until all weights are loaded, by all ranks; 0: not known."""
+        size = self.checkpoint_bytes or 0
+        if self._past is None or not self._has_past_bytes:
+            return size
+        past = self._past.read_bytes
+        return max(past, size) if past > _MOST_OF_IT * size else past  # the last look came before the last byte
+
+    @property
+    def _of_weights(self) -> int:
+        """What was read of the weights, in the way that a start before it is compared by, or their size."""
+        return self._reading.weights_bytes if self._has_past_bytes else self._reading.weights_and_rate[0]
 
     def _staging_left_s(self) -> float | None:
         """Seconds until the model is staged, by what is copied of it."""
@@ -242,9 +263,8 @@ class StartStages:
             return size / took_s if size >= _LEAST_READ_BYTES else None
         if self._stage != "weights":
             return None
-        done_after_s = self._steps.done_after_s
-        if self.checkpoint_bytes and self._steps.done and done_after_s > 0:
-            return self.checkpoint_bytes * self._steps.done / self._steps.total / done_after_s
+        if self.checkpoint_bytes and self._load.done and self._load.done_after_s > 0:
+            return self.checkpoint_bytes * self._load.part_done / self._load.done_after_s
         _, rate = self._reading.weights_and_rate
         return rate if rate >= MIB else None
 
@@ -265,6 +285,8 @@ class StartStages:
                 self._took_s["capture"] = now - self._began_s[before]
         else:
             self._took_s[before] = now - self._began_s[before]
+        if stage == "weights" and stage not in self._began_s:
+            self._load.begin(now)
         self._stage = stage
         self._began_s.setdefault(stage, now)
 

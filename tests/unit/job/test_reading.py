@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.checkpoint import cached_part, checkpoint_bytes, weights_in
+from hpc_serve.job.checkpoint import cached_part, file_sizes, weights_in
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.reading import ReadSoFar, RunReading
 from hpc_serve.sizes import MIB
@@ -97,7 +97,13 @@ def test_the_part_of_the_weights_in_the_page_cache_is_known(weights):
     assert cached_part([weights]) in (1.0, None)  # just written; None on a filesystem that does not tell
     assert cached_part([]) is None
     assert cached_part([weights.with_name("missing")]) is None
-    assert checkpoint_bytes(weights_in(weights.parent)) == SIZE
+    assert file_sizes(weights_in(weights.parent)) == [SIZE]
+
+
+def test_files_of_weights_are_in_the_order_in_which_they_are_loaded(tmp_path):
+    for number in (10, 2, 1):
+        (tmp_path / f"part-{number}.safetensors").write_bytes(b"w" * number)
+    assert file_sizes(weights_in(tmp_path)) == [1, 2, 10]
 
 
 def test_samples_that_would_wait_for_a_disk_are_not_cached(weights, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.job.reading import ReadSoFar
-from hpc_serve.job.start_estimate import expected_weights_s, rest_of_steps
+from hpc_serve.job.start_estimate import expected_weights_s, rest_of_load
 from hpc_serve.job.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStage, PastStart
 from hpc_serve.sizes import GIB, MIB
@@ -209,9 +209,11 @@ def test_a_disk_that_becomes_slow_under_one_large_file_is_noticed():
             assert abs(left - truth) < truth / 3
 
 
-def test_a_step_that_takes_longer_than_those_before_counts():
-    usual = rest_of_steps(done=5, total=10, done_after_s=50, elapsed_s=50, step_s=None)
-    late = rest_of_steps(done=5, total=10, done_after_s=50, elapsed_s=110, step_s=None)
-    assert usual == 50
-    assert late is not None
-    assert late > 70
+def test_a_file_that_takes_longer_than_those_before_counts():
+    def rest(waited_s):
+        return rest_of_load(
+            position=0.5, following=0.6, lately=0.5, lately_s=50, waited_s=waited_s, step_s=10, past_s=None
+        )
+
+    assert rest(0) == 50
+    assert rest(60) > 70
