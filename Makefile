@@ -51,7 +51,7 @@ faults: packages venv ## what users get while parts of a service break; ARGS="--
 
 .PHONY: pains
 pains: packages venv ## what goes wrong most, brought about on a real Slurm, and what is said of it; ARGS="--only NAME" selects
-	@envs/packages.sh iptables
+	@envs/packages.sh bindfs iptables
 	@$(PYTHON_AS_ROOT) -m tests.pains $(ARGS)
 
 .PHONY: slow-load

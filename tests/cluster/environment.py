@@ -6,6 +6,7 @@ sets none of them.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,8 +23,12 @@ ENGINE_ON_FEW_CORES = {
 
 
 def user_environment() -> dict[str, str]:
-    """The variables of a user whose programs come from the environment that this Python is of."""
-    return {"PATH": f"{sys.prefix}/bin:{PATH}", "HPC_SERVE_ENV": sys.prefix, **ENGINE_ON_FEW_CORES}
+    """The variables of a user whose programs come from the environment that this Python is of.
+
+    PYTHONPATH too, where it was set for this one: it may name the checkout whose programs are to run.
+    """
+    ours = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    return {"PATH": f"{sys.prefix}/bin:{PATH}", "HPC_SERVE_ENV": sys.prefix, **ours, **ENGINE_ON_FEW_CORES}
 
 
 def visible_folders() -> tuple[Path, ...]:

@@ -49,7 +49,8 @@ def other_python(site: Site) -> Seen:
     """PYTHONPATH, as a site's modules set it, names packages of another Python, whose filelock cannot be imported."""
     folder = site.alice.home / "python2"
     site.alice.write("python2/filelock.py", "print 'Python 2'\n")
-    return site.failed(site.submit("other-python", env={"PYTHONPATH": str(folder)}, **ONE_NODE))
+    path = ":".join(filter(None, (str(folder), site.alice.environ.get("PYTHONPATH"))))
+    return site.failed(site.submit("other-python", env={"PYTHONPATH": path}, **ONE_NODE))
 
 
 @pain(0, "beside them: a module sets CUDA_VISIBLE_DEVICES", r"CUDA_VISIBLE_DEVICES=0 names 1")

@@ -19,6 +19,8 @@ from tests.pains.pain import Seen
 
 PAST_WEIGHTS = ("weights", "compile", "capture", "server")
 WITHIN_S = 300.0
+_MOST_LOGS = 4
+_LAST_LINES = 15
 Edit = Callable[[str], str]
 
 
@@ -187,10 +189,30 @@ class Site:
             (folder / program).chmod(0o755)
         return {"HPC_SERVE_ENV": str(folder.parent)}
 
+    def evidence(self) -> str:
+        """What is there to see of the jobs that are in the queue: states, records, the ends of all their logs."""
+        queue = self.alice.run("squeue", "--all", "--noheader", "--user", "alice", "--format=%i %j %T %M %R").stdout
+        told = [f"squeue: {queue.strip() or '(nothing)'}"]
+        for path in sorted((self.alice.home / ".hpc-serve" / "services").glob("*/*-r*.json"), key=_changed_at)[-2:]:
+            record = json.loads(path.read_text())
+            told.append(
+                f"{path.name}: " + ", ".join(f"{key} {record.get(key)!r}" for key in ("state", "stage", "reason"))
+            )
+        logs = [*self.alice.home.glob("*.log"), *self.alice.home.glob(".hpc-serve/services/*/logs/*.log")]
+        for path in sorted(logs, key=_changed_at)[-_MOST_LOGS:]:
+            lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            told += [f"== {path.name}", *(line[:300] for line in lines)]
+        return "\n".join(told)
+
     def clear(self) -> None:
         """End what is left of a pain."""
+        self.serving = None
         self.alice.run("scancel", "--user", "alice")
         wait_for(lambda: not self.alice.processes(), 180, what="the end of what alice runs", step_s=0.5)
+
+
+def _changed_at(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def before_attempts(text: str) -> Edit:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def port_taken(site: Site) -> Seen:
     job = site.submit("port-taken", edit=edit, **ONE_NODE)
     site.ready(job)
     said = " ".join(line for line in site.script_log(job).splitlines() if "attempt" in line)
-    return _cured(job, f"{said} and was ready", by="the script")
+    return replace(_cured(job, f"{said} and was ready", by="the script"), is_before_weights=True)
 
 
 @pain(4, "Ray does not start on a node", r"libcuda-of-nobody\.so")

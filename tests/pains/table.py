@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from tests.pains.pain import Pain, Seen
 
@@ -11,6 +15,18 @@ NOT_HERE: Mapping[int, str] = {
 }
 """Numbers of which a part, or all, cannot be brought about on one machine without GPUs, and why."""
 _LONGEST = 90
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """When, and beside what."""
+
+    at: datetime
+    load: float
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        return cls(datetime.now(timezone.utc), os.getloadavg()[0])
 
 
 def heading() -> str:
@@ -38,3 +54,31 @@ def summary(outcomes: Sequence[tuple[Pain, Seen]]) -> str:
         f"{len(numbers)} of 25 brought about, {len(real)} of them for real; named before a weight was read: "
         f"{len(before)}; wrong: {', '.join(wrong) or 'none'}."
     )
+
+
+def results_page(outcomes: Sequence[tuple[Pain, Seen]], begin: Surroundings, end: Surroundings) -> str:
+    """The page that is kept of a run: what was seen, when, on what machine."""
+    not_here = "\n".join(f"- {number}: {why}." for number, why in NOT_HERE.items())
+    table = "\n".join([heading(), *(line(*one) for one in outcomes)])
+    return f"""# What was named first of what goes wrong most
+
+Printed by `python -m tests.pains --results FILE`. What each pain does says its function in `slurm_pains.py`,
+`engine_pains.py` or `further_pains.py`. Those of `engine_pains.py`, `no_tokenizer_words` and `unknown_architecture`
+start real vLLM on CPUs; in the others a stub stands in its place, on a real Slurm, and Ray is real.
+
+s: from sbatch, or from the fault where the pain says so, until a user can know of it. before weights: no byte of the
+weights was read by then; "-" where nothing had to be told. how: "stand-in" where a part was made up.
+
+{begin.at:%Y-%m-%d, %H:%M} to {end.at:%H:%M} UTC, {os.cpu_count()} cores ({platform.machine()}),
+load {begin.load:.0f} at the begin and {end.load:.0f} at the end.
+
+```
+{table}
+```
+
+{summary(outcomes)}
+
+Not brought about here:
+
+{not_here}
+"""
