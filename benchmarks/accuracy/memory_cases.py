@@ -35,6 +35,7 @@ class Score:
 
     id: str
     is_v0: bool = False
+    version: tuple[int, int] = (0, 0)
     figures: dict[str, tuple[float, float]]
     fits: bool | None = None
     refused: bool = False
@@ -102,6 +103,7 @@ def score(case: dict[str, Any], about: dict[str, Any]) -> Score:
     return Score(
         id=case["id"],
         is_v0=one.engine.is_v0,
+        version=one.engine.version,
         figures=_figures(case, about, estimate),
         fits=None if only_weights else estimate.holds(1),
         refused=refused,
@@ -190,6 +192,25 @@ def median_error(scores: list[Score], name: str) -> float:
     return statistics.median(abs(error) for one in scores if (error := one.error(name)) is not None)
 
 
+SCORED_SINCE = (0, 8)
+"""The version of vLLM from which on the accuracy is promised."""
+
+
+def promised(scores: list[Score], name: str) -> tuple[int, float, float]:
+    """(cases, median, 90th percentile) of a figure's absolute errors since `SCORED_SINCE`, in per cent."""
+    errors = [abs(error) for one in scores if one.version >= SCORED_SINCE and (error := one.error(name)) is not None]
+    return len(errors), statistics.median(errors), statistics.quantiles(errors, n=10, method="inclusive")[8]
+
+
+def promised_line(scores: list[Score]) -> str:
+    """The same in words, of weights and of KV cache."""
+    parts = []
+    for name, title in (("weights", "weights"), ("kv", "KV cache")):
+        count, median, ninetieth = promised(scores, name)
+        parts.append(f"{title} {median:.2f} % in the median and {ninetieth:.1f} % at the 90th percentile of {count}")
+    return "vLLM {}.{} and later: ".format(*SCORED_SINCE) + ", ".join(parts)
+
+
 def table(scores: list[Score]) -> str:
     """A table: predicted and measured by case, medians by generation, and what is left out."""
     lines = [f"{'case':42} {'weights GiB':>22} {'KV cache GiB':>24} {'activation':>13} {'non-torch':>11}  verdict"]
@@ -231,6 +252,8 @@ def _verdict(one: Score) -> str:
 
 
 if __name__ == "__main__":
-    print(table([score(case, about) for case, about in load_cases()]))
+    earlier, later = ([score(*one) for one in cases] for cases in (load_cases(), load_later_cases()))
+    print(table(earlier))
     print("\nvLLM 0.19 and later")
-    print(table([score(case, about) for case, about in load_later_cases()]))
+    print(table(later))
+    print(f"\n{promised_line([*earlier, *later])}")

@@ -67,13 +67,39 @@ def _figures(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
         "within_a_quarter": sum(abs(value) <= WITHIN_PER_CENT for value in errors),
         "median_error_per_cent": round(statistics.median(abs(value) for value in errors), 1),
     }
-    ratios = [
-        case.measured_ttft_s / case.predict(factors).expected.ttft_s for case, factors in rows if case.measured_ttft_s
-    ]
+    ratios = _ttft_ratios(rows)
     if len(ratios) >= LEAST_TTFT_ROWS:
-        low, _, high = statistics.quantiles(ratios, n=4)
-        figures |= {"ttft_rows": len(ratios), "measured_by_printed_ttft_quartiles": [round(low, 1), round(high, 1)]}
+        low, high = _quartiles([ratio for _, ratio in ratios])
+        figures |= {
+            "ttft_rows": len(ratios),
+            "measured_by_printed_ttft_quartiles": [round(low, 1), round(high, 1)],
+            "ttft_rows_in_quartiles_of_other_sources": _in_quartiles_of_others(ratios),
+        }
     return figures
+
+
+def _ttft_ratios(rows: Sequence[tuple[Case, Factors]]) -> list[tuple[str, float]]:
+    """(source, measured / predicted) of the mean time to the first token of each row that has it."""
+    found = []
+    for case, factors in rows:
+        predicted = case.ttft_s(factors)
+        if case.measured_ttft_s and predicted:
+            found.append((case.source, case.measured_ttft_s / predicted))
+    return found
+
+
+def _in_quartiles_of_others(ratios: Sequence[tuple[str, float]]) -> int:
+    """How many rows lie between the quartiles of all rows of other sources: half of them, if sources were alike."""
+    count = 0
+    for source, ratio in ratios:
+        low, high = _quartiles([other for name, other in ratios if name != source])
+        count += low <= ratio <= high
+    return count
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def class_accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, Any]]:
@@ -88,7 +114,7 @@ def class_accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, 
 
 def _spread(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:
     ratios = sorted(case.measured / case.tokens_per_s(factors) for case, factors in rows)
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    low, high = _quartiles(ratios)
     return {
         "rows": len(ratios),
         "sources": len({case.source for case, _ in rows}),

@@ -82,6 +82,7 @@ class Case:
     max_model_len: int = 0
     measured: float = 0.0
     measured_ttft_s: float | None = None
+    requests: int | None = None
     left_out: str | None = None
 
     def predict(self, factors: Factors) -> SpeedEstimate:
@@ -96,6 +97,23 @@ class Case:
         assert self.roofline
         assert self.traffic
         return self.replicas * speed_column(self.roofline, self.traffic, self.batch, factors).output_tokens_per_s
+
+    def ttft_s(self, factors: Factors) -> float | None:
+        """Predicted mean time to the first token of all requests of the run.
+
+        Where so many are always in flight, the first of them arrive at once and wait for each other's prompts, as in a
+        burst. None where the row does not say how many requests came after them.
+        """
+        assert self.roofline
+        assert self.traffic
+        traffic, steady = self.traffic, self.predict(factors).expected.ttft_s
+        if traffic.arrivals == "burst" or traffic.concurrency == 1:
+            return steady
+        if self.requests is None:
+            return None
+        burst = replace(traffic, arrivals="burst")
+        start = speed_column(self.roofline, burst, self.batch, factors).ttft_s
+        return steady + (start - steady) * min(1.0, traffic.concurrency / self.requests)
 
 
 def measured_ttft_s(row: dict[str, Any]) -> float | None:

@@ -90,6 +90,7 @@ def case(row: dict[str, Any]) -> Case:
         replicas=replicas,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
         measured_ttft_s=measured_ttft_s(row),
+        requests=row.get("num_prompts"),
     )
 
 

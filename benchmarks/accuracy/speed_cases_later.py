@@ -69,6 +69,7 @@ def later_case(row: dict[str, Any]) -> Case:
         engine=engine,
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
         measured_ttft_s=measured_ttft_s(row),
+        requests=row.get("num_prompts"),
     )
 
 

@@ -16,8 +16,10 @@ from hpc_serve.plan.report.speed import (
     critical_text,
     explain_lines,
     knee_text,
+    start_text,
     waiting_text,
 )
+from hpc_serve.plan.speed.estimate import SpeedEstimate
 
 _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
@@ -72,6 +74,9 @@ def print_speed(console: Console, result: PlanResult) -> None:
     for waiting in filter(None, map(waiting_text, found)):
         console.print(Text(waiting))
     roofline, memory = result.roofline(), result.chosen.memory
+    start = start_text(roofline, _asked(found, traffic.concurrency))
+    if start:
+        console.print(Text(start))
     if not result.ideal and not traffic.decode_only:
         for sentence in class_texts(roofline):
             console.print(Text(f"{sentence}."))
@@ -82,13 +87,18 @@ def print_speed(console: Console, result: PlanResult) -> None:
 
 def print_speed_explanation(result: PlanResult) -> None:
     """The step of the plan at the concurrency asked for, or with the cache full."""
-    found, concurrency = result.estimates(), result.traffic.concurrency
+    found = result.estimates()
     if not found:
         return
-    asked = [one for one in found if one.traffic.concurrency == concurrency and concurrency > 1]
     click.echo()
-    for line in explain_lines(result.roofline(), (asked or found)[-1]):
+    for line in explain_lines(result.roofline(), _asked(found, result.traffic.concurrency)):
         click.echo(line)
+
+
+def _asked(found: list[SpeedEstimate], concurrency: int) -> SpeedEstimate:
+    """The estimate for the number of requests that was asked for, else the one for the most."""
+    asked = [one for one in found if one.traffic.concurrency == concurrency and concurrency > 1]
+    return (asked or found)[-1]
 
 
 def _time(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,12 +37,19 @@ def ask(name: str, python: str) -> dict[str, Any]:
         [python, "-I", str(program)], input=json.dumps(questions), stdout=subprocess.PIPE, text=True, check=True
     )
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    answers = {row: _rounded(answer) for row, answer in said["answers"].items()}
+    answers = {row: _answer(answer) for row, answer in said["answers"].items()}
     return {"version": said["version"], "date": f"{datetime.date.today():%Y-%m-%d}", "answers": answers}
 
 
-def _rounded(answer: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in answer.items()}
+def _answer(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: _kept(value) for name, value in answer.items()}
+
+
+def _kept(value: Any) -> Any:
+    """Six digits of a number. Of a path in a sentence what is below the environment."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    return re.sub(r"(?<!\S)/\S*/site-packages/", "", value) if isinstance(value, str) else value
 
 
 def document(found: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.cache_groups import CacheLayout
 from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
+from hpc_serve.plan.memory.rocm import row_padding_bytes
 from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec
 
@@ -137,7 +138,9 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
     non_torch = non_torch_bytes(run)
     weights = stage.weight_bytes - offloaded_bytes(stage, engine)
-    taken = weights + stage.loading_bytes + activation + non_torch
+    padding = row_padding_bytes(run.model, stage.layers, run.accelerator, run.ranks, run.expert_ranks)
+    loading = stage.loading_bytes + padding
+    taken = weights + loading + activation + non_torch
     if engine.subtracts_cuda_graphs:
         taken += graphs
     available = engine.kv_cache_memory_bytes or requested - taken
@@ -152,7 +155,7 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
         total_bytes=total,
         requested_bytes=requested,
         weight_bytes=weights,
-        model_loading_bytes=weights + stage.loading_bytes,
+        model_loading_bytes=weights + loading,
         activation_bytes=activation,
         cuda_graph_bytes=graphs,
         non_torch_bytes=non_torch,

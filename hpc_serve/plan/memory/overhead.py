@@ -11,6 +11,7 @@ from functools import cached_property
 
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.rocm import RCCL_BYTES, ROCM_CONTEXT_BYTES, is_rocm
 from hpc_serve.plan.model.scheme import MXFP4
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Linear
@@ -267,6 +268,8 @@ def context_bytes(run: ProfileRun) -> int:
     """How much the CUDA context grows during the profile run. vLLM 0.1 does not count it."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
+    if is_rocm(run.accelerator):
+        return ROCM_CONTEXT_BYTES
     return NON_TORCH_BASE_BYTES if run.engine.version < (0, 13) else NON_TORCH_LATER_BASE_BYTES
 
 
@@ -276,4 +279,5 @@ def nccl_bytes(run: ProfileRun) -> int:
         return 0
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:
         return HOPPER_ALL_REDUCE_BYTES
-    return (run.ranks - 1) * NCCL_PER_PEER_BYTES
+    buffers = (run.ranks - 1) * NCCL_PER_PEER_BYTES
+    return max(RCCL_BYTES, buffers) if is_rocm(run.accelerator) else buffers

@@ -114,7 +114,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
     yield _line("", requested, f"{total / GIB:.2f} GiB that the driver shows x {share}")
     yield _line("-", memory.weight_bytes, "weights")
     loading = memory.model_loading_bytes - memory.weight_bytes
-    yield _line("-", loading, "loading: rotary table, derived matrices, LoRA slots, the allocator's rounding")
+    yield _line("-", loading, "loading: rotary table, derived matrices, LoRA slots, padding, the allocator's rounding")
     yield _line("-", memory.activation_bytes, "activation peak: " + _activation_text(run))
     sign = " " if memory.graphs_outside else "-"
     outside = ", outside the budget" if memory.graphs_outside else ""

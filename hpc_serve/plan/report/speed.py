@@ -21,6 +21,7 @@ from hpc_serve.plan.speed.estimate import (
     critical_batch,
     estimate_speed,
     requests_held,
+    speed_column,
 )
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.step import IDEAL
@@ -98,7 +99,8 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
     )
     if "ttft_rows" in found:
         low, high = found["measured_by_printed_ttft_quartiles"]
-        text += f"; TTFT of half of {found['ttft_rows']} was {low:g} to {high:g} times as long"
+        start = ", start included," if traffic.arrivals == "steady" else ""
+        text += f"; mean TTFT of half of {found['ttft_rows']} runs{start} was {low:g} to {high:g} times as long"
     return text
 
 
@@ -111,6 +113,19 @@ def waiting_text(estimate: SpeedEstimate) -> str | None:
     return (
         f"Of {traffic.concurrency:,} requests {running:,} run at once, the others wait. TTFT includes the wait, "
         f"{wait_s:,.1f} s on average."
+    )
+
+
+def start_text(roofline: Roofline, estimate: SpeedEstimate) -> str | None:
+    """How long the first requests of a run wait, which arrive at once. None where none arrive so, or all do."""
+    traffic = estimate.traffic
+    if traffic.arrivals != "steady" or traffic.decode_only or traffic.concurrency == 1:
+        return None
+    factors = IDEAL if estimate.is_ideal else estimate.factors
+    first = speed_column(roofline, replace(traffic, arrivals="burst"), estimate.batch, factors)
+    return (
+        f"At the start of a run, where {traffic.concurrency:,} arrive at once, their TTFT is {first.ttft_s:,.1f} s on "
+        "average."
     )
 
 

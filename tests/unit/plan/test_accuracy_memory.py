@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.accuracy.memory_cases import Score, load_cases, load_later_cases, median_error, score, table
+from benchmarks.accuracy.memory_cases import Score, load_cases, load_later_cases, median_error, promised, score, table
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,17 @@ def test_accuracy(scores: list[Score], show_table: Callable[[str], None]) -> Non
     for group in (scored, v1):
         assert median_error(group, "weights") <= 1
         assert median_error(group, "kv") <= 5
+
+
+def test_the_accuracy_that_is_promised_since_0_8(scores: list[Score]) -> None:
+    every = [*scores, *(score(case, about) for case, about in load_later_cases())]
+    count, median, ninetieth = promised(every, "weights")
+    assert count >= 30
+    assert max(median, ninetieth) <= 1
+    count, median, ninetieth = promised(every, "kv")
+    assert count >= 30
+    assert median <= 3
+    assert ninetieth <= 10
 
 
 def test_nothing_that_ran_is_called_impossible(scores: list[Score]) -> None:

@@ -60,6 +60,15 @@ def test_what_published_runs_of_its_classes_had_is_said_in_words_and_in_json(
     assert "Published runs" not in printed(capsys, "--ideal")
 
 
+def test_how_long_the_first_requests_of_a_run_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--concurrency", "16", "--input-tokens", "4000")
+    burst = performance(capsys, *words, "--arrivals", "burst")["by_concurrency"]
+    at_once = next(one for one in burst if one["concurrency"] == 16)["expected"]["ttft_s"]
+    assert f"where 16 arrive at once, their TTFT is {at_once:,.1f} s on average" in printed(capsys, *words)
+    assert "At the start of a run" not in printed(capsys, *words, "--arrivals", "burst")
+    assert "At the start of a run" not in printed(capsys, *words, "--decode-only")
+
+
 def test_more_requests_than_the_cache_holds_wait_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
     text = printed(capsys, *words)
