@@ -14,7 +14,7 @@ from hpc_serve.sizes import MIB
 _RATE_OVER_S = 15.0
 # How fast it went of late: over so many seconds, or so much of the load so far.
 _LATELY_S = 15.0
-_LATELY_PART = 1 / 8
+_LATELY_PART = 1 / 4
 _LEAST_PART = 0.02
 _LEAST_SHOWN_BYTES = 64 * MIB
 _MOST_SAMPLES = 1_000

@@ -79,10 +79,11 @@ def _provoke(site: Site, pain: Pain, deadline_s: float) -> Seen:
         print(f"{pain.name}: {why}", file=sys.stderr)
         traceback.print_exc()
         print(site.evidence(), file=sys.stderr, flush=True)
-        seen = Seen(said=f"(not measured: {why})", by="-", is_before_weights=None, seconds=time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        seen = Seen(said=why, by="-", is_before_weights=None, seconds=took_s, is_measured=False)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if not pain.keeps_job or pain.is_right(seen) is False:
+    if not (pain.keeps_job and pain.is_right(seen)):
         _tidy(site, pain)
     return seen
 

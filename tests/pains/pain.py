@@ -1,6 +1,6 @@
 """What a pain is, what was seen of it, and whether that is right.
 
-How one is brought about is a function in `slurm_pains`, `node_pains` or `engine_pains`.
+How one is brought about is a function in `slurm_pains`, `engine_pains` or `further_pains`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ How = Literal["real", "stand-in"]
 class Seen:
     """What a user was told. `by` names the check, the rule or the program that told it.
 
-    `is_before_weights`: no byte of the weights was read by then. None where nothing had to be told.
+    `is_before_weights`: no byte of the weights was read by then. None where nothing had to be told. Without
+    `is_measured` it broke, and `said` is why.
     """
 
     said: str
     by: str
     is_before_weights: bool | None
     seconds: float
+    is_measured: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Pain:
     provoke: Callable[[Site], Seen]
 
     def is_right(self, seen: Seen) -> bool:
-        return self.right.search(seen.said) is not None
+        return seen.is_measured and self.right.search(seen.said) is not None
 
 
 PAINS: dict[str, Pain] = {}

@@ -37,7 +37,7 @@ def line(pain: Pain, seen: Seen) -> str:
     before = "-" if seen.is_before_weights is None else "yes" if seen.is_before_weights else "no"
     said = seen.said if len(seen.said) <= _LONGEST else f"{seen.said[:_LONGEST]}…"
     number = str(pain.number) if pain.number else ""
-    right = "yes" if pain.is_right(seen) else "WRONG"
+    right = "yes" if pain.is_right(seen) else "WRONG" if seen.is_measured else "?"
     return _aligned(number, pain.name, pain.how, right, before, f"{seen.seconds:.0f}", seen.by, said)
 
 
@@ -46,13 +46,14 @@ def _aligned(number: str, name: str, how: str, right: str, before: str, seconds:
 
 
 def summary(outcomes: Sequence[tuple[Pain, Seen]]) -> str:
-    numbers = {pain.number for pain, _ in outcomes} - {0}
-    real = {pain.number for pain, _ in outcomes if pain.how == "real"} - {0}
-    before = {pain.number for pain, seen in outcomes if seen.is_before_weights} - {0}
-    wrong = [pain.name for pain, seen in outcomes if not pain.is_right(seen)]
+    numbers = {pain.number for pain, seen in outcomes if seen.is_measured} - {0}
+    real = {pain.number for pain, seen in outcomes if seen.is_measured and pain.how == "real"} - {0}
+    before = {pain.number for pain, seen in outcomes if seen.is_before_weights and pain.is_right(seen)} - {0}
+    wrong = [pain.name for pain, seen in outcomes if seen.is_measured and not pain.is_right(seen)]
+    broken = [pain.name for pain, seen in outcomes if not seen.is_measured]
     return (
         f"{len(numbers)} of 25 brought about, {len(real)} of them for real; named before a weight was read: "
-        f"{len(before)}; wrong: {', '.join(wrong) or 'none'}."
+        f"{len(before)}; wrong: {', '.join(wrong) or 'none'}; not measured: {', '.join(broken) or 'none'}."
     )
 
 
@@ -67,7 +68,8 @@ Printed by `python -m tests.pains --results FILE`. What each pain does says its 
 start real vLLM on CPUs; in the others a stub stands in its place, on a real Slurm, and Ray is real.
 
 s: from sbatch, or from the fault where the pain says so, until a user can know of it. before weights: no byte of the
-weights was read by then; "-" where nothing had to be told. how: "stand-in" where a part was made up.
+weights was read by then; "-" where nothing had to be told. how: "stand-in" where a part was made up. right: the first
+cause has the words that its function asks for; "?" where it broke, and why stands in the place of what was said.
 
 {begin.at:%Y-%m-%d, %H:%M} to {end.at:%H:%M} UTC, {os.cpu_count()} cores ({platform.machine()}),
 load {begin.load:.0f} at the begin and {end.load:.0f} at the end.
