@@ -48,7 +48,7 @@ class LoadProgress:
         return self._part(self.done)
 
     def begin(self, now: float) -> None:
-        """The stage of the weights has begun: from then on time counts, until the engine counts files."""
+        """Nothing was loaded until now; once the engine counts files, its first one says so."""
         if not self._bars:
             self._samples = [(now, 0.0)]
 
@@ -78,22 +78,23 @@ class LoadProgress:
 
         `other` is how much of what was read, as a part of the weights, was none of them.
         """
-        reached_s, position = self._samples[-1]
+        samples = self._samples
+        reached_s, position = samples[-1]
         if self._is_read_within and position - other < _LEAST_PART:
             return None
         following = position if self._is_read_within else self._part(min(self.done + 1, self.total))
         if not self._is_read_within and self.total < 2:
             return None
-        over_s = max(_LATELY_S, _LATELY_PART * (reached_s - self._samples[0][0]))
-        lately = next((n for n in reversed(range(len(self._samples))) if reached_s - self._samples[n][0] >= over_s), 0)
-        since_s, before = self._samples[lately]
+        over_s = max(_LATELY_S, _LATELY_PART * (reached_s - samples[0][0]))
+        lately = next((n for n in reversed(range(len(samples))) if reached_s - samples[n][0] >= over_s), 0)
+        since_s, before = samples[lately]
         return rest_of_load(
             position=position - other,
             following=following - other,
             lately=position - before,
             lately_s=reached_s - since_s,
             waited_s=now - reached_s,
-            step_s=(reached_s - since_s) / max(1, len(self._samples) - 1 - lately),
+            step_s=(reached_s - since_s) / max(1, len(samples) - 1 - lately),
             past_s=past_s,
         )
 
@@ -118,9 +119,8 @@ class LoadProgress:
 
     def _add(self, now: float, position: float) -> None:
         if position > self._samples[-1][1]:
-            self._samples.append((now, position))
-        if len(self._samples) > _MOST_SAMPLES:
-            del self._samples[1:-1:2]
+            kept = self._samples if len(self._samples) < _MOST_SAMPLES else self._samples[::2]
+            self._samples = [*kept, (now, position)]  # a new list: another thread may look at the old one
 
 
 class Reading:

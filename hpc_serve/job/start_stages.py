@@ -63,7 +63,7 @@ class StartStages:
         self._took_s: dict[str, float] = {}
         self._marks: dict[str, dict[str, float]] = {}
         self._has_compiled = False
-        self._load = LoadProgress(clock())
+        self._load, self._copy = LoadProgress(clock()), LoadProgress(clock())
         self._reading = Reading()
         self._copied = (0, 0)
         self.checkpoint_bytes: int | None = None
@@ -112,6 +112,7 @@ class StartStages:
     def note_copied(self, done: int, total: int) -> None:
         """Note how many bytes of the model are staged, of all."""
         self._copied = (done, total)
+        self._copy.note_read(done, self._clock(), total)
 
     def finish(self) -> None:
         """The replica is ready."""
@@ -160,7 +161,7 @@ class StartStages:
         if stage == "compile" and not self._has_compiled and "compile" not in past_s:
             stage = "capture"
         if stage == "staging":
-            staging_s = self._staging_left_s()
+            staging_s = self._copy.rest_s(self._clock(), None)
             later_s = sum(past_s.get(name, 0.0) for name in START_STAGES[START_STAGES.index(stage) + 1 :])
             return None if staging_s is None else staging_s + later_s
         if stage not in past_s:
@@ -247,11 +248,6 @@ class StartStages:
         """What was read of the weights, in the way that a start before it is compared by, or their size."""
         return self._reading.weights_bytes if self._has_past_bytes else self._reading.weights_and_rate[0]
 
-    def _staging_left_s(self) -> float | None:
-        """Seconds until the model is staged, by what is copied of it."""
-        done, total = self._copied
-        return self._elapsed_s() * (total - done) / done if done else None
-
     def _bytes_per_s(self) -> float | None:
         """How fast the weights are loaded, or were; while the model is staged, how fast it is copied."""
         if self._stage == "staging":
@@ -285,8 +281,8 @@ class StartStages:
                 self._took_s["capture"] = now - self._began_s[before]
         else:
             self._took_s[before] = now - self._began_s[before]
-        if stage == "weights" and stage not in self._began_s:
-            self._load.begin(now)
+        if stage in ("staging", "weights") and stage not in self._began_s:
+            (self._copy if stage == "staging" else self._load).begin(now)
         self._stage = stage
         self._began_s.setdefault(stage, now)
 

@@ -207,3 +207,19 @@ def test_a_model_that_is_staged_has_its_speed_and_the_time_left():
     now[0] = 12.0
     stages.note_phrase("starting the engine")
     assert stages.record(0.0).took_s == {"nodes": 0.0, "staging": 12.0}
+
+
+def test_a_copy_that_becomes_slow_is_foretold_by_its_rate_of_late():
+    now = [0.0]
+    past = PastStart(
+        service="s", model="m", layout="l", ready_at=0.0, stages=(PastStage(name="engine", took_s=30.0, marks={}),)
+    )
+    stages = StartStages(past, clock=lambda: now[0])
+    now[0] = 5.0
+    stages.note_phrase("staging the model")
+    for second in range(1, 101):  # 1 GiB/s for 50 s, then a quarter of it
+        now[0] = 5.0 + second
+        stages.note_copied(int((min(second, 50) + max(0, second - 50) / 4) * GIB), 80 * GIB)
+    left_s = stages.record(0.0).time_left_s
+    assert left_s is not None
+    assert abs(left_s - (17.5 * 4 + 30)) < 10
