@@ -144,5 +144,6 @@ class RequestWatch:
             attempts = [attempt for attempt in self._attempts if attempt.replica.name in lost]
         for attempt in attempts:
             attempt.why_lost = lost[attempt.replica.name]
+            _log.debug("a request leaves %s: %s", attempt.replica.name, attempt.why_lost)
         for attempt in attempts:  # once all know why: cutting one connection cuts all of a replica
             attempt.abandon()

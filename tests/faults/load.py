@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
 import os
 import random
 import secrets
@@ -351,7 +352,20 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def log_decisions(file: Path) -> None:
+    """What the clients decide, with the clock of the requests' lines."""
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(lambda record: bool(setattr(record, "msg", f"{time.monotonic():.3f} {record.msg}")) or True)
+    logger = logging.getLogger("hpc_serve.client")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
 if __name__ == "__main__":
-    Load(parse(sys.argv[1:])).run()
+    options = parse(sys.argv[1:])
+    log_decisions(options.out.with_suffix(".log"))
+    Load(options).run()
     sys.stdout.flush()
     os._exit(0)  # threads of requests that hang are left behind
