@@ -107,9 +107,17 @@ def class_accuracy(rows: Sequence[tuple[Case, Factors]]) -> dict[str, dict[str, 
     members: dict[str, list[tuple[Case, Factors]]] = {}
     for case, factors in rows:
         assert case.roofline
-        for name in (*own_classes(case.roofline), *wide_classes(case.roofline)):
+        own = own_classes(case.roofline)[-1 if case.format_not_told else 0 :]
+        for name in (*own, *wide_classes(case.roofline)):
             members.setdefault(name, []).append((case, factors))
-    return {name: _spread(there) for name, there in sorted(members.items()) if len(there) >= LEAST_CLASS_ROWS}
+    spreads = {name: _spread(there) for name, there in sorted(members.items()) if len(there) >= LEAST_CLASS_ROWS}
+    return {name: spread for name, spread in spreads.items() if not _says_no_more(name, spread, spreads)}
+
+
+def _says_no_more(name: str, spread: dict[str, Any], spreads: dict[str, dict[str, Any]]) -> bool:
+    """Whether a class of runs with CUDA graphs or without has the rows of the class with them alone."""
+    narrow, _, both = name.partition(", with CUDA")
+    return bool(both) and spreads.get(narrow) == spread
 
 
 def _spread(rows: Sequence[tuple[Case, Factors]]) -> dict[str, Any]:

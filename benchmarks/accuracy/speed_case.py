@@ -69,7 +69,10 @@ CHECKPOINTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: what is predicted and what was measured, or why the row is left out."""
+    """One row: what is predicted and what was measured, or why the row is left out.
+
+    `format_not_told`: the kind of the weights' format is assumed, so the row counts in no class of one format.
+    """
 
     id: str
     source: str
@@ -83,6 +86,7 @@ class Case:
     measured: float = 0.0
     measured_ttft_s: float | None = None
     requests: int | None = None
+    format_not_told: bool = False
     left_out: str | None = None
 
     def predict(self, factors: Factors) -> SpeedEstimate:

@@ -70,6 +70,7 @@ def later_case(row: dict[str, Any]) -> Case:
         measured=row.get("out_tok_s") or row["req_s"] * outputs,
         measured_ttft_s=measured_ttft_s(row),
         requests=row.get("num_prompts"),
+        format_not_told=row.get("format_not_told", False),
     )
 
 

@@ -38,8 +38,9 @@ def own_classes(roofline: Roofline) -> tuple[str, ...]:
     if accelerator.kind == "cpu":
         return ()
     shape = "mixtures of experts" if model.num_experts else "dense models"
-    where = f"on {accelerator.name}" + (" without CUDA graphs" if _is_eager(roofline) else "")
-    return (f"{shape} in {weights_format(model)} {where}", f"all models {where}")
+    kind, where = f"{shape} in {weights_format(model)}", f"on {accelerator.name}"
+    state = " without CUDA graphs" if _is_eager(roofline) else ""
+    return (f"{kind} {where}{state}", f"{kind} {where}, with CUDA graphs or without", f"all models {where}{state}")
 
 
 def wide_classes(roofline: Roofline) -> tuple[str, ...]:
