@@ -34,6 +34,7 @@ _ASK_ONE_S = 0.4
 _ASK_SOON_S = 0.2
 _ASK_SOON_WITHIN_S = 2.0
 _ASK_LATER_S = 2.5
+_HALTS_FOR_S = 3.0
 _HALF_LIFE_S = 120.0
 
 
@@ -113,6 +114,13 @@ class Pulse:
     def is_silent(self, now_s: float) -> bool:
         """Whether its streams have stood still for longer than usual."""
         return self.silent_s(now_s) > max(SILENT_S, SILENT_TIMES * self.usual_s(now_s))
+
+    def is_halting(self, now_s: float) -> bool:
+        """Whether its streams, or lately one of them, have stopped for longer than usual, or a question was lost."""
+        if self.is_silent(now_s) or self.has_losses(now_s):
+            return True
+        # One that has stood still for longer may be one that its user does not read on.
+        return max(SILENT_S, SILENT_TIMES * self.usual_s(now_s)) < self.stalled_s(now_s) < _HALTS_FOR_S
 
     def quiet_s(self, now_s: float) -> float:
         """For how long there has been no sign of life of any kind."""

@@ -87,9 +87,9 @@ class Silence:
         replicas = {request.replica.name: request.replica for request in requests}
         self._questions.keep(set(replicas.values()))
         self._hear(requests, replicas, now_s)
-        silent = {name for name in replicas if self._pulses[name].is_silent(now_s)}
+        halting = {name for name in replicas if self._pulses[name].is_halting(now_s)}
         self._probation.look(self._pool.others(set()), now_s)
-        self._pool.doubt_also(silent | self._hung(now_s) | self._probation.names)
+        self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names)
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
         if not asked or (len(asked) == 1 and not self._pool.others({asked[0].name})):
             return {}

@@ -163,6 +163,24 @@ def test_a_silent_engine_is_chosen_last_before_it_is_given_up():
     assert {scene.pool.take().name for _ in range(9)} == {"a"}, "which has fewer now"
 
 
+def test_a_replica_of_which_one_stream_stops_is_chosen_last_for_a_while():
+    """Its network may be about to go; a stream that stands still for longer may be one that its user does not read."""
+    scene = two()
+    scene.run(5)
+    scene.engines["a"].requests[0].is_stuck = True
+    assert not scene.run(0.9)
+    assert {scene.pool.take().name for _ in range(9)} == {"b"}
+    assert not scene.run(3)
+    assert {scene.pool.take().name for _ in range(9)} == {"a"}, "which has fewer now"
+
+
+def test_a_replica_to_which_a_question_was_lost_is_chosen_last():
+    scene = two(streams=0)
+    scene.engines["a"].loses = True
+    assert not scene.run(0.6)
+    assert {scene.pool.take().name for _ in range(9)} == {"b"}
+
+
 def test_the_only_replica_is_left_to_longer_looks():
     scene = Scene(Engine("a"))
     scene.run(5)
