@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,13 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.site_models import SiteModel
+
+
+_AS_WORDS = (
+    *("enable_lora", "max_loras", "max_lora_rank"),
+    *("cpu_offload_gb", "limit_mm_per_prompt", "speculative_config"),
+)
+"""Options of vLLM that people ask a plan for: they are the same as words after --, which come after them."""
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -43,6 +50,12 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, int8 …")
 @click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
 @click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
+@click.option("--enable-lora", is_flag=True, help="Room for LoRA adapters.")
+@click.option("--max-loras", type=int, metavar="N", help="Adapters in a step.")
+@click.option("--max-lora-rank", type=int, metavar="N", help="The largest rank of them.")
+@click.option("--cpu-offload-gb", type=float, metavar="GIB", help="Weights of each GPU in the node's memory.")
+@click.option("--limit-mm-per-prompt", metavar="JSON", help="Images, videos …: '{\"image\": 0}' loads no tower.")
+@click.option("--speculative-config", metavar="JSON", help="Draft model, EAGLE, MTP or n-grams, as vLLM takes it.")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
 @click.option(
     "--usd-per-gpu-hour",
@@ -139,6 +152,15 @@ def _engine_words(options: Mapping[str, Any]) -> tuple[Sequence[str], SiteModel 
     """The words after --, with those of the site's own model; and that model, if one is named."""
     from hpc_serve.submit.site_files import read_site
 
-    words = click.get_current_context().meta.get("engine_args", ())
+    words = (*_given_words(options), *click.get_current_context().meta.get("engine_args", ()))
     own = site_model(model_of(options), read_site(os.environ))
     return (own.engine_args(words) if own else words), own
+
+
+def _given_words(options: Mapping[str, Any]) -> Iterator[str]:
+    for name in _AS_WORDS:
+        value = options[name]
+        if value is not None and value is not False:
+            yield "--" + name.replace("_", "-")
+            if value is not True:
+                yield str(value)

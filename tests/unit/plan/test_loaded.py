@@ -215,6 +215,26 @@ def test_what_stands_after_the_dashes_is_in_the_plan_and_in_the_command(capsys: 
     assert again["memory"] == found["memory"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64"),
+        ("--cpu-offload-gb", "4"),
+        ("--limit-mm-per-prompt", '{"image": 0}'),
+        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+    ],
+)
+def test_a_plans_own_options_are_the_words_after_the_dashes(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(capsys, "8b", *words) == planned(capsys, "8b", "--", *words)
+
+
+def test_words_after_the_dashes_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    both = planned(capsys, "8b", "--enable-lora", "--max-loras", "4", "--", "--max-loras", "8")
+    assert both == planned(capsys, "8b", "--enable-lora", "--max-loras", "8")
+
+
 def test_data_parallelism_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "8b", "--", "--data-parallel-size", "2"]) == 2
     assert "hpc-serve plans no data parallelism yet" in " ".join(capsys.readouterr().err.split())
