@@ -225,8 +225,9 @@ def gpu_memory_utilization(engine: EngineConfig) -> float:
 def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, max_model_len: int) -> int:
     """Tokens of one step: what is asked for, else the API server's default.
 
-    Source: `get_batch_defaults` in vLLM's engine/arg_utils.py. Before V1 a step held a whole prompt, except with
-    contexts above 32k, which turned on chunked prefill.
+    Source: `get_batch_defaults` in vLLM's engine/arg_utils.py. GPUs of 160 GiB or more have twice as many since pull
+    request 51726 of 2026-08, which 0.26 is the first version that can have. Before V1 a step held a whole prompt,
+    except with contexts above 32k, which turned on chunked prefill.
     """
     if engine.max_num_batched_tokens:
         return engine.max_num_batched_tokens
@@ -235,7 +236,7 @@ def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, m
     if accelerator.default_max_num_batched_tokens:
         return accelerator.default_max_num_batched_tokens
     if _is_large(accelerator):
-        return 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 20) else 8192
+        return 16384 if accelerator.total_bytes >= 160 * GIB and engine.version >= (0, 26) else 8192
     return 2048
 
 
