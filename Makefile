@@ -9,7 +9,8 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo --preserve-env=HPC_SERVE_KEEP_CLUS
 LATER_DEBIANS = /var/lib/hpc-serve-debian
 SLURM_ROOT ?= $(if $(SLURM),$(LATER_DEBIANS)/$(SLURM))
 PYTHON_AS_ROOT = $(SUDO) env PYTHONDONTWRITEBYTECODE=1 COVERED_CHECKOUT="$(CURDIR)" \
-	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") $(VENV)/bin/python
+	$(if $(SLURM_ROOT),HPC_SERVE_CLUSTER_OS="$(SLURM_ROOT)") $(if $(IMAGE),HPC_SERVE_IMAGE_BASE="$(IMAGE)") \
+	$(if $(REAL_REPLICAS),HPC_SERVE_REAL_REPLICAS=$(REAL_REPLICAS)) $(VENV)/bin/python
 # Two processes, each with a cluster: real engines in one, the stub in the other (tests/support/two_processes.py).
 TWO_PROCESSES = --numprocesses=2 --dist=loadscope
 COVERAGE = --cov --cov-config=setup.cfg --cov-report=term:skip-covered
@@ -43,6 +44,11 @@ charliecloud: packages venv ## services in an image (Debian 13), by Charliecloud
 	@envs/packages.sh charliecloud-runtime
 	@$(SUDO) tests/cluster/debian_root.sh "$(IMAGE)" trixie
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_container.py $(ARGS)
+
+.PHONY: real-replicas
+real-replicas: REAL_REPLICAS = 1
+real-replicas: packages venv ## several real vLLM engines in one job of Slurm: MINUTES minutes, 11 GB of memory
+	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_real_replicas_per_job.py $(ARGS)
 
 .PHONY: faults
 faults: packages venv ## what users get while parts of a service break; ARGS="--only NAME" selects, --short needs no Slurm
