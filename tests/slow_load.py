@@ -152,7 +152,8 @@ class Disk:
                 yield lambda: None
             finally:
                 self.go_on()
-                subprocess.run(["umount", "--lazy", str(self._mount)], check=False)  # it ends with its mount
+                subprocess.run(["umount", "--lazy", str(self._mount)], check=False)
+                self._bindfs.terminate()  # a mount namespace that began meanwhile may hold its mount
                 self._bindfs.wait()
             return
         self._forget()

@@ -56,12 +56,13 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica
+    from hpc_serve.submit.job_logs import with_batch_log
     from hpc_serve.submit.preflight_job import report_of
     from hpc_serve.submit.status_reader import find
 
     store = ServiceStore(default_home(os.environ))
     found = find(store, target)
-    status = choose_replica(found)
+    status = with_batch_log(choose_replica(found))
     diagnosis = diagnose_replica(status)
     preflight = report_of(store, status)
     warnings = preflight.of_level("warning") if preflight is not None else ()

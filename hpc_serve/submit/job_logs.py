@@ -25,7 +25,7 @@ def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tu
     found = find(store, target)
     status = max(reversed(found), key=lambda one: _rank(one, to_follow))
     others = [one for one in found if one.name != status.name]
-    return _with_batch_log(status), others
+    return with_batch_log(status), others
 
 
 def _rank(status: ReplicaStatus, to_follow: bool) -> int:
@@ -34,7 +34,8 @@ def _rank(status: ReplicaStatus, to_follow: bool) -> int:
     return 3 if status.state == "ready" else 0 if status.is_over else 2
 
 
-def _with_batch_log(status: ReplicaStatus) -> ReplicaStatus:
+def with_batch_log(status: ReplicaStatus) -> ReplicaStatus:
+    """A replica with the place of its script's log, as far as Slurm still knows it."""
     if status.batch_log is None and status.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
         return replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
     return status

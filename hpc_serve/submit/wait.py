@@ -21,6 +21,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.diagnosis import diagnose_replica
 from hpc_serve.submit.elastic_sentence import asleep_sentence
+from hpc_serve.submit.job_logs import with_batch_log
 from hpc_serve.submit.job_status import never_starts, without_successors
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, Partition
@@ -83,6 +84,7 @@ def wait(
 
 def failure_report(status: ReplicaStatus) -> str:
     """How a replica ended, why, what to do about it, and where the logs are; the last lines where no cause is known."""
+    status = with_batch_log(status)
     diagnosis = diagnose_replica(status)
     is_known = diagnosis.cause is not None and diagnosis.cause.is_known
     lines = "".join(f"\n    {line}" for line in status.last_log_lines[-10:])

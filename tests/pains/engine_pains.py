@@ -8,6 +8,7 @@ import signal
 import time
 from typing import Any
 
+from hpc_serve.vllm.arguments import ARGS_FILE
 from tests.cluster import wait_for
 from tests.pains.pain import Seen, pain
 from tests.pains.site import Job, Site
@@ -42,9 +43,13 @@ def first_request(site: Site) -> Seen:
 
 @pain(23, "the cache has no room for one request", r"KV cache has no room for one request", needs_engine=True)
 def long_request(site: Site) -> Seen:
-    """A cache of 1 MiB, and requests of 8192 tokens."""
+    """A cache of 1 MiB, and requests of 8192 tokens; of a copy without the options that lie beside the model."""
+    folder = site.alice.home / "long-request"
+    site.alice.run("cp", "-r", str(site.model), str(folder))
+    (folder / ARGS_FILE).unlink()
     words = ("--kv-cache-memory-bytes", "1048576", "--max-model-len", "8192", "--enforce-eager")
-    return site.failed(site.submit_engine("long-request", *words, **ONE_NODE))
+    env = {"HPC_SERVE_MODEL": str(folder)}
+    return site.failed(site.submit_engine("long-request", *words, env=env, **ONE_NODE))
 
 
 @pain(10, "/health says 200 after a hang", r"unresponsive", needs_engine=True, keeps_job=True)

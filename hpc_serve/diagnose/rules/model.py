@@ -81,6 +81,13 @@ RULES: tuple[Rule, ...] = (
         "Download the whole model (`hpc-serve fetch MODEL`); an interrupted download leaves files out.",
     ),
     rule(
+        "tokenizer-missing",
+        r"Couldn't instantiate the backend tokenizer",
+        "a file of the model is missing: its tokenizer, or what converts it (sentencepiece, tiktoken)",
+        "Download the whole model (`hpc-serve fetch MODEL`). Where it has no tokenizer.json on purpose, install "
+        "sentencepiece or tiktoken beside vLLM.",
+    ),
+    rule(
         "checkpoint-differs",
         r"weights were not initialized from checkpoint|There is no module or parameter named|size mismatch for|"
         r"KeyError: '(?:model\.)?layers\.\d|"

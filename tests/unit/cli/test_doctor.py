@@ -17,9 +17,14 @@ OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory.
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
+def slurm(tmp_path):
+    return FakeSlurm(tmp_path / "slurm")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch, slurm):
     """The store of a home, and a Slurm of stand-ins."""
-    monkeypatch.setenv("PATH", f"{FakeSlurm(tmp_path / 'slurm').bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{slurm.bin}:{os.environ['PATH']}")
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     return ServiceStore(tmp_path / "home")
 
@@ -27,7 +32,7 @@ def store(tmp_path, monkeypatch):
 def fail(store, **values):
     log_dir = store.ensure_service("8b") / "logs"
     known = {"state": "failed", "failed_part": "engine", "reason": "engine exited with 1", "log_dir": str(log_dir)}
-    store.write(make_record(service="8b", job_id="7", cluster="local", **{**known, **values}))
+    store.write(make_record(**{"service": "8b", "job_id": "7", "cluster": "local", **known, **values}))
     return log_dir
 
 
@@ -45,6 +50,17 @@ def test_a_failure_is_explained_with_its_cure_and_its_lines(store, capsys):
     assert (
         "  cause      a GPU ran out of memory (7-node1.log:2)\n  to do      `hpc-serve plan`" in capsys.readouterr().out
     )
+
+
+def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(store, slurm, capsys, tmp_path):
+    """As seen where a node did not see the home: the record has the consequence alone, Slurm knows the script's log."""
+    log_dir = fail(store, cluster="slurm", failed_part="nodes", reason="no launcher from node rank 1 within 120 s")
+    (log_dir / "7-node0.log").write_text("begin\n")
+    log = tmp_path / "hpc-serve-8b-7.log"
+    log.write_text("srun: error: task 1 launch failed: Slurmd could not connect IO\n")
+    slurm.job("7", "FAILED", log=str(log))
+    assert run(["doctor", "7"]) == 6
+    assert "does not see the folder of logs" in capsys.readouterr().out.partition("To do: ")[0]
 
 
 def test_as_json(store, capsys):
