@@ -39,7 +39,7 @@ def environment_on_one_node(site: Site) -> Seen:
 def home_on_one_node(site: Site) -> Seen:
     """On the second node an empty disk lies over alice's home, as where /home is not mounted."""
     with site.small_disk("n2", str(site.alice.home), "size=1m,mode=755"):
-        seen = site.failed(site.submit("home-on-one-node", env={"HPC_SERVE_JOIN_S": "120"}, **MP))
+        seen = site.failed(site.submit("home-on-one-node", env={"HPC_SERVE_JOIN_S": "30"}, **MP))
         site.clear()
     return seen
 
