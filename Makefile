@@ -47,7 +47,7 @@ charliecloud: packages venv ## services in an image (Debian 13), by Charliecloud
 
 .PHONY: real-replicas
 real-replicas: REAL_REPLICAS = 1
-real-replicas: packages venv ## several real vLLM engines in one job of Slurm: about five minutes, 11 GB of memory
+real-replicas: packages venv ## several real vLLM engines in one job of Slurm: three to four minutes, 7 GB of memory
 	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster tests/e2e/test_real_replicas_per_job.py $(ARGS)
 
 .PHONY: faults

@@ -1,8 +1,8 @@
 """Several replicas in one job with real vLLM: four engines of two ranks on a node of eight GPUs, and two of four.
 
 The node's GPUs are declared, the ranks run on CPUs, and tiny models take the place of the weights; all else is what a
-user runs. Sixteen processes of vLLM share this machine's cores, and each takes 0.7 GB: `make real-replicas` runs these
-tests, `make test` skips them. What needs no real engine is in test_replicas_per_job.py.
+user runs. Sixteen processes of vLLM share this machine's cores, and take 7 GB: `make real-replicas` runs these tests,
+`make test` skips them. What needs no real engine is in test_replicas_per_job.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
         os.environ.get(SWITCH) != "1",
-        reason=f"minutes of two cores, and 11 GB of memory ({SWITCH} is not 1): `make real-replicas`",
+        reason=f"minutes of two cores, and 7 GB of memory ({SWITCH} is not 1): `make real-replicas`",
     ),
 ]
 
