@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slurm
 
 def test_a_job_of_two_nodes_sees_two_hosts(cluster: SlurmCluster) -> None:
     look = 'echo "$(id -un) $(hostname) $(hostname -I) $CUDA_VISIBLE_DEVICES $(mktemp /tmp/mine.XXX | wc -l)"; ls /tmp'
-    done = cluster.run(
-        ["srun", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:2", "--label", "bash", "-c", look],
+    done = cluster.run(  # by name: a job of another test may still be ending on one of them
+        ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", "--gres=gpu:2", "--label", "bash", "-c", look],
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if " alice " in line)

@@ -107,10 +107,11 @@ class TestSixteenRanks:
         for done in told.values():
             assert done.returncode == 0, done.stderr
             assert set(json.loads(done.stdout).values()) == {"UNAVAILABLE"}
-        folder = alice.run("sh", "-c", "ls -d /tmp/hs-*/tls", node="n1").stdout.split()[0]
+        head = big["nodes"][0]["name"]
+        folder = alice.run("sh", "-c", "ls -d /tmp/hs-*/tls", node=head).stdout.split()[0]
         done = alice.run(
             *(sys.executable, str(STRANGER), "call_with_wrong_token", big["hosts"][0], _gcs_port(mallory), folder),
-            node="n1",
+            node=head,
         )
         assert json.loads(done.stdout) == {"answer": "UNAUTHENTICATED"}, done.stderr
 
@@ -123,11 +124,12 @@ class TestSixteenRanks:
         )
         for node in (None, *alice.cluster.nodes):
             assert mallory.run(sys.executable, "-c", code, node=node, input=listing).stdout == ""
+        head = big["nodes"][0]["name"]
         on_node = [
-            f"/tmp/{name}" for name in alice.run("ls", "/tmp", node="n1").stdout.split() if name.startswith("hs-")
+            f"/tmp/{name}" for name in alice.run("ls", "/tmp", node=head).stdout.split() if name.startswith("hs-")
         ]
         assert on_node
-        assert mallory.run(sys.executable, "-c", code, node="n1", input="\n".join(on_node)).stdout == ""
+        assert mallory.run(sys.executable, "-c", code, node=head, input="\n".join(on_node)).stdout == ""
         stolen = mallory.run(
             sys.executable, str(ASK), "405b", node="n3", env={"HPC_SERVE_HOME": str(alice.home / ".hpc-serve")}
         )
