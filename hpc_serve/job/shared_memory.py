@@ -63,14 +63,22 @@ def remove(segments: Iterable[Segment], *, folder: Path = _FOLDER) -> list[Segme
 def _mapped_inodes(pid: int, folder: Path) -> Iterator[int]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        device = _device_of(folder)
     except OSError:
         return
     for line in lines:
         # The fields are address, permissions, offset, device, inode and path. The path is the name that the file had
-        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared.
+        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared. A container
+        # has a /dev/shm of its own, where the same inode is another file.
         fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith(f"{folder}/"):
+        if len(fields) == 6 and fields[3] == device and fields[5].startswith(f"{folder}/"):
             yield int(fields[4])
+
+
+def _device_of(folder: Path) -> str:
+    """As the kernel writes it in a process's maps."""
+    device = os.stat(folder).st_dev
+    return f"{os.major(device):02x}:{os.minor(device):02x}"
 
 
 def _is_ours(segment: Segment, folder: Path) -> bool:

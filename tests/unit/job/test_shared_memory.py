@@ -5,11 +5,20 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from hpc_serve.job import shared_memory
 from hpc_serve.job.shared_memory import Segment
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder in memory, as /dev/shm is: other filesystems may show another device in a process's maps."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -34,6 +43,16 @@ def test_what_a_process_has_mapped_is_seen_by_name_and_inode(tmp_path, segment):
     held = mapping(tmp_path / mapped.name)
     again = Segment(mapped.name, mapped.inode + 1)
     assert shared_memory.mapped_by([os.getpid()], [mapped, other, again], folder=tmp_path) == {mapped}
+    held.close()
+
+
+def test_a_file_of_the_same_number_in_another_memory_is_another_file(tmp_path, segment, monkeypatch):
+    """A container's /dev/shm: its processes do not keep what a killed engine left in the node's."""
+    left = segment("psm_1234")
+    held = mapping(tmp_path / left.name)
+    assert shared_memory.remove([left], folder=tmp_path) == []
+    monkeypatch.setattr(shared_memory, "_device_of", lambda folder: "0:0")
+    assert shared_memory.remove([left], folder=tmp_path) == [left]
     held.close()
 
 
