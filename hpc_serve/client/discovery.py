@@ -193,7 +193,10 @@ class ServiceWatch:
 
     def _start_refresh(self) -> None:
         if self._background_lock.acquire(blocking=False):
-            threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
+            try:
+                threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
+            except RuntimeError:  # no more threads for this user: later
+                self._background_lock.release()
 
     def _refresh_in_background(self) -> None:
         try:

@@ -83,10 +83,22 @@ class Probation:
                 del self._cases[name]
         due = [case.replica for case in self._cases.values() if not case.is_over and case.replica.name in here]
         if due and not self._is_asking and now_s - self._asked_at_s >= ASK_S:
-            self._is_asking, self._asked_at_s = True, now_s
+            self._asked_at_s = now_s
             self._questions.keep(due)
             answers, questions = self._answers, self._questions
-            self._start(lambda: answers.put((due, questions.ask(dict.fromkeys(due, False), ANSWER_S))))
+
+            def ask() -> None:
+                signs: dict[str, Sign] = {}
+                try:
+                    signs = questions.ask(dict.fromkeys(due, False), ANSWER_S)
+                finally:
+                    answers.put((due, signs))
+
+            self._is_asking = True
+            try:
+                self._start(ask)
+            except RuntimeError:  # no more threads for this user: later
+                self._is_asking = False
 
     def _count(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -7,6 +7,7 @@ what becomes of an abandoned request in `exchange`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -78,8 +79,10 @@ class RequestWatch:
         with self._lock:
             self._attempts.add(attempt)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="hpc-serve-request-watch")
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, daemon=True, name="hpc-serve-request-watch")
+                with contextlib.suppress(RuntimeError):  # no more threads for this user: the next request tries again
+                    thread.start()
+                    self._thread = thread
 
     def end(self, attempt: Attempt) -> None:
         """A request is over."""
@@ -91,7 +94,7 @@ class RequestWatch:
     def was_heard(self, name: str) -> bool:
         """Whether a replica has just sent something of an answer."""
         with self._lock:
-            heard = [attempt.heard_at_s for attempt in self._attempts if attempt.replica.name == name]
+            heard = [attempt.heard_at_s for attempt in list(self._attempts) if attempt.replica.name == name]
             last_s = max([*heard, self._heard_at_s.get(name, float("-inf"))])
         return time.monotonic() - last_s < HEARD_S
 
@@ -115,14 +118,23 @@ class RequestWatch:
                 if not attempts and now_s >= self._look_at_s:
                     self._thread = None
                     return
-            if (late_s := now_s - before_s - LISTEN_S) > LATE_S:
-                self._silence.stood_still(late_s)
-            self._abandon(self._silence.listen(attempts))
-            if attempts and now_s >= self._look_at_s:
-                self._look_at_s = math.inf
-                names = {attempt.replica.name for attempt in attempts}
-                # It may take seconds: what is silent is to be found meanwhile.
-                threading.Thread(target=self._look_once, args=(names,), daemon=True, name="hpc-serve-look").start()
+            try:
+                if (late_s := now_s - before_s - LISTEN_S) > LATE_S:
+                    self._silence.stood_still(late_s)
+                self._abandon(self._silence.listen(attempts))
+                if attempts and now_s >= self._look_at_s:
+                    self._start_look({attempt.replica.name for attempt in attempts})
+            except Exception:  # without this thread, requests at a replica that is lost would wait for their time-out
+                _log.exception("watching the requests under way")
+
+    def _start_look(self, names: Set[str]) -> None:
+        """It may take seconds: what is silent is to be found meanwhile."""
+        self._look_at_s = math.inf
+        try:
+            threading.Thread(target=self._look_once, args=(names,), daemon=True, name="hpc-serve-look").start()
+        except RuntimeError:  # no more threads for this user
+            self._look_at_s = time.monotonic() + LOOK_S
+            raise
 
     def _look_once(self, names: Set[str]) -> None:
         """Look, and abandon what is lost."""
@@ -141,7 +153,7 @@ class RequestWatch:
         if not lost:
             return
         with self._lock:
-            attempts = [attempt for attempt in self._attempts if attempt.replica.name in lost]
+            attempts = [attempt for attempt in list(self._attempts) if attempt.replica.name in lost]
         for attempt in attempts:
             attempt.why_lost = lost[attempt.replica.name]
             _log.debug("a request leaves %s: %s", attempt.replica.name, attempt.why_lost)

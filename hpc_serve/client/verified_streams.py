@@ -58,7 +58,8 @@ class Connection(core.NetworkStream):
 
     def __init__(self, stream: core.NetworkStream) -> None:
         self._stream = stream
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close the connection of a dropped stream in the middle of any line.
+        self._lock = threading.RLock()
         # Called once for each piece of an answer: nothing is to stand in between.
         self.read = stream.read  # type: ignore[method-assign]
         self.write = stream.write  # type: ignore[method-assign]
@@ -159,8 +160,11 @@ def has_ended(loop: Any) -> bool:
 
 
 def _shut_down(found: Any) -> None:
-    # Event loops give out no socket of the standard library: a second number of the same connection is one.
     with suppress(OSError, ValueError):  # it was closed
+        if isinstance(found, socket.socket):
+            socket.socket.shutdown(found, socket.SHUT_RDWR)  # below TLS, and without a file descriptor more
+            return
+        # Event loops give out no socket of the standard library: a second number of the same connection is one.
         same = socket.socket(fileno=os.dup(found.fileno()))
         with same:
             same.shutdown(socket.SHUT_RDWR)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from hpc_serve.diagnose.causes import Finding, first_cause
 from hpc_serve.diagnose.evidence import LogEvidence
 
+_log = logging.getLogger(__name__)
 _NUM_LAST_LINES = 30
 _MAX_LINE_LENGTH = 4_000
 _EXIT_INTERVAL_S = 0.1
@@ -137,7 +139,10 @@ class Child:
         if line and not self._is_noise(line):
             self.last_log_lines.append(line[:_MAX_LINE_LENGTH])
             self._evidence.note(line)
-            self._on_line(line)
+            try:
+                self._on_line(line)
+            except Exception:  # who writes must not be stopped by a full pipe because one line was not understood
+                _log.exception("a line of %s was not understood", self.name)
 
 
 async def start_child(

@@ -133,6 +133,6 @@ def _rest(position: float, following: float, total: float, *, reached_s: float, 
     """
     since_s = elapsed_s - reached_s
     is_overdue = since_s > pace * (following - position)
-    least = max(pace, elapsed_s / following) if following > 0 else pace
+    least = max(pace, min(elapsed_s / following, _MOST_PACE)) if following > 0 else pace
     rest = max(least * (total - position) - since_s, least * (total - following))
     return max(rest, _OVERDUE * since_s if is_overdue else 0.0)

@@ -273,7 +273,7 @@ class StartStages:
         now, before = self._clock(), self._stage
         if before == "compile" and stage == "weights":  # other ranks still load: it goes on where it was
             self._marks.setdefault("weights", {}).update(self._marks.pop("compile", {}))
-            del self._took_s["weights"]
+            self._took_s.pop("weights", None)
         elif before == "compile" and not self._has_compiled:  # nothing was compiled: this was profiling already
             self._marks["capture"] = self._marks.pop("compile", {})
             self._began_s["capture"] = self._began_s[before]

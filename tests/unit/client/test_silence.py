@@ -1,5 +1,6 @@
 """Replicas that go silent, by a clock of the test: who is given up, after how long, and who is left alone."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -486,3 +487,30 @@ def test_who_is_not_offered_is_not_asked_and_forgotten_in_the_end():
     scene.pool.fill(engine.address for engine in scene.engines.values())
     scene.run(0.2)
     assert "a" in {taken(scene) for _ in range(40)}
+
+
+def test_a_replica_on_probation_is_asked_again_after_a_question_that_could_not_be_put():
+    """For want of threads, or for an error of the question itself."""
+    replica, asked, trouble = Engine("a").address, [], [RuntimeError("can't start new thread")]
+
+    class Asker:
+        def ask(self, replicas, answer_s):
+            asked.append(replicas)
+            if len(asked) == 1:
+                raise OSError("too many open files")
+            return {"a": Sign()}
+
+        def keep(self, replicas):
+            pass
+
+    def start(ask):
+        if trouble:
+            raise trouble.pop()
+        with suppress(OSError):
+            ask()
+
+    on_probation = Probation(Asker(), start=start)
+    on_probation.enter(replica, 0.0)
+    for turn in range(1, probation.ANSWERS + 4):
+        on_probation.look([replica], turn * probation.ASK_S)
+    assert not on_probation.names

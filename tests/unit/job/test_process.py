@@ -51,6 +51,26 @@ def test_the_end_of_a_child_is_seen_though_a_process_that_it_started_keeps_its_p
     assert asyncio.run(run()) == 137
 
 
+def test_a_line_that_is_not_understood_stops_nobody_from_reading_the_next(caplog):
+    """A child whose pipe nobody reads stands still once it is full."""
+    lines: list[str] = []
+
+    def understand(line: str) -> None:
+        lines.append(line)
+        if line == "bad":
+            raise KeyError(line)
+
+    async def run():
+        code = "print('bad'); print('x' * 1000 + '\\n', end='', flush=True); [print('y' * 99) for _ in range(5000)]"
+        child = await start_child("x", python(code), environ(), understand)
+        return await child.wait()
+
+    assert asyncio.run(run()) == 0
+    assert lines[0] == "bad"
+    assert len(lines) == 5002
+    assert "a line of x was not understood" in caplog.text
+
+
 def test_noise_is_neither_told_nor_kept():
     lines: list[str] = []
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.job.reading import ReadSoFar
-from hpc_serve.job.start_estimate import expected_weights_s, rest_of_load
+from hpc_serve.job.start_estimate import expected_weights_s, rest_of_load, rest_of_stage
 from hpc_serve.job.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStage, PastStart
 from hpc_serve.sizes import GIB, MIB
 from tests.unit.job.starts import Clock, Said, gpu_start, play, recorded, slower, tell
+
+
+def test_a_mark_that_came_at_once_last_time_and_is_late_now_makes_no_start_endless():
+    """What is late is taken for ten times as slow at most."""
+    late = rest_of_stage(past_s=30.0, position_s=0.0, following_s=0.3, reached_s=0.0, elapsed_s=10.0, pace=1.0)
+    assert 30 < late <= 300
 
 
 def from_half_way(said: list[Said]) -> list[Said]:

@@ -150,6 +150,14 @@ def test_a_start_goes_on_with_its_weights_while_other_ranks_have_theirs():
     assert stages.record(1e9).stage == "compile"
 
 
+def test_weights_of_which_nobody_said_that_they_begin_go_on_after_the_first_rank_has_its():
+    stages = StartStages(first="engine", clock=Clock())
+    tell(stages, "(Worker_TP3 pid=3) INFO 11-20 10:00:00 [default_loader.py:501] Loading weights took 9.00 seconds")
+    assert stages.record(1e9).stage == "compile"
+    tell(stages, "Loading safetensors checkpoint shards:  50% Completed | 1/4 [00:00<00:00]")
+    assert stages.record(1e9).stage == "weights"
+
+
 def test_what_belongs_to_no_stage_changes_none():
     stages = StartStages(first="engine", clock=Clock())
     assert stages.note_phrase("not ready: 503")
