@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.config import LOGIN
+from tests.cluster.config import CHECKOUT, LOGIN
 from tests.pains.pain import Seen, pain
 from tests.pains.site import Job, Site, replaced
 
@@ -63,6 +63,7 @@ def visible_devices(site: Site) -> Seen:
 @pain(0, "beside them: /tmp of the second node is full", r"on n2: /tmp")
 def second_tmp_full(site: Site) -> Seen:
     """The second node's /tmp is a disk of 64 KiB."""
+    assert not CHECKOUT.is_relative_to("/tmp"), "a clone in /tmp, with its environment, would be hidden: use another"
     with site.small_disk("n2", "/tmp", "size=64k,mode=1777"):
         seen = site.failed(site.submit("second-tmp-full", **MP))
         site.clear()
