@@ -113,14 +113,17 @@ class Pulse:
 
     def is_silent(self, now_s: float) -> bool:
         """Whether its streams have stood still for longer than usual."""
-        return self.silent_s(now_s) > max(SILENT_S, SILENT_TIMES * self.usual_s(now_s))
+        return self.silent_s(now_s) > self._silent_after_s(now_s)
 
     def is_halting(self, now_s: float) -> bool:
         """Whether its streams, or lately one of them, have stopped for longer than usual, or a question was lost."""
         if self.is_silent(now_s) or self.has_losses(now_s):
             return True
         # One that has stood still for longer may be one that its user does not read on.
-        return max(SILENT_S, SILENT_TIMES * self.usual_s(now_s)) < self.stalled_s(now_s) < _HALTS_FOR_S
+        return self._silent_after_s(now_s) < self.stalled_s(now_s) < _HALTS_FOR_S
+
+    def _silent_after_s(self, now_s: float) -> float:
+        return max(SILENT_S, SILENT_TIMES * self.usual_s(now_s))
 
     def quiet_s(self, now_s: float) -> float:
         """For how long there has been no sign of life of any kind."""

@@ -109,6 +109,7 @@ class RequestWatch:
 
     def _watch(self) -> None:
         self._look_at_s = time.monotonic() + LOOK_S
+        complaint = ""
         while True:
             before_s = time.monotonic()
             time.sleep(LISTEN_S)
@@ -124,8 +125,10 @@ class RequestWatch:
                 self._abandon(self._silence.listen(attempts))
                 if attempts and now_s >= self._look_at_s:
                     self._start_look({attempt.replica.name for attempt in attempts})
-            except Exception:  # without this thread, requests at a replica that is lost would wait for their time-out
-                _log.exception("watching the requests under way")
+            except Exception as error:  # without this thread, requests at a lost replica would wait for their time-out
+                if repr(error) != complaint:  # it may come ten times a second
+                    complaint = repr(error)
+                    _log.exception("watching the requests under way")
 
     def _start_look(self, names: Set[str]) -> None:
         """It may take seconds: what is silent is to be found meanwhile."""
