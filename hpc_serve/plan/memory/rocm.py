@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
+from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec, distinct_blocks
 from hpc_serve.plan.model.weights import Block, Linear
 from hpc_serve.sizes import GIB
 
@@ -41,9 +40,7 @@ def row_padding_bytes(
     """Bytes between rows of weights on one rank of a stage. 0 where vLLM does not run on ROCm."""
     if not is_rocm(accelerator):
         return 0
-    counts = Counter(id(layer.block) for layer in layers)
-    blocks = {id(layer.block): layer.block for layer in layers}
-    return sum(counts[key] * _block_padding(block, model, ranks, expert_ranks) for key, block in blocks.items())
+    return sum(count * _block_padding(block, model, ranks, expert_ranks) for block, count in distinct_blocks(layers))
 
 
 def _block_padding(block: Block, model: ModelSpec, ranks: int, expert_ranks: int) -> int:

@@ -5,7 +5,8 @@ architectures.py builds a `ModelSpec` from a Hugging Face config. memory/ decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -73,6 +74,13 @@ class DecoderLayer:
     block: Block
     cache: LayerCache | None
     derived: Block = field(default_factory=Block)
+
+
+def distinct_blocks(layers: Sequence[DecoderLayer]) -> list[tuple[Block, int]]:
+    """Each block of the layers once, with the number of layers that share it: layers alike share one object."""
+    counts = Counter(id(layer.block) for layer in layers)
+    blocks = {id(layer.block): layer.block for layer in layers}
+    return [(block, counts[key]) for key, block in blocks.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.model.spec import ModelSpec, distinct_blocks
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.plan.speed.step import Roofline
 
@@ -20,11 +20,10 @@ _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"
 def weights_format(model: ModelSpec) -> str:
     """The format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
     counts: Counter[str] = Counter()
-    blocks = Counter(id(layer.block) for layer in model.layers)
-    for block in {id(layer.block): layer.block for layer in model.layers}.values():
+    for block, layers in distinct_blocks(model.layers):
         for weight in block.weights:
             if isinstance(weight, Linear):
-                counts[weight.scheme.name] += weight.parameters * blocks[id(block)]
+                counts[weight.scheme.name] += weight.parameters * layers
     name = counts.most_common(1)[0][0] if counts else model.dtype
     return _FORMATS.get(name, name)
 
