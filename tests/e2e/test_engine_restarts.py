@@ -122,9 +122,13 @@ def test_an_engine_that_spans_nodes_without_ray_ends_its_run_and_with_requeue_sl
     assert (record["failed_part"], record["engine_restarts"]) == ("engine", 0)
     assert record["reason"].startswith("engine exited with 137; the kernel has killed ")
     wait_for(lambda: status_of(alice, "spans")["state"] == "pending", 180, what="the next run, which waits")
-    shown = alice.run("scontrol", "show", "job", job_id).stdout
-    assert "Restarts=1" in shown
-    assert "Reason=BeginTime" in shown
+
+    def job() -> str:
+        return alice.run("scontrol", "show", "job", job_id).stdout
+
+    assert "Restarts=1" in job()
+    # Slurm gives a pending job its reason only when its scheduler next looks at it
+    wait_for(lambda: "Reason=BeginTime" in job(), 180, what="Slurm's reason: it runs again after a pause")
     own_log = (alice.home / f"hpc-serve-spans-{job_id}.log").read_text()
     assert f"asking Slurm to run job {job_id} again (1 of 5): engine exited with 137" in own_log
     alice.cancel(job_id)
