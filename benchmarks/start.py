@@ -4,14 +4,17 @@ Ours beside the batch scripts that people would use in its place (`start_scripts
 script's first line: for ours to the ready record, for the others to the first completion, asked for every 50 ms on the
 first node. A stub that is up in 0.1 s takes the engine's place, so that what is left is everything else; `--real`
 starts vLLM on CPUs with a tiny model. All hosts share this machine's cores: Ray's own work on N nodes takes N times
-as long as on one, so the growth over nodes is an upper bound. Where strace is installed one more start of each size
-counts what the launchers send, wait for and do to files (`start_calls`).
+as long as on one, so the growth over nodes is an upper bound. With `--cores-per-node` each node has the same share of
+a core, however many there are (`tests/cluster/cpu_shares.py`), and the growth is what nodes of their own would show,
+as long as all shares fit into this machine; then the CPU of the nodes is counted too. Where strace is installed, and
+without shares, one more start of each size counts what the launchers send, wait for and do to files (`start_calls`).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import shlex
 import shutil
@@ -29,6 +32,7 @@ from benchmarks.common import Benchmark, Figures, Measured, run_alone, show
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.vllm.arguments import ARGS_FILE
 from tests.cluster import ClusterConfig, SlurmCluster, wait_for
+from tests.cluster.cpu_shares import CpuShares, NoCpuControllerError, cpu_shares
 from tests.cluster.environment import user_environment, visible_folders
 from tests.e2e.jobs import STUB, User, layout_script, stub_script
 
@@ -70,23 +74,33 @@ class StartFailedError(Exception):
 
 @dataclass(frozen=True)
 class Start:
-    """One start. `connected_s` is from the ready record to the return of a client's `connect()` that waited for it."""
+    """One start. `connected_s` is from the ready record to the return of a client's `connect()` that waited for it.
+
+    `cpu_s` has seconds of CPU until then, of the first node and of each other one, where they are counted.
+    """
 
     seconds: float
     connected_s: float | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def figures(self) -> Figures:
         connected = {} if self.connected_s is None else {"ready to connect(), s": self.connected_s}
-        return {"start, s": self.seconds, **connected}
+        return {"start, s": self.seconds, **connected, **self.cpu_s}
 
 
 class Bench:
-    """Starts on a cluster that is up. `model` is the folder of a tiny model, None for the stub."""
+    """Starts on a cluster that is up. `model` is the folder of a tiny model, None for the stub.
 
-    def __init__(self, cluster: SlurmCluster, model: Path | None) -> None:
+    With `shares` each node has `cores` from a job's submission to the answer, and all there are while it is ended.
+    """
+
+    def __init__(
+        self, cluster: SlurmCluster, model: Path | None, shares: CpuShares | None = None, cores: float | None = None
+    ) -> None:
         self._cluster, self._model = cluster, model
+        self._shares, self._cores = shares, cores
         self._alice = User(cluster, {**user_environment(), "SCRIPTS": str(SCRIPTS), "GPUS": "1"})
         self._count = 0
 
@@ -111,9 +125,13 @@ class Bench:
         assert waiting.stdout is not None
         try:
             assert waiting.stdout.readline() == "waits\n", waiting.stdout.read()
+            before = self._limit(self._cores)
             job_id = self._submit([f"--output={log}", *words], {"BEGAN_FILE": str(began_file)})
             try:
-                said = waiting.stdout.read()  # nobody else looks meanwhile: every look takes some of the cores
+                try:
+                    said = waiting.stdout.read()  # nobody else looks meanwhile: every look takes some of the cores
+                finally:
+                    after = self._limit(None)
                 answered_at = _number(said, log)
                 record = self._alice.record(self._service, job_id) if is_ours else None
             finally:
@@ -122,10 +140,20 @@ class Bench:
             waiting.kill()
             waiting.wait()
         began_at = float(began_file.read_text())
+        used_s = [after[node] - before[node] for node in self._cluster.nodes[:nodes] if node in before]
+        cpu_s = cpu_of_nodes(used_s)
         if record is None:
-            return Start(answered_at - began_at)
+            return Start(answered_at - began_at, cpu_s=cpu_s)
         ready_at = float(record["state_since"])
-        return Start(ready_at - began_at, answered_at - ready_at, record["start"]["took_s"])
+        return Start(ready_at - began_at, answered_at - ready_at, record["start"]["took_s"], cpu_s)
+
+    def _limit(self, cores: float | None) -> Mapping[str, float]:
+        """What each node has used so far, after which each has so many cores."""
+        if self._shares is None:
+            return {}
+        used_s = self._shares.used_s()
+        self._shares.limit(cores)
+        return used_s
 
     @property
     def _service(self) -> str:
@@ -186,6 +214,19 @@ class Bench:
         wait_for(lambda: not self._alice.is_queued(job_id), WITHIN_S, what=f"the end of job {job_id}")
 
 
+def cpu_of_nodes(used_s: Sequence[float]) -> dict[str, float]:
+    """Seconds of CPU of the first node, and what each other one has used in the mean.
+
+    >>> cpu_of_nodes([5.0, 1.0, 3.0])
+    {'CPU of the first node, s': 5.0, 'CPU of each other node, s': 2.0}
+    """
+    if not used_s:
+        return {}
+    first, *others = used_s
+    found = {"CPU of the first node, s": first}
+    return found | ({"CPU of each other node, s": sum(others) / len(others)} if others else {})
+
+
 def _number(said: str, log: Path) -> float:
     """The time that was said. Raises StartFailedError."""
     try:
@@ -205,39 +246,65 @@ def cluster_of(nodes: int) -> Iterator[SlurmCluster]:
 
 
 def measure(options: argparse.Namespace, measured: Measured) -> None:
-    first = options.nodes[0]
     with cluster_of(max(options.nodes)) as cluster:
-        model = make_demo_model(cluster.shared / "model", like="405b") if options.real else None
-        bench = Bench(cluster, model)
+        if options.cores_per_node is None:
+            _measure_on(cluster, None, options, measured)
+            return
+        try:
+            with cpu_shares(cluster) as shares:
+                _measure_on(cluster, shares, options, measured)
+        except NoCpuControllerError as error:
+            sys.exit(f"{error}. Without --cores-per-node all nodes share this machine's cores.")
 
-        def turn(name: str, nodes: int) -> Figures:
-            start = bench.start(name, nodes)
-            show(f"{name} on {nodes} nodes: {start}")
-            return start.figures
 
-        engine = "vLLM on CPUs" if options.real else "stub"
+def _measure_on(
+    cluster: SlurmCluster, shares: CpuShares | None, options: argparse.Namespace, measured: Measured
+) -> None:
+    first = options.nodes[0]
+    model = make_demo_model(cluster.shared / "model", like="405b") if options.real else None
+    bench = Bench(cluster, model, shares, options.cores_per_node)
+
+    def turn(name: str, nodes: int) -> Figures:
+        start = bench.start(name, nodes)
+        show(f"{name} on {nodes} nodes: {start}")
+        return start.figures
+
+    engine = "vLLM on CPUs" if options.real else "stub"
+    if shares is not None:
+        engine += f", {options.cores_per_node:g} cores a node"
+    if shares is None or len(options.nodes) == 1:
         turns = {name: functools.partial(turn, name, first) for name in options.starts}
         base = next((name for name in ("fastest", *options.starts) if name in options.starts), "")
         measured.take_turns(f"{first} nodes, {engine}", turns, rounds=options.rounds, base=base, warm=False)
-        for name in options.starts if len(options.nodes) > 1 else ():
-            if name in GROWN:
-                grown = {f"{nodes} nodes": functools.partial(turn, name, nodes) for nodes in options.nodes}
-                case = f"{name} over nodes, {engine}"
-                measured.take_turns(case, grown, rounds=options.rounds, base=f"{first} nodes", warm=False)
-        ours = [name for name in options.starts if name.startswith("ours")]
-        if ours and not shutil.which("strace"):
-            measured.notes.append("strace is not installed: calls were not counted.")
-            return
-        for name in ours:
-            for nodes in options.nodes:
-                case = f"{name}, all launchers until the service is stopped"
-                measured.add(case, f"{nodes} nodes", {kind: [n] for kind, n in bench.counted(name, nodes).items()})
+    for name in options.starts if len(options.nodes) > 1 else ():
+        if name in GROWN:
+            grown = {f"{nodes} nodes": functools.partial(turn, name, nodes) for nodes in options.nodes}
+            case = f"{name} over nodes, {engine}"
+            measured.take_turns(case, grown, rounds=options.rounds, base=f"{first} nodes", warm=False)
+    if shares is not None:
+        return
+    ours = [name for name in options.starts if name.startswith("ours")]
+    if ours and not shutil.which("strace"):
+        measured.notes.append("strace is not installed: calls were not counted.")
+        return
+    for name in ours:
+        for nodes in options.nodes:
+            case = f"{name}, all launchers until the service is stopped"
+            measured.add(case, f"{nodes} nodes", {kind: [n] for kind, n in bench.counted(name, nodes).items()})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--real", action="store_true", help="vLLM on CPUs in place of the stub; a minute a start")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="2 4 8 16: the growth over nodes, too")
+    parser.add_argument("--cores-per-node", type=_cores, metavar="N", help="the same for every node, such as 0.1")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+
+
+def _cores(text: str) -> float:
+    cores = float(text)
+    if not 0 < cores < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of cores")
+    return cores
 
 
 BENCHMARK = Benchmark(

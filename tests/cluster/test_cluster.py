@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, processes, wait_for
 from tests.cluster.config import CHECKOUT
+from tests.cluster.cpu_shares import NoCpuControllerError, cpu_shares
 
 pytestmark = pytest.mark.slurm
 
@@ -170,6 +171,26 @@ def test_hosts_are_parted_and_a_cable_is_slow_until_they_are_not(cluster: SlurmC
     assert "rate 128Kbit" in cluster.run(shape, user="root", node="n1").stdout
     cluster.slow_down("n1", None)
     assert "tbf" not in cluster.run(shape, user="root", node="n1").stdout
+
+
+def test_what_a_job_starts_stays_in_its_node_s_share_of_the_cores(other: SlurmCluster) -> None:
+    other.up()
+    try:
+        with cpu_shares(other) as shares:
+            shares.limit(0.5)
+            script = "#!/bin/bash\nsetsid sleep 601 &\nsrun /usr/bin/sleep 602\n"
+            done = other.run(["sbatch", "--output=/dev/null"], input=script)
+            assert done.returncode == 0, done.stderr
+            sleeps = {("sleep", "601"), ("/usr/bin/sleep", "602")}
+            wait_for(lambda: sleeps <= {process.argv for process in other.processes()}, 180, what="both to run")
+            assert [pid for pid in other.pids_on("n1") if shares.holds(pid, "n1") is False] == []
+            assert [pid for pid in other.pids_on("login") if shares.holds(pid, "n1")] == []
+            shares.limit(None)
+            groups = shares.groups
+            assert all(group.exists() for group in groups)
+    except NoCpuControllerError as error:
+        pytest.skip(str(error))
+    assert not any(group.exists() for group in groups)
 
 
 def test_commands_say_that_the_controller_is_away(other: SlurmCluster) -> None:
