@@ -8,12 +8,13 @@ attempt means for the request is decided in `exchange`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import cast
+from typing import Protocol, cast
 
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.origins import OpenConnection
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.resume.received import DONE_EVENT
 from hpc_serve.client.sdk import http
@@ -28,16 +29,35 @@ class ReplicaLostError(http.ReadError):
     """The replica was lost while it had the request; the message says why that is believed."""
 
 
+class Second(Protocol):
+    """The same request at another replica, beside this one (`hedge`)."""
+
+    def cancel(self) -> None: ...
+
+
 class Attempt:
     """One request at one replica. It counts as under way from the pool's choice until `end`, which counts once.
 
-    `abandon` is called from another thread while it is under way.
+    `abandon` is called from another thread while it is under way, as is `ask_beside`, where there is one.
     """
 
-    def __init__(self, watch: ServiceWatch, replica: ReplicaAddress, origins: Origins, prompt_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        watch: ServiceWatch,
+        replica: ReplicaAddress,
+        origins: Origins,
+        prompt_bytes: int = 0,
+        *,
+        is_second: bool = False,
+    ) -> None:
         self._watch = watch
         self._origins = origins
         self._is_under_way = True
+        self._unclaimed = [True]
+        self._connection: OpenConnection | None = None
+        self.is_second = is_second
+        self.second: Second | None = None
+        self.ask_beside: Callable[[Attempt], None] | None = None
         self.why_lost: str | None = None
         self.began_at_s = time.monotonic()
         self.prompt_bytes = prompt_bytes
@@ -51,13 +71,47 @@ class Attempt:
         """The replica is lost: whoever waits for it gets ReplicaLostError, with `why_lost`."""
         self._origins.cut(self.replica)
 
-    def answered(self, response: http.Response) -> None:
-        """The replica's answer has begun."""
+    def sends_on(self, connection: OpenConnection) -> None:
+        """It has a connection, which is its own until it ends."""
+        self._connection = connection
+        if not self.is_unanswered:  # the second one's answer came while this one was connecting
+            connection.cut()
+
+    def cut(self) -> None:
+        """End this request alone: a second one was answered. Under the lock of the requests under way."""
+        if self._connection is not None:
+            self._connection.cut(lambda: self._is_under_way)
+
+    def claim_answer(self) -> bool:
+        """Whether the request has no answer yet: who claims it first, this attempt or a second one, gives it."""
+        try:
+            return self._unclaimed.pop()
+        except IndexError:
+            return False
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether no answer has begun, neither its own nor that of a second request."""
+        return bool(self._unclaimed)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is under way, and no answer has begun."""
+        return self._is_under_way and self.is_unanswered
+
+    def answered(self, response: http.Response) -> bool:
+        """The replica's answer has begun. False: a second one's was there before, and this one is to be left."""
+        if not self.claim_answer():
+            return False
         self.heard_at_s = time.monotonic()
+        if self.second is not None:
+            self.second.cancel()
         if response.status_code == 200:  # a refusal is quick
             is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
             self._kind = "stream" if is_stream else "whole"
-        self._watch.last_replica.note(self.replica.name)
+        if not self.is_second:
+            self._watch.last_replica.note(self.replica.name)
+        return True
 
     @property
     def is_stream(self) -> bool:

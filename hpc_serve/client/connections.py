@@ -10,16 +10,11 @@ from __future__ import annotations
 import ssl
 from typing import Any
 
+from hpc_serve.client.event_loops import has_ended, running_loop
 from hpc_serve.client.fork import renew_after_fork
 from hpc_serve.client.origins import Origins
 from hpc_serve.client.sdk import core, http
-from hpc_serve.client.verified_streams import (
-    AsyncConnection,
-    AsyncVerifyingBackend,
-    VerifyingBackend,
-    has_ended,
-    running_loop,
-)
+from hpc_serve.client.verified_streams import AsyncConnection, AsyncVerifyingBackend, VerifyingBackend
 
 __all__ = ["Origins", "make_async_transport", "make_transport"]
 

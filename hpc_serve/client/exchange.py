@@ -1,89 +1,38 @@
 """One request of a user and the replicas that it is sent to: which one, whether again, and how a broken stream goes on.
 
 No work was begun after a refused connection, after our gate's "draining", and after an error of an engine that is being
-stopped: the next replica gets the request at once. A request that was lost with a replica is sent to another one if it
-has no side effects, at most twice: it may be what ends engines. Any other failure is the user's. The transports carry
-out what is decided here: each step that waits for something is handed to them.
+stopped: the next replica gets the request at once. What may be sent again after it was lost with a replica says
+`repeats`; a second request beside the first is one of `hedge`. The transports carry out what is decided here: each step
+that waits for something is handed to them (`steps`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from hpc_serve.client.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
 from hpc_serve.client.attempt import Attempt
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.hedge import SecondRequest
 from hpc_serve.client.pool import ReplicaAddress
+from hpc_serve.client.repeats import MOST_ENGINES, Repeats, never_arrived, was_lost
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Ask, Relay
 from hpc_serve.client.resume.relay import Steps as Asks
 from hpc_serve.client.resume.request import read_request
-from hpc_serve.client.sdk import http, openai
+from hpc_serve.client.sdk import http
+from hpc_serve.client.steps import Call, Close, Fetch, Read, Send, Steps, WaitForReplica, WaitForSecond
 from hpc_serve.client.wait import Wait, WaitPolicy
 from hpc_serve.errors import HpcServeError, StreamBrokenError
 from hpc_serve.rendezvous.gate_headers import is_draining
 
 # A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
 LOST_WAIT_S = 10.0
-MOST_ENGINES = 3
-
-# What an engine is asked for without leaving anything behind. All of vLLM's that generate, score or embed.
-_WITHOUT_EFFECT = (
-    *("/completions", "/embeddings", "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize"),
-    *("/audio/transcriptions", "/audio/translations"),
-)
 
 
 class NoReplicaError(http.ConnectError):
     """No ready replica is left for this request."""
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a request; the answer is a response whose body was not read."""
-
-    request: http.Request
-    attempt: Attempt
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Send a request; the answer is the whole body of its response."""
-
-    request: http.Request
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call a function that waits for files or probes; the answer is what it returns."""
-
-    function: Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class WaitForReplica:
-    policy: WaitPolicy
-
-
-@dataclass(frozen=True)
-class Read:
-    """Read a response to its end and close it; the answer is its bytes."""
-
-    response: http.Response
-
-
-@dataclass(frozen=True)
-class Close:
-    response: http.Response
-
-
-Step = Send | Fetch | Call | WaitForReplica | Read | Close
-T = TypeVar("T")
-Steps = Generator[Step, Any, T]
 
 
 class Exchange:
@@ -101,10 +50,12 @@ class Exchange:
         self._wait = wait
         self._waiting: WaitPolicy | None = None
         self._tried: set[str] = set()
-        self._lost = 0
+        self._returns = 0
+        self._repeats = Repeats(request)
+        self._has_second = False
         self.sent = 0
         self.resumed = 0
-        content = request.content if _is_replayable(request) else None
+        content = request.content if self._repeats.is_replayable else None
         self._prompt_bytes = len(content or b"")
         asked = read_request(request.url.path, content) if resume and content is not None else None
         self.relay: Relay | None = Relay(asked) if asked is not None else None
@@ -115,19 +66,24 @@ class Exchange:
         while True:
             try:
                 attempt = yield from self._find()
-            except HpcServeError as error:
-                if failure is None:
+            except (HpcServeError, NoReplicaError) as error:
+                if not self._repeats.lost:
                     raise
-                raise self._as_lost(f"no other one is ready: {error}") from failure
+                raise self._repeats.as_lost(f"no other one is ready: {error}") from failure
+            if self.relay is None:
+                attempt.ask_beside = self._ask_beside
             self._request.url = shown_url(self._request.url, attempt.replica)
             self.sent += 1
             try:
                 response: http.Response = yield Send(self._addressed(attempt), attempt)
             except BaseException as error:
+                if (second := (yield from self._answer_beside(attempt, error))) is not None:
+                    return second
                 failure = attempt.end_with(error)
-                if _never_arrived(failure) or self._may_be_repeated(failure):
+                self._repeats.count(failure)
+                if self._repeats.may_follow(failure):
                     continue
-                shown = self._shown(failure)
+                shown = self._repeats.shown(failure)
                 if shown is failure:
                     raise failure from failure.__cause__
                 raise shown from failure
@@ -149,13 +105,13 @@ class Exchange:
 
     def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Steps[http.Response]:
         """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
-        self._lost += 1
+        self._repeats.lost += 1
         while True:
             try:
                 asks = relay.steps()
                 ask, is_last = _next(asks)
-                if self._lost >= MOST_ENGINES:
-                    raise CannotResumeError(f"{self._lost} replicas were lost with it")
+                if self._repeats.is_over:
+                    raise CannotResumeError(self._repeats.why_over)
                 attempt = yield from self._find()
             except CannotResumeError as error:
                 raise broken_stream(relay, replica, failure, str(error)) from failure
@@ -166,6 +122,12 @@ class Exchange:
                 while not is_last:
                     ask, is_last = _next(asks, (yield Fetch(self._asking(ask, attempt))))
                 response: http.Response = yield Send(self._asking(ask, attempt), attempt)
+                if response.status_code == 200:
+                    relay.go_on(replica)
+                    self.resumed += relay.is_continued
+                    self.sent += not relay.is_continued
+                    return response
+                said: bytes = yield Read(response)
             except CannotResumeError as error:
                 attempt.end()
                 raise broken_stream(relay, replica, failure, str(error)) from failure
@@ -173,14 +135,8 @@ class Exchange:
                 failure = attempt.end_with(error)
                 if not isinstance(failure, http.TransportError):
                     raise
-                self._lost += not _never_arrived(failure)
+                self._repeats.lost += not never_arrived(failure)
                 continue
-            if response.status_code == 200:
-                relay.go_on(replica)
-                self.resumed += relay.is_continued
-                self.sent += not relay.is_continued
-                return response
-            said: bytes = yield Read(response)
             failure = http.RemoteProtocolError(f"HTTP {response.status_code}: {said.decode(errors='replace')[:200]}")
             if response.status_code < 500:
                 raise broken_stream(relay, replica, failure, "it does not go on there") from None
@@ -194,10 +150,12 @@ class Exchange:
         if attempt is None:
             yield Call(self._watch.refresh)
             attempt = self._take(self._tried)
-        if attempt is None and self._lost:
+        if attempt is None and self._repeats.lost and self._returns < MOST_ENGINES:
             self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
             yield WaitForReplica(self._waiting)
-            attempt = self._take(self._tried) or self._take(frozenset())
+            attempt = self._take(self._tried)
+            if attempt is None and (attempt := self._take(frozenset())) is not None:
+                self._returns += 1
         if attempt is None:
             tried = f" ({len(self._tried)} tried)" if self._tried else ""
             raise NoReplicaError(f"no ready replica of {self._watch.service} is left for this request{tried}")
@@ -208,31 +166,52 @@ class Exchange:
         replica = self._watch.pick(tried)
         return Attempt(self._watch, replica, self._origins, self._prompt_bytes) if replica is not None else None
 
+    # -- a second request beside the first
+
+    def _ask_beside(self, first: Attempt) -> None:
+        """Ask another replica, too, once, if it may be. Called by the thread that watches requests."""
+        if self._has_second or not self._repeats.may_be_asked_twice:
+            first.ask_beside = None
+            return
+        replica = self._watch.pool.take(self._tried, doubtful_too=False)
+        if replica is None:
+            return
+        self._has_second, first.ask_beside = True, None
+        self._tried.add(replica.name)
+        self.sent += 1
+        origins = Origins()
+        attempt = Attempt(self._watch, replica, origins, self._prompt_bytes, is_second=True)
+        request = addressed(self._request, replica, origins, content=self._request.content)
+        first.second = second = SecondRequest(first, attempt, origins)
+        second.begin(request, lambda: self._watch.requests.cut(first))
+        if not first.is_waiting:
+            second.cancel()
+
+    def _answer_beside(self, first: Attempt, error: BaseException) -> Steps[http.Response | None]:
+        """The answer of the second request, if there is one that may still come, to the first, which has failed."""
+        second = first.second
+        if not isinstance(second, SecondRequest):
+            return None
+        if not was_lost(error) and not never_arrived(error):
+            second.cancel()
+            return None
+        first.end(is_suspect=first.is_unanswered)
+        try:
+            response: http.Response | None = yield WaitForSecond(second)
+        except BaseException:
+            second.cancel()
+            raise
+        if response is None:
+            if second.failure is not None:
+                self._repeats.count(second.failure)
+            else:
+                self._tried.discard(second.replica.name)
+            return None
+        self._watch.last_replica.note(second.replica.name)
+        self._request.url = shown_url(self._request.url, second.replica)
+        return response
+
     # -- whether again
-
-    def _may_be_repeated(self, failure: BaseException) -> bool:
-        if not _was_lost(failure):
-            return False
-        self._lost += 1
-        return self._lost < MOST_ENGINES and self._is_without_effect and _is_replayable(self._request)
-
-    @property
-    def _is_without_effect(self) -> bool:
-        path = self._request.url.path
-        return self._request.method in ("GET", "HEAD") or path.endswith(_WITHOUT_EFFECT)
-
-    def _shown(self, failure: BaseException) -> BaseException:
-        """The error for the SDK. After any but its own it would send the request again by itself."""
-        if _was_lost(failure):
-            lost = f"{self._lost} replicas were lost with it"
-            return self._as_lost(lost if self._is_without_effect else "it may have had an effect")
-        if isinstance(failure, http.ReadTimeout | http.WriteTimeout) and not self._is_without_effect:
-            return openai.APITimeoutError(request=self._request)
-        return failure
-
-    def _as_lost(self, reason: str) -> openai.APIConnectionError:
-        text = f"The request was lost with its replica and is not sent again: {reason}."
-        return openai.APIConnectionError(message=text, request=self._request)
 
     def _is_for_another(self, response: http.Response, replica: ReplicaAddress) -> Steps[bool]:
         """Whether this 5xx means that no work was begun, so that another replica may get the request.
@@ -240,7 +219,7 @@ class Exchange:
         vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
         which: a request that broke one engine must not be sent to the next.
         """
-        if not _is_replayable(self._request):
+        if not self._repeats.is_replayable:
             return False
         if response.status_code == 503:
             return is_draining(response.headers)
@@ -280,21 +259,3 @@ def broken_stream(relay: Relay, replica: str, failure: BaseException, reason: st
         token_ids=received.ids,
         chunks=received.chunks,
     )
-
-
-def _never_arrived(error: BaseException) -> bool:
-    """Whether no engine received anything of the request."""
-    return isinstance(error, http.ConnectError | http.ConnectTimeout)
-
-
-def _was_lost(error: BaseException) -> bool:
-    """Whether the connection broke before an answer came."""
-    return isinstance(error, http.NetworkError | http.RemoteProtocolError) and not _never_arrived(error)
-
-
-def _is_replayable(request: http.Request) -> bool:
-    """Whether the body is held in memory. An upload that was streamed is gone."""
-    try:
-        return request.content is not None
-    except http.RequestNotRead:
-        return False

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import contextvars
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from hpc_serve.client.pool import ReplicaAddress
 
 
 class OpenConnection(Protocol):
-    """A connection to one engine. `cut` breaks it; `leave` lets go of it in a process that was forked."""
+    """A connection to one engine. `cut` breaks it, from any thread, if `is_due` says so when it comes to it; `leave`
+    lets go of it in a process that was forked.
+    """
 
-    def cut(self) -> None: ...
+    def cut(self, is_due: Callable[[], bool] = ...) -> None: ...
     def leave(self) -> None: ...
+
+
+class Sender(Protocol):
+    """A request that is being sent. It is told which connection it has."""
+
+    def sends_on(self, connection: OpenConnection) -> None: ...
+
+
+sender: contextvars.ContextVar[Sender | None] = contextvars.ContextVar("hpc_serve_sender", default=None)
+"""The request that this thread or task is sending."""
+
+
+def always() -> bool:
+    return True
 
 
 class Origins:
@@ -26,6 +43,7 @@ class Origins:
         self._replicas: dict[str, ReplicaAddress] = {}
         self._lock = threading.RLock()
         self._connections: dict[ReplicaAddress, weakref.WeakSet[OpenConnection]] = {}
+        self._is_ended = False
 
     def origin_of(self, replica: ReplicaAddress) -> str:
         """The host name that stands for this engine at this address; equal addresses have the same."""
@@ -41,6 +59,16 @@ class Origins:
     def add_connection(self, replica: ReplicaAddress, connection: OpenConnection) -> None:
         with self._lock:
             self._connections.setdefault(replica, weakref.WeakSet()).add(connection)
+            is_ended = self._is_ended
+        if is_ended:
+            connection.cut()
+
+    def end(self) -> None:
+        """Break all connections, and each that is made from now on. May be called from any thread."""
+        with self._lock:
+            self._is_ended = True
+        for connection in self.connections():
+            connection.cut()
 
     def cut(self, replica: ReplicaAddress) -> None:
         """Break all connections to that engine. May be called from any thread."""

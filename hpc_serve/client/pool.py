@@ -89,8 +89,9 @@ class ReplicaPool:
         with self._lock:
             self._replicas.pop(name, None)
 
-    def take(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
-        """The least loaded replica not in `tried`, to be given back; None if there is none.
+    def take(self, tried: Set[str] = frozenset(), *, doubtful_too: bool = True) -> ReplicaAddress | None:
+        """The least loaded replica not in `tried`, to be given back; None if there is none. Those in doubt come last,
+        or not at all.
 
         Of equals one is chosen at random: many clients with one request each would all choose the same replica. By the
         same chance a slower one gets its share of the requests of a client that has no other under way.
@@ -98,7 +99,11 @@ class ReplicaPool:
         with self._lock:
             weights = self._weigh()
             replica = min(
-                (replica for name, replica in self._replicas.items() if name not in tried),
+                (
+                    replica
+                    for name, replica in self._replicas.items()
+                    if name not in tried and (doubtful_too or not self._is_doubtful(name))
+                ),
                 key=lambda replica: (
                     self._is_doubtful(replica.name),
                     (self._under_way.get(replica.name, 0) + self._chance()) / weights.get(replica.name, 1.0),

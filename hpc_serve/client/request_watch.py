@@ -1,8 +1,9 @@
 """Watches the requests under way at the replicas of one service, in a thread that lives only while there are any.
 
-It says when to listen and when to look, and tells the requests at a lost replica that they are abandoned. Which replica
-is lost is decided by what is heard of the requests (`silence`) and by looks at records and engines (`discovery`), and
-what becomes of an abandoned request in `exchange`.
+It says when to listen and when to look, tells the requests at a lost replica that they are abandoned, and those at one
+whose network is late that another may be asked beside it. Which replica is lost, or late, is decided by what is heard
+of the requests (`silence`) and by looks at records and engines (`discovery`), and what becomes of the requests in
+`exchange`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.silence import LATE_S, Silence
@@ -27,6 +28,11 @@ DOUBT_S = 0.5  # until the next look, when a replica has missed its first probe
 # An engine that ends gently takes no connection any more, and still sends: words of an answer are a sign of life.
 HEARD_S = 1.0
 
+# Second requests at a time: so many, or one for so many requests under way, but no more than the most.
+SECONDS = 8
+ONE_SECOND_FOR = 20
+MOST_SECONDS = 32
+
 _log = logging.getLogger("hpc_serve.client")
 
 
@@ -34,7 +40,9 @@ class Attempt(Protocol):
     """One request at one replica. `heard_at_s` is when the replica last sent something of its answer (monotonic).
 
     `is_talking`: it is a stream that has begun. `prompt_bytes` were sent to it at `began_at_s`.
-    `abandon` makes whoever waits for the answer fail at once, for the reason in `why_lost`.
+    `abandon` makes whoever waits for the answer fail at once, for the reason in `why_lost`; `cut` this request alone.
+    `is_waiting`: no answer has begun. `ask_beside` asks another replica, too, if that may be, and `is_second` if this
+    request is itself one beside another.
     """
 
     why_lost: str | None
@@ -42,10 +50,15 @@ class Attempt(Protocol):
     prompt_bytes: int
     heard_at_s: float
     is_talking: bool
+    is_second: bool
+    ask_beside: Callable[[Any], None] | None
 
     @property
     def replica(self) -> ReplicaAddress: ...
+    @property
+    def is_waiting(self) -> bool: ...
     def abandon(self) -> None: ...
+    def cut(self) -> None: ...
     def end(self) -> None: ...
 
 
@@ -91,6 +104,12 @@ class RequestWatch:
             name = attempt.replica.name
             self._heard_at_s[name] = max(attempt.heard_at_s, self._heard_at_s.get(name, attempt.heard_at_s))
 
+    def cut(self, attempt: Attempt) -> None:
+        """End one request, if it is still under way: its connection may be another's by then."""
+        with self._lock:
+            if attempt in self._attempts:
+                attempt.cut()
+
     def was_heard(self, name: str) -> bool:
         """Whether a replica has just sent something of an answer."""
         with self._lock:
@@ -123,6 +142,8 @@ class RequestWatch:
                 if (late_s := now_s - before_s - LISTEN_S) > LATE_S:
                     self._silence.stood_still(late_s)
                 self._abandon(self._silence.listen(attempts))
+                if late := self._silence.late:
+                    _ask_beside([attempt for attempt in attempts if attempt.replica.name in late], attempts)
                 if attempts and now_s >= self._look_at_s:
                     self._start_look({attempt.replica.name for attempt in attempts})
             except Exception as error:  # without this thread, requests at a lost replica would wait for their time-out
@@ -162,3 +183,13 @@ class RequestWatch:
             _log.debug("a request leaves %s: %s", attempt.replica.name, attempt.why_lost)
         for attempt in attempts:  # once all know why: cutting one connection cuts all of a replica
             attempt.abandon()
+
+
+def _ask_beside(late: Collection[Attempt], attempts: Collection[Attempt]) -> None:
+    """Ask another replica beside those that are late, for the oldest requests first. Raises RuntimeError."""
+    most = min(max(SECONDS, len(attempts) // ONE_SECOND_FOR), MOST_SECONDS)
+    free = most - sum(attempt.is_second for attempt in attempts)
+    for attempt in sorted(late, key=lambda attempt: attempt.began_at_s):
+        if free > 0 and attempt.ask_beside is not None and attempt.is_waiting:
+            attempt.ask_beside(attempt)
+            free -= 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Protocol
 
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
@@ -50,7 +50,11 @@ class Heard(Protocol):
 
 
 class Silence:
-    """The replicas of one service. For one thread at a time."""
+    """The replicas of one service. For one thread at a time.
+
+    `late`: those that were asked by the last `listen`, and are not lost, but the network lost the question or they did
+    not answer it.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class Silence:
         self._clock = clock
         self._pulses: dict[str, Pulse] = {}
         self._hung_at_s: dict[str, float] = {}
+        self.late: Set[str] = frozenset()
 
     def stood_still(self, seconds: float) -> None:
         """This program stood still: what it has not heard in that time says nothing."""
@@ -84,6 +89,7 @@ class Silence:
     def listen(self, requests: Collection[Heard]) -> dict[str, str]:
         """What is heard of the requests under way; the replicas that are lost, and why."""
         now_s = self._clock()
+        self.late = frozenset()
         replicas = {request.replica.name: request.replica for request in requests}
         self._questions.keep(set(replicas.values()))
         self._hear(requests, replicas, now_s)
@@ -102,6 +108,8 @@ class Silence:
         self._hear(requests, replicas, self._clock())
         counts = Counter(request.replica.name for request in requests)
         lost = self._judge({replica.name: counts[replica.name] for replica in asked}, signs, now_s)
+        asked_names = {replica.name for replica in asked}
+        self.late = {name for name in asked_names - lost.keys() if self._is_late(name, signs.get(name), now_s)}
         if not lost:
             return {}
         heard = {name for name in replicas if self._pulses[name].was_heard_since(now_s)}
@@ -159,6 +167,11 @@ class Silence:
             if unsteady_s := pulse.unsteady_s(now_s):
                 lost[name] = f"for {unsteady_s:.1f} s the network to it has lost what was sent"
         return lost
+
+    def _is_late(self, name: str, sign: Sign | None, asked_at_s: float) -> bool:
+        pulse = self._pulses[name]
+        is_answered = (sign is not None and sign.is_answer) or pulse.was_heard_since(asked_at_s)
+        return not is_answered or pulse.has_losses(self._clock())
 
     def _is_witnessed(self, lost: Collection[str], steady: Collection[str]) -> bool:
         """Whether another replica answers now, or is `steady` anyway. Only then the lost ones are given up."""

@@ -14,21 +14,12 @@ import anyio.to_thread
 from hpc_serve.client.attempt import AsyncAttemptBody, AttemptBody
 from hpc_serve.client.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.exchange import (
-    Call,
-    Close,
-    Exchange,
-    Fetch,
-    NoReplicaError,
-    Read,
-    Send,
-    Step,
-    Steps,
-    broken_stream,
-)
+from hpc_serve.client.exchange import Exchange, NoReplicaError, broken_stream
+from hpc_serve.client.origins import sender
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Relay
 from hpc_serve.client.sdk import http
+from hpc_serve.client.steps import Call, Close, Fetch, Read, Send, Step, Steps, WaitForSecond
 from hpc_serve.client.wait import Wait, wait_for_replica, wait_for_replica_async
 
 __all__ = ["AsyncServiceTransport", "NoReplicaError", "ServiceTransport"]
@@ -73,8 +64,14 @@ class ServiceTransport(http.BaseTransport):
 
     def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
-            response = self._inner.handle_request(step.request)
-            step.attempt.answered(response)
+            before = sender.set(step.attempt)
+            try:
+                response = self._inner.handle_request(step.request)
+            finally:
+                sender.reset(before)
+            if not step.attempt.answered(response):
+                response.close()
+                raise http.ReadError("a second request was answered before")
             response.stream = AttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
@@ -87,6 +84,8 @@ class ServiceTransport(http.BaseTransport):
                 response.close()
         if isinstance(step, Close):
             return step.response.close()
+        if isinstance(step, WaitForSecond):
+            return step.second.wait()
         return wait_for_replica(self._watch, step.policy)
 
     def close(self) -> None:
@@ -128,8 +127,14 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
 
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
-            response = await self._inner.handle_async_request(step.request)
-            step.attempt.answered(response)
+            before = sender.set(step.attempt)
+            try:
+                response = await self._inner.handle_async_request(step.request)
+            finally:
+                sender.reset(before)
+            if not step.attempt.answered(response):
+                await response.aclose()
+                raise http.ReadError("a second request was answered before")
             response.stream = AsyncAttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
@@ -145,6 +150,8 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
                 await response.aclose()
         if isinstance(step, Close):
             return await step.response.aclose()
+        if isinstance(step, WaitForSecond):
+            return await anyio.to_thread.run_sync(step.second.wait, abandon_on_cancel=True)
         return await wait_for_replica_async(self._watch, step.policy)
 
     async def aclose(self) -> None:

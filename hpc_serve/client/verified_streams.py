@@ -6,18 +6,18 @@ decided in `connections`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from hpc_serve.client.asyncio_streams import AsyncioBackend
-from hpc_serve.client.origins import Origins
+from hpc_serve.client.event_loops import has_ended, is_asyncio, running_loop
+from hpc_serve.client.origins import OpenConnection, Origins, always, sender
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import core
 from hpc_serve.errors import RecordError
@@ -62,18 +62,26 @@ class Connection(core.NetworkStream):
         self._lock = threading.RLock()
         # Called once for each piece of an answer: nothing is to stand in between.
         self.read = stream.read  # type: ignore[method-assign]
-        self.write = stream.write  # type: ignore[method-assign]
         self.get_extra_info = stream.get_extra_info  # type: ignore[method-assign]
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        _tell_sender(self)
+        self._stream.write(buffer, timeout)
 
     def close(self) -> None:
         with self._lock:
             self._stream.close()
 
-    def cut(self) -> None:
+    def cut(self, is_due: Callable[[], bool] = always) -> None:
         """Break the connection, from any thread: whoever reads or writes gets an error."""
-        # Below TLS, which another thread may be reading; under the lock, so that the number is still this socket's.
-        with self._lock:
-            _shut_down(self.get_extra_info("socket"))
+        # Below TLS, which another thread may be reading; under the lock, so that the number is still this socket's. Who
+        # has the lock already is closing the connection, or cuts it, and may wait for one that is held here.
+        if self._lock.acquire(blocking=False):
+            try:
+                if is_due():
+                    _shut_down(self.get_extra_info("socket"))
+            finally:
+                self._lock.release()
 
     def leave(self) -> None:
         """Give this process's hold of the connection up; the process that it was forked from keeps its own."""
@@ -85,18 +93,22 @@ class AsyncConnection(core.AsyncNetworkStream):
 
     def __init__(self, stream: core.AsyncNetworkStream) -> None:
         self._loop = running_loop()
+        self._stream = stream
         self.read = stream.read  # type: ignore[method-assign]
-        self.write = stream.write  # type: ignore[method-assign]
         self.aclose = stream.aclose  # type: ignore[method-assign]
         self.get_extra_info = stream.get_extra_info  # type: ignore[method-assign]
 
-    def cut(self) -> None:
+    def write(self, buffer: bytes, timeout: float | None = None) -> Coroutine[Any, Any, None]:
+        _tell_sender(self)
+        return self._stream.write(buffer, timeout)
+
+    def cut(self, is_due: Callable[[], bool] = always) -> None:
         """Break the connection, from any thread."""
         call = (
             self._loop.call_soon_threadsafe if hasattr(self._loop, "call_soon_threadsafe") else self._loop.run_sync_soon
         )
         with suppress(RuntimeError):  # the loop has ended
-            call(self._cut_here)
+            call(self._cut_if, is_due)
 
     def end_with_loop(self) -> None:
         """Break the connection if its event loop has ended."""
@@ -106,8 +118,17 @@ class AsyncConnection(core.AsyncNetworkStream):
     def leave(self) -> None:
         _leave(self.get_extra_info("socket"))
 
+    def _cut_if(self, is_due: Callable[[], bool]) -> None:
+        if is_due():
+            self._cut_here()
+
     def _cut_here(self) -> None:
         _shut_down(self.get_extra_info("socket"))
+
+
+def _tell_sender(connection: OpenConnection) -> None:
+    if (request := sender.get()) is not None:
+        request.sends_on(connection)
 
 
 @contextmanager
@@ -128,8 +149,9 @@ class _Handshake:
         # A second number of the same connection: TLS takes the first one away from the stream.
         self._socket = socket.socket(fileno=os.dup(stream.get_extra_info("socket").fileno()))
 
-    def cut(self) -> None:
-        _shut_down(self._socket)
+    def cut(self, is_due: Callable[[], bool] = always) -> None:
+        if is_due():
+            _shut_down(self._socket)
 
     def leave(self) -> None:
         _leave(self._socket)
@@ -139,24 +161,6 @@ class _Handshake:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
-
-
-def running_loop() -> Any:
-    """What the event loop that runs here is known by: asyncio's loop, or trio's token."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        import trio  # type: ignore[import-not-found]
-
-        return trio.lowlevel.current_trio_token()
-
-
-def is_asyncio(loop: Any) -> bool:
-    return isinstance(loop, asyncio.AbstractEventLoop)
-
-
-def has_ended(loop: Any) -> bool:
-    return is_asyncio(loop) and loop.is_closed()
 
 
 def _shut_down(found: Any) -> None:
@@ -199,6 +203,7 @@ class VerifyingBackend(core.NetworkBackend):
         try:
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
                 self._origins.add_connection(replica, handshake)
+                _tell_sender(handshake)
                 if (certificate := replica.identity.certificate) is not None:
                     stream = stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
                 else:
@@ -233,6 +238,7 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
         try:
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
                 self._origins.add_connection(replica, handshake)
+                _tell_sender(handshake)
                 if (certificate := replica.identity.certificate) is not None:
                     stream = await stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
                 else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Set
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ class Request:
     heard_at_s = float("-inf")
     is_talking = False
     is_abandoned = False
+    is_second = False
+    is_waiting = True
+    ask_beside: Callable[[Any], None] | None = None
+
+    def cut(self) -> None:
+        raise NotImplementedError
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -39,6 +46,7 @@ class Ears:
 
     def __init__(self, failures: int = 0) -> None:
         self.failures, self.heard, self.lost = failures, 0, dict[str, str]()
+        self.late: Set[str] = frozenset()
 
     def stood_still(self, seconds: float) -> None:
         pass

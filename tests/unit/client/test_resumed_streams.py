@@ -13,8 +13,9 @@ import pytest
 from hpc_serve.client import connect, connect_async, exchange
 from hpc_serve.client.connections import Origins
 from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.exchange import Exchange, Send
+from hpc_serve.client.exchange import Exchange
 from hpc_serve.client.sdk import http
+from hpc_serve.client.steps import Send
 from hpc_serve.client.wait import WaitPolicy
 from hpc_serve.errors import StreamBrokenError
 from tests.cluster import wait_for
