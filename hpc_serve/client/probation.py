@@ -7,14 +7,11 @@ them, the more often it was given up lately. A replica without another is used a
 
 from __future__ import annotations
 
-import contextlib
-import queue
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
-from typing import Protocol
 
+from hpc_serve.client.aside import Aside, Asker
 from hpc_serve.client.pool import ReplicaAddress
-from hpc_serve.client.questions import Sign
 
 ASK_S = 0.5
 ANSWER_S = 0.4
@@ -22,13 +19,6 @@ ANSWERS = 10  # in a row, after it was given up once; after each further time tw
 MOST_ANSWERS = 80
 # After so long without being given up, or without being offered, what was before is forgotten.
 FORGET_S = 120.0
-
-
-class Asker(Protocol):
-    """Asks replicas for a sign of life within `answer_s`; True: for the engine's figures, too. The answers by name."""
-
-    def ask(self, replicas: Mapping[ReplicaAddress, bool], answer_s: float) -> dict[str, Sign]: ...
-    def keep(self, replicas: Collection[ReplicaAddress]) -> None: ...
 
 
 @dataclass
@@ -48,20 +38,13 @@ class Probation:
     """For one thread at a time. `start` runs a function in the background: an answer may take long, or never come."""
 
     def __init__(self, questions: Asker, *, start: Callable[[Callable[[], None]], object]) -> None:
-        self._questions = questions
-        self._start = start
+        self._aside = Aside(questions, start=start)
         self._cases: dict[str, _Case] = {}
         self._asked_at_s = float("-inf")
-        self._forget_answers()
-
-    def _forget_answers(self) -> None:
-        self._answers: queue.SimpleQueue[tuple[Collection[ReplicaAddress], dict[str, Sign]]] = queue.SimpleQueue()
-        self._is_asking = False
 
     def after_fork(self) -> None:
-        """In a forked process: the connections, and the thread that asks, are those of the other one."""
-        self._questions.keep(())
-        self._forget_answers()
+        """In a forked process."""
+        self._aside.after_fork()
 
     @property
     def names(self) -> Set[str]:
@@ -82,33 +65,17 @@ class Probation:
             if (name in here and here[name] != case.replica) or (is_old and (case.is_over or name not in here)):
                 del self._cases[name]
         due = [case.replica for case in self._cases.values() if not case.is_over and case.replica.name in here]
-        if due and not self._is_asking and now_s - self._asked_at_s >= ASK_S:
+        if due and not self._aside.is_asking and now_s - self._asked_at_s >= ASK_S:
             self._asked_at_s = now_s
-            self._questions.keep(due)
-            answers, questions = self._answers, self._questions
-
-            def ask() -> None:
-                signs: dict[str, Sign] = {}
-                try:
-                    signs = questions.ask(dict.fromkeys(due, False), ANSWER_S)
-                finally:
-                    answers.put((due, signs))
-
-            self._is_asking = True
-            try:
-                self._start(ask)
-            except RuntimeError:  # no more threads for this user: later
-                self._is_asking = False
+            self._aside.ask(dict.fromkeys(due, False), ANSWER_S)
 
     def _count(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            asked, signs = self._answers.get_nowait()
-            self._is_asking = False
-            for replica in asked:
-                case = self._cases.get(replica.name)
-                if case is None or case.replica != replica:
-                    continue
-                sign = signs.get(replica.name)
-                is_good = sign is not None and sign.is_answer and not sign.was_sent_again
-                case.answers = case.answers + 1 if is_good else 0
-                case.is_over = case.answers >= case.answers_due
+        asked, signs = self._aside.take_answers()
+        for replica in asked:
+            case = self._cases.get(replica.name)
+            if case is None or case.replica != replica:
+                continue
+            sign = signs.get(replica.name)
+            is_good = sign is not None and sign.is_answer and not sign.was_sent_again
+            case.answers = case.answers + 1 if is_good else 0
+            case.is_over = case.answers >= case.answers_due

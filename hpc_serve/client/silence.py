@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Protocol
 
+from hpc_serve.client.aside import Asker
+from hpc_serve.client.lateness import Lateness
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.probation import Asker, Probation
+from hpc_serve.client.probation import Probation
 from hpc_serve.client.probe import in_background
 from hpc_serve.client.pulse import Pulse
 from hpc_serve.client.questions import Questions, Sign
@@ -52,8 +54,7 @@ class Heard(Protocol):
 class Silence:
     """The replicas of one service. For one thread at a time.
 
-    `late`: those that were asked by the last `listen`, and are not lost, but the network lost the question or they did
-    not answer it.
+    `late`: those whose network keeps answers back, by the last `listen`.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class Silence:
         *,
         questions: Asker | None = None,
         probation: Probation | None = None,
+        lateness: Lateness | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._questions = questions or Questions()
         self._probation = probation or Probation(Questions(), start=in_background)
+        self._lateness = lateness or Lateness(Questions(), start=in_background)
         self._clock = clock
         self._pulses: dict[str, Pulse] = {}
         self._hung_at_s: dict[str, float] = {}
@@ -84,18 +87,20 @@ class Silence:
         """In a forked process: the requests and connections are those of the other one."""
         self._questions.keep(())
         self._probation.after_fork()
+        self._lateness.after_fork()
         self._pulses = {}
 
     def listen(self, requests: Collection[Heard]) -> dict[str, str]:
         """What is heard of the requests under way; the replicas that are lost, and why."""
         now_s = self._clock()
-        self.late = frozenset()
         replicas = {request.replica.name: request.replica for request in requests}
         self._questions.keep(set(replicas.values()))
         self._hear(requests, replicas, now_s)
         halting = {name for name in replicas if self._pulses[name].is_halting(now_s)}
         self._probation.look(self._pool.others(set()), now_s)
-        self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names)
+        late = self._lateness.look(_waiting_beside_streams(requests) if len(self._pool) > 1 else {}, now_s)
+        self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names | late)
+        self.late = late | {name for name in replicas if self._pulses[name].has_losses(now_s)}
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
         if not asked or (len(asked) == 1 and not self._pool.others({asked[0].name})):
             return {}
@@ -108,8 +113,6 @@ class Silence:
         self._hear(requests, replicas, self._clock())
         counts = Counter(request.replica.name for request in requests)
         lost = self._judge({replica.name: counts[replica.name] for replica in asked}, signs, now_s)
-        asked_names = {replica.name for replica in asked}
-        self.late = {name for name in asked_names - lost.keys() if self._is_late(name, signs.get(name), now_s)}
         if not lost:
             return {}
         heard = {name for name in replicas if self._pulses[name].was_heard_since(now_s)}
@@ -168,11 +171,6 @@ class Silence:
                 lost[name] = f"for {unsteady_s:.1f} s the network to it has lost what was sent"
         return lost
 
-    def _is_late(self, name: str, sign: Sign | None, asked_at_s: float) -> bool:
-        pulse = self._pulses[name]
-        is_answered = (sign is not None and sign.is_answer) or pulse.was_heard_since(asked_at_s)
-        return not is_answered or pulse.has_losses(self._clock())
-
     def _is_witnessed(self, lost: Collection[str], steady: Collection[str]) -> bool:
         """Whether another replica answers now, or is `steady` anyway. Only then the lost ones are given up."""
         if steady:
@@ -190,3 +188,11 @@ class Silence:
             else:
                 self._probation.enter(replica, now_s)
             pulse.given_up(now_s)
+
+
+def _waiting_beside_streams(requests: Iterable[Heard]) -> dict[ReplicaAddress, int]:
+    """How many requests each replica has, of those that send words of one and nothing yet of another."""
+    counts = Counter(request.replica for request in requests)
+    talking = {request.replica for request in requests if request.is_talking}
+    waiting = {request.replica for request in requests if not request.is_talking}
+    return {replica: counts[replica] for replica in talking & waiting}

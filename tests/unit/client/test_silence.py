@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from hpc_serve.client import probation
+from hpc_serve.client.lateness import Lateness
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probation import Probation
 from hpc_serve.client.questions import Sign
@@ -84,7 +85,14 @@ class Scene:
         self.pool.fill(engine.address for engine in engines)
         self.beside = Beside(self)
         on_probation = Probation(self.beside, start=lambda ask: ask())
-        self.silence = Silence(self.pool, questions=self, probation=on_probation, clock=lambda: self.now)
+        self.aside = Beside(self)
+        self.silence = Silence(
+            self.pool,
+            questions=self,
+            probation=on_probation,
+            lateness=Lateness(self.aside, start=lambda ask: ask()),
+            clock=lambda: self.now,
+        )
         self.delay_s = 0.0
         self.given_up = []
         for engine in engines:

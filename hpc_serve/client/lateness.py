@@ -1,0 +1,50 @@
+"""Finds the replicas whose network keeps answers back, while words of streams still come from them.
+
+A network that carries all of it late carries words, too, so that no stream stands still, and a whole answer waits in it
+for seconds. So a replica that sends words to some requests, and nothing yet to others, is asked at a slow pace, in the
+background. It is late if it leaves two connections unanswered, or a question had to be sent again. That is no reason to
+give it up (`silence`): new requests go elsewhere for a moment, and another replica may be asked beside it (`hedge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+
+from hpc_serve.client.aside import Aside, Asker
+from hpc_serve.client.pool import ReplicaAddress
+
+ASK_S = 0.5
+ANSWER_S = 0.6  # on two connections, side by side
+LATE_FOR_S = 1.0  # after a late answer
+# The clients of an engine share the cost: together they ask for its figures five times a second at most.
+SHARE_S = 0.2
+
+
+class Lateness:
+    """For one thread at a time."""
+
+    def __init__(self, questions: Asker, *, start: Callable[[Callable[[], None]], object]) -> None:
+        self._aside = Aside(questions, start=start)
+        self._ask_at_s: dict[str, float] = {}
+        self._late_at_s: dict[str, float] = {}
+
+    def after_fork(self) -> None:
+        """In a forked process."""
+        self._aside.after_fork()
+
+    def look(self, waiting: Mapping[ReplicaAddress, int], now_s: float) -> Set[str]:
+        """Those that are late now. `waiting` are those to be asked, and how many requests of ours each has."""
+        asked, signs = self._aside.take_answers()
+        counts = {replica.name: count for replica, count in waiting.items()}
+        for name in [replica.name for replica in asked if replica in waiting]:
+            sign = signs.get(name)
+            if sign is None or not sign.is_answer or sign.was_sent_again:
+                self._late_at_s[name] = now_s
+            under_way = sign.figures.under_way if sign is not None and sign.figures is not None else 0
+            self._ask_at_s[name] = now_s + max(ASK_S, SHARE_S * under_way / counts[name])
+        self._ask_at_s = {name: self._ask_at_s.get(name, now_s + ASK_S) for name in counts}
+        self._late_at_s = {name: at_s for name, at_s in self._late_at_s.items() if now_s - at_s < LATE_FOR_S}
+        due = [replica for replica in waiting if now_s >= self._ask_at_s[replica.name]]
+        if due and not self._aside.is_asking:
+            self._aside.ask(dict.fromkeys(due, True), ANSWER_S)
+        return self._late_at_s.keys() & counts.keys()
