@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from hpc_serve.client import probation
+from hpc_serve.client import lateness, probation
 from hpc_serve.client.lateness import Lateness
 from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.probation import Probation
@@ -422,6 +422,50 @@ def test_where_the_network_to_all_loses_packets_none_is_given_up():
     assert not scene.run(20)
     scene.engines["b"].loses = False
     assert scene.run(5).keys() == {"a"}
+
+
+def test_a_network_that_carries_all_of_it_late_is_found_while_words_come():
+    scene = two()
+    scene.run(5)
+    assert not scene.silence.late
+    scene.engines["a"].loses = True
+    assert not scene.run(2), "it is no reason to give it up"
+    assert scene.silence.late == {"a"}
+    assert {taken(scene) for _ in range(9)} == {"b"}
+    scene.engines["a"].loses = False
+    scene.run(lateness.LATE_FOR_S + 2 * lateness.ASK_S)
+    assert not scene.silence.late
+    assert {taken(scene) for _ in range(40)} == {"a", "b"}
+
+
+def test_a_replica_that_leaves_questions_unanswered_is_late_while_words_come():
+    scene = two()
+    scene.run(5)
+    scene.aside.ask = lambda replicas, answer_s: {}  # of neither of them
+    scene.run(2)
+    assert scene.silence.late == {"a", "b"}
+    assert not scene.given_up
+
+
+def test_only_replicas_that_send_words_and_keep_others_waiting_are_asked_aside():
+    for streams, whole in ((2, 0), (0, 1)):
+        scene = two(streams=streams, whole=whole)
+        scene.run(20)
+        assert not scene.aside.asked
+    scene = Scene(Engine("a"))
+    scene.run(20)
+    assert not scene.aside.asked, "there is no other replica that could be asked beside it"
+    scene = two()
+    scene.run(20)
+    assert 20 <= scene.aside.asked <= 40
+
+
+def test_clients_of_a_busy_engine_share_the_cost_of_asking_aside():
+    scene = two()
+    for engine in scene.engines.values():
+        engine.others = 300
+    scene.run(100)
+    assert scene.aside.asked <= 10
 
 
 def taken(scene):

@@ -1,0 +1,129 @@
+"""Whether a request may be sent again, and how often: what failed it is made up, and no engine is asked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from hpc_serve.client.connections import Origins
+from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.exchange import Exchange, NoReplicaError
+from hpc_serve.client.repeats import MOST_ENGINES, Repeats
+from hpc_serve.client.resume.request import read_request
+from hpc_serve.client.sdk import http
+from hpc_serve.client.steps import Call, Read, Send, WaitForReplica
+from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
+
+CHAT = "/v1/chat/completions"
+STREAM = json.dumps({"model": "405b", "messages": [], "stream": True}).encode()
+
+
+def post(path: str, content: bytes = b"{}") -> http.Request:
+    return http.Request("POST", f"http://x{path}", content=content)
+
+
+@pytest.mark.parametrize(
+    ("request_", "may"),
+    [
+        (post(CHAT), True),
+        (post(CHAT, b'{"stream": false}'), True),
+        (post("/v1/embeddings"), True),
+        (post(CHAT, b'{"stream": true}'), False),
+        (post("/v1/responses"), False),
+        (post("/v1/audio/transcriptions", b"--x\r\n"), False),
+        (post(CHAT, b"[]"), False),
+        (http.Request("GET", "http://x/v1/models"), False),
+        (http.Request("POST", f"http://x{CHAT}", content=iter([b"{}"])), False),
+    ],
+    ids=lambda value: f"{value.method} {value.url.path}" if isinstance(value, http.Request) else "",
+)
+def test_what_may_be_asked_of_two_replicas_at_once(request_, may):
+    assert Repeats(request_).may_be_asked_twice is may
+
+
+class Given:
+    """Steps are carried out as this says: one failure or response for each time that something is sent."""
+
+    def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
+        self._watch, self._sent, self._returns = watch, list(sent), returns
+        self._replicas = watch.pool.others(set())
+        self.count = 0
+
+    def carry_out(self, steps: Any) -> Any:
+        """What the steps return. A replica that was dropped is offered again by the next look, if it `returns`."""
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Send):
+                    self.count += 1
+                    assert self.count < 50, "it is repeated without an end"
+                    outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
+                    step = steps.throw(outcome) if isinstance(outcome, Exception) else steps.send(outcome)
+                elif isinstance(step, Read):
+                    step = steps.throw(http.ReadError("reset"))
+                elif isinstance(step, WaitForReplica) and not self._watch.pool:
+                    step = steps.throw(WaitTimeoutError("none is ready"))
+                else:
+                    if isinstance(step, Call) and self._returns:
+                        self._watch.pool.fill(self._replicas)
+                    step = steps.send(None)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.fixture
+def watch(service):
+    for _ in range(2):
+        service.start()
+    watch = ServiceWatch(service.store, "405b")
+    watch.refresh()
+    return watch
+
+
+def exchange_of(watch, request=None, *, resume=False):
+    return Exchange(watch, Origins(), request or post(CHAT), resume=resume, wait=None)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_lost_request_that_is_refused_everywhere_afterwards_ends_as_lost(watch, returns):
+    """The SDK would send it again by itself after a connection error, and begin to count anew."""
+    given = Given(watch, http.ReadError("reset"), http.ConnectError("refused"), returns=returns)
+    with pytest.raises(openai.APIConnectionError, match="was lost with its replica and is not sent again: no other"):
+        given.carry_out(exchange_of(watch).answer())
+    assert given.count <= 2 + MOST_ENGINES
+    assert watch.pool._under_way == {}
+
+
+def test_a_request_that_was_refused_everywhere_may_be_tried_again_by_the_sdk(watch):
+    given = Given(watch, http.ConnectError("refused"), returns=True)
+    with pytest.raises(NoReplicaError):
+        given.carry_out(exchange_of(watch).answer())
+    assert given.count == 2
+
+
+def broken(watch):
+    """An exchange whose stream has broken before a word came, and its relay."""
+    exchange = exchange_of(watch, post(CHAT, STREAM), resume=True)
+    assert read_request(CHAT, STREAM) is not None
+    assert exchange.relay is not None
+    return exchange, exchange.relay
+
+
+def test_a_broken_stream_that_is_refused_everywhere_ends(watch):
+    exchange, relay = broken(watch)
+    given = Given(watch, http.ConnectError("refused"), returns=True)
+    with pytest.raises(StreamBrokenError, match="no other one is ready"):
+        given.carry_out(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+    assert given.count <= 2 + MOST_ENGINES
+
+
+def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others(watch):
+    exchange, relay = broken(watch)
+    given = Given(watch, http.Response(500), returns=True)
+    with pytest.raises(StreamBrokenError, match="3 replicas were lost with it"):
+        given.carry_out(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
+    assert given.count == MOST_ENGINES - 1
+    assert watch.pool._under_way == {}
