@@ -97,6 +97,7 @@ class Exchange:
                 yield Close(response)
                 raise
             yield Close(response)
+            self._forget_second(attempt)
 
     def goes_on(self, response: http.Response) -> bool:
         """Whether a break of this response is ours to mend."""
@@ -205,11 +206,16 @@ class Exchange:
             if second.failure is not None:
                 self._repeats.count(second.failure)
             else:
-                self._tried.discard(second.replica.name)
+                self._forget_second(first)
             return None
         self._watch.last_replica.note(second.replica.name)
         self._request.url = shown_url(self._request.url, second.replica)
         return response
+
+    def _forget_second(self, first: Attempt) -> None:
+        """The replica that was asked beside the first has neither answered nor failed: it may be asked again."""
+        if isinstance(first.second, SecondRequest):
+            self._tried.discard(first.second.replica.name)
 
     # -- whether again
 

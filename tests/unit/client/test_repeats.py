@@ -16,6 +16,7 @@ from hpc_serve.client.resume.request import read_request
 from hpc_serve.client.sdk import http
 from hpc_serve.client.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
+from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
 
 CHAT = "/v1/chat/completions"
 STREAM = json.dumps({"model": "405b", "messages": [], "stream": True}).encode()
@@ -50,6 +51,7 @@ class Given:
     def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
         self._watch, self._sent, self._returns = watch, list(sent), returns
         self._replicas = watch.pool.others(set())
+        self.asks_beside = False
         self.count = 0
 
     def carry_out(self, steps: Any) -> Any:
@@ -59,6 +61,8 @@ class Given:
             while True:
                 if isinstance(step, Send):
                     self.count += 1
+                    if self.asks_beside and step.attempt.ask_beside is not None:
+                        step.attempt.ask_beside(step.attempt)
                     assert self.count < 50, "it is repeated without an end"
                     outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
                     step = steps.throw(outcome) if isinstance(outcome, Exception) else steps.send(outcome)
@@ -127,3 +131,11 @@ def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others
         given.carry_out(exchange.go_on(relay, "100-r0-0.json", http.ReadError("reset")))
     assert given.count == MOST_ENGINES - 1
     assert watch.pool._under_way == {}
+
+
+def test_a_replica_that_was_asked_beside_one_that_turns_out_to_drain_is_asked_next(watch):
+    draining = http.Response(503, headers=[DRAINING_HEADER])
+    given = Given(watch, draining, http.Response(200), returns=False)
+    given.asks_beside = True
+    assert given.carry_out(exchange_of(watch).answer()).status_code == 200
+    assert given.count == 2
