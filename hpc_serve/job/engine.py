@@ -19,18 +19,18 @@ from typing import Any
 from hpc_serve.job import node_dir, shared_memory
 from hpc_serve.job.checkpoint import cached_part, file_sizes, weights_in
 from hpc_serve.job.endpoint import Endpoint, move_endpoint
+from hpc_serve.job.engine_process import EngineProcess
 from hpc_serve.job.engine_watch import EngineWatch
 from hpc_serve.job.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
 from hpc_serve.job.log_setup import print_line
 from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Outcome, PartFailedError, RunEnd, drain_s_after_signal, failure
+from hpc_serve.job.outcome import Outcome, PartFailedError, RunEnd, failure
 from hpc_serve.job.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
-from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, mark_environ, marked_pids
+from hpc_serve.job.process import ENGINE_MARK, Child, end_marked, marked_pids
 from hpc_serve.job.reading import ReadSoFar, RunReading
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.job.shared_memory import Segment
-from hpc_serve.vllm.command import head_args
 from hpc_serve.vllm.log import SERVER_IS_UP, WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
@@ -72,12 +72,17 @@ class Engine:
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
         self._server_is_up = asyncio.Event()
+        self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
         self.child: Child | None = None
 
     @property
     def address(self) -> EngineAddress:
         """Where it listens."""
         return self._endpoint.address
+
+    async def hold(self, environ: Mapping[str, str]) -> None:
+        """Have its program imported before `serve` is due; `environ` is that of `serve`, as far as it is known."""
+        await self._process.hold(self._endpoint, environ)
 
     async def serve(self, environ: Mapping[str, str]) -> None:
         """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
@@ -154,28 +159,12 @@ class Engine:
         )
 
     async def _start(self, environ: Mapping[str, str]) -> Child:
-        node, command = self._node, self._node.command
-        host = "127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0"
-        added = head_args(
-            command,
-            host=host,
-            settings_file=str(node.settings_file),
-            device=node.options.device,
-            backend=node.backend,
-            tls_files=self._endpoint.tls_files,
-            shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
-        )
-        argv = [*command.argv, *added, *node.multi_node_args()]
-        _log.info("engine command: %s", " ".join(argv))
         self._progress = StartProgress()
         self._has_loaded_weights = False
-        return await self._parts.start_child(
-            "engine",
-            argv,
-            {**environ, **self._endpoint.environ, **mark_environ(node.run_mark, variable=ENGINE_MARK)},
-            on_line=self._read_line,
-            is_noise=lambda line: is_health_answer(line) or (self._watch is not None and self._watch.is_noise(line)),
-        )
+        return await self._process.start(self._endpoint, environ)
+
+    def _is_noise(self, line: str) -> bool:
+        return is_health_answer(line) or (self._watch is not None and self._watch.is_noise(line))
 
     async def _stop(self) -> None:
         if self.child is not None:

@@ -152,6 +152,8 @@ class Head:
             await ray.start_head(node)
         if not await self._are_nodes_fit():
             return
+        if ray is not None:
+            await self._engine.hold(ray.environ)
         await self._stage_model()
         if ray is not None:
             environ = await ray.engine_environ()

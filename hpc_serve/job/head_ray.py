@@ -42,7 +42,8 @@ class HeadRay:
         self._node, self._parts, self._keeper = node, parts, keeper
         self._wait_until_complete, self._note_change = wait_until_complete, note_change
         self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self._read_line)
-        self._environ: dict[str, str] = {}
+        self.environ: dict[str, str] = {}
+        """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
         self._gcs_port: int | None = None
         self._nodes = RayNodes({})
 
@@ -55,14 +56,14 @@ class HeadRay:
     async def start_head(self, node: Node) -> None:
         """Start it; `node` is this one as all nodes have agreed on. Without a command `ray` nothing is started here."""
         self._node = node
-        self._environ = node.ray_environ(address=node.internal_head)
-        if shutil.which("ray", path=self._environ.get("PATH")) is None:  # the preflight says so, with the cure
+        self.environ = node.ray_environ(address=node.internal_head)
+        if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
             return
         self._client_port = hold_port()
         options = node.ray_options(address=node.internal_head)
         argv = head_argv(options, client_port=self._client_port.getsockname()[1])
         watch = (node.ray_dir, node.internal_head, node.options.device)
-        await self._held.release(argv, self._environ, watch=watch)
+        await self._held.release(argv, self.environ, watch=watch)
 
     async def engine_environ(self) -> dict[str, str]:
         """The environment of an engine over this Ray, once its head is a node of it; RAY_ADDRESS says where it is.
@@ -71,7 +72,7 @@ class HeadRay:
         Raises PartFailedError.
         """
         node = self._node
-        self._parts.require_command(_NAME, "ray", self._environ)
+        self._parts.require_command(_NAME, "ray", self.environ)
         self._keeper.set_stage("starting Ray's head")
 
         def missing() -> str | None:
@@ -84,7 +85,7 @@ class HeadRay:
             return None
 
         await self._wait_until_complete(missing, part=_NAME)
-        return {**self._environ, "RAY_ADDRESS": f"{node.internal_head}:{self._gcs_port}"}
+        return {**self.environ, "RAY_ADDRESS": f"{node.internal_head}:{self._gcs_port}"}
 
     async def wait_for_nodes(self, others: Mapping[str, str]) -> None:
         """Return once Ray has exactly this node and the `others` (names, by address), each with its devices."""

@@ -14,10 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 from hpc_serve.job import ray_nodes
+from hpc_serve.job.own_script import is_own_script
 
 _SCRIPT_MODULE = "ray.scripts.scripts"
 # Commands of Ray's that are not for starting it, nearly half of the import. It goes on without those it cannot find.
@@ -56,7 +56,7 @@ def without_unused_servers(ray_params: Any, is_head: bool) -> None:
 
 def _import_scripts() -> Any:
     """The module of Ray's command line, if that is what `ray` runs."""
-    if not is_of_this_python(shutil.which("ray")):
+    if not is_own_script(shutil.which("ray"), _SCRIPT_MODULE):
         return None
     modules: dict[str, Any] = cast(Any, sys.modules)
     modules.update(dict.fromkeys(_OTHER_COMMANDS))  # None: an import of it fails
@@ -67,18 +67,6 @@ def _import_scripts() -> Any:
     finally:
         for name in _OTHER_COMMANDS:
             del modules[name]
-
-
-def is_of_this_python(command: str | None) -> bool:
-    """Whether a command is the script that an installer made for Ray in this Python's environment."""
-    if command is None:
-        return False
-    try:
-        first, *others = Path(command).read_text().splitlines()
-    except (OSError, ValueError):
-        return False
-    is_this = first.startswith("#!") and os.path.dirname(first[2:].strip()) == os.path.dirname(sys.executable)
-    return is_this and any(_SCRIPT_MODULE in line for line in others)
 
 
 if __name__ == "__main__":

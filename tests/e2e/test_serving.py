@@ -6,6 +6,7 @@ The engine runs on CPU and a scaled-down model of the same architecture takes th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -215,7 +216,8 @@ class TestTwoServicesOnTheSameNodes:
 
 
 def _is_vllm(argv: Sequence[str]) -> bool:
-    return any(word.endswith("/vllm") for word in argv[:2]) and "serve" in argv[:3]
+    """Started as a command, or by `hpc_serve.job.engine_start`."""
+    return any(word.endswith("/vllm") and following == "serve" for word, following in itertools.pairwise(argv[:5]))
 
 
 def _statuses(user: User, node: str, asked: dict[tuple[str, str], str], *headers: str) -> dict[tuple[str, str], int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.ray_cluster import RayNodes, parse_gcs_port, parse_nodes
-from hpc_serve.job.ray_start import is_of_this_python
 
 WITHIN_S = 120
 OF_RAY = f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n"
@@ -136,23 +135,6 @@ def test_it_ends_with_a_launcher_that_says_nothing(tmp_path):
     child = start("ray_start", PATH=str(ray.parent), PYTHONPATH=str(tmp_path))
     assert child.communicate(timeout=WITHIN_S)[0] == ""
     assert child.returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "is_it"),
-    [
-        (OF_RAY, True),
-        (OF_RAY.replace(sys.executable, "/elsewhere/bin/python"), False),
-        (f"#!{sys.executable}\nprint('a stand-in')\n", False),
-        ("#!/bin/bash\nexec /elsewhere/ray.scripts.scripts\n", False),
-        ("", False),
-    ],
-)
-def test_only_the_script_of_this_pythons_ray_is_run_in_process(tmp_path, text, is_it):
-    (tmp_path / "ray").write_text(text)
-    assert is_of_this_python(str(tmp_path / "ray")) == is_it
-    assert not is_of_this_python(None)
-    assert not is_of_this_python(str(tmp_path / "absent"))
 
 
 def test_the_port_and_every_change_of_the_nodes_are_printed_until_standard_input_is_closed(tmp_path):

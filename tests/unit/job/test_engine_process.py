@@ -1,0 +1,225 @@
+"""The child that imports vLLM before the engine may start, as a program and as its launcher holds it; vLLM is a few
+lines of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hpc_serve.job.endpoint import Endpoint
+from hpc_serve.job.engine_process import EngineProcess
+from hpc_serve.job.engine_start import VLLM_MODULE
+from hpc_serve.job.own_script import is_own_script
+from hpc_serve.job.parts import Parts
+from hpc_serve.job.process import marked_pids
+from tests.support.nodes import make_node
+
+WITHIN_S = 120
+MARK = f"test-{os.getpid()}-engine-process"
+OF_VLLM = f"""#!{sys.executable}
+import sys
+from {VLLM_MODULE} import main
+if __name__ == '__main__':
+    sys.exit(main())
+"""
+MAIN = """
+import json, multiprocessing, os, sys
+print("imported with", sys.argv[1:3], os.environ.get("RAY_ADDRESS"), sys.stdin.read(), flush=True)
+os.environ["SET_BY_AN_IMPORT"] = "1"
+
+def of_spawned(names):
+    names.put(sys.modules["__main__"].__name__)
+
+def main():
+    names = multiprocessing.get_context("spawn").SimpleQueue()
+    child = multiprocessing.get_context("spawn").Process(target=of_spawned, args=(names,))
+    child.start()
+    told = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "FIRST", "SET_BY_AN_IMPORT")}
+    stdin = os.readlink("/proc/self/fd/0")
+    print(json.dumps({"argv": sys.argv, "told": told, "path": sys.path[0], "stdin": stdin, "spawned": names.get()}))
+    child.join()
+    return 7
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """A package of vLLM, and its script as an installer writes it."""
+    package = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "main.py").write_text(MAIN)
+    (package / "serve.py").write_text("")
+    script = tmp_path / "bin" / "vllm"
+    script.parent.mkdir()
+    script.write_text(OF_VLLM)
+    script.chmod(0o755)
+    return script
+
+
+def environ_of(vllm: Path, **variables: str) -> dict[str, str]:
+    covered = {name: value for name, value in os.environ.items() if name.startswith("COVER")}
+    return {**covered, "PATH": str(vllm.parent), "PYTHONPATH": _path(vllm), "PYTHONUNBUFFERED": "1", **variables}
+
+
+def _path(vllm: Path) -> str:
+    return os.pathsep.join([str(vllm.parent.parent / "packages"), *(path for path in sys.path if path)])
+
+
+def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tuple[EngineProcess, Parts]:
+    parts = Parts(MARK, cast(Any, None))
+    node = make_node(folder, run_mark=MARK, **changes)
+    return EngineProcess(node, parts, on_line=on_line, is_noise=lambda line: False), parts
+
+
+ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": None, "environ": {}})))
+
+
+def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):
+    lines: list[str] = []
+
+    async def run() -> int:
+        has_imported = asyncio.Event()
+
+        def read(line: str) -> None:
+            lines.append(line)
+            has_imported.set()
+
+        process, parts = engine(tmp_path, read)
+        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+        await asyncio.wait_for(has_imported.wait(), WITHIN_S)
+        assert lines == ["imported with ['serve', 'm'] None"]
+        child = await process.start(ENDPOINT, environ_of(vllm, FIRST="1", RAY_ADDRESS="10.0.0.1:1"))
+        code = await asyncio.wait_for(child.wait(), WITHIN_S)
+        await parts.take_down()
+        return code
+
+    assert asyncio.run(run()) == 7
+    said = json.loads(next(line for line in lines if line.startswith("{")))
+    assert said["argv"][:3] == [str(vllm), "serve", "m"]
+    assert said["told"] == {"RAY_ADDRESS": "10.0.0.1:1", "FIRST": "1", "SET_BY_AN_IMPORT": "1"}
+    assert (said["path"], said["stdin"], said["spawned"]) == (str(vllm.parent), os.devnull, "__mp_main__")
+
+
+def test_a_child_that_has_ended_is_replaced_by_the_command(vllm, tmp_path):
+    lines: list[str] = []
+    module = tmp_path / "packages" / "vllm" / "entrypoints" / "cli" / "serve.py"
+    module.write_text("import os\nif os.environ.get('FIRST'): os._exit(9)\n")
+
+    async def run() -> int:
+        process, parts = engine(tmp_path, lines.append)
+        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+        held = process._held
+        assert held is not None
+        assert await asyncio.wait_for(held.wait(), WITHIN_S) == 9
+        child = await process.start(ENDPOINT, environ_of(vllm))
+        code = await asyncio.wait_for(child.wait(), WITHIN_S)
+        await parts.take_down()
+        return code
+
+    assert asyncio.run(run()) == 7
+    assert json.loads(next(line for line in lines if line.startswith("{")))["told"]["FIRST"] is None
+
+
+def test_one_that_would_have_a_variable_too_many_is_ended(vllm, tmp_path):
+    async def run() -> None:
+        process, parts = engine(tmp_path, print)
+        await process.hold(ENDPOINT, environ_of(vllm, FIRST="1"))
+        held = process._held
+        child = await process.start(ENDPOINT, environ_of(vllm))
+        assert held is not None
+        assert (held.exit_code is None, child is held) == (False, False)
+        await asyncio.wait_for(child.wait(), WITHIN_S)
+        await parts.take_down()
+
+    asyncio.run(run())
+
+
+def test_one_that_is_never_told_ends_with_the_run(vllm, tmp_path):
+    async def run() -> None:
+        process, parts = engine(tmp_path, print)
+        await process.hold(ENDPOINT, environ_of(vllm))
+        assert process._held is not None
+        await parts.take_down()
+        assert not list(marked_pids(MARK))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("device", ["GPU", "TPU"])
+def test_what_is_not_this_pythons_vllm_is_not_held_nor_anything_for_tpus(vllm, tmp_path, device):
+    if device == "GPU":
+        vllm.write_text("#!/bin/sh\nexec true\n")
+
+    async def run() -> None:
+        node = make_node(tmp_path)
+        process, parts = engine(tmp_path, print, options=replace(node.options, device=device))
+        await process.hold(ENDPOINT, environ_of(vllm))
+        assert process._held is None
+        await parts.take_down()
+
+    asyncio.run(run())
+
+
+def start(vllm: Path, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc_serve.job.engine_start", str(vllm), "serve", "m"],
+        env=environ_of(vllm, **variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_vllm_that_cannot_be_imported_says_so_itself(vllm):
+    """The command is run then, as if nothing had been tried."""
+    module = vllm.parent.parent / "packages" / "vllm" / "entrypoints" / "cli" / "main.py"
+    module.write_text("import sys\nsys.exit('no such library')\n")
+    child = start(vllm)
+    said, _ = child.communicate(json.dumps({"RAY_ADDRESS": "10.0.0.1:1"}) + "\n", timeout=WITHIN_S)
+    assert (said, child.returncode) == ("no such library\n", 1)
+
+
+def test_it_ends_with_a_launcher_that_says_nothing(vllm):
+    child = start(vllm)
+    said, _ = child.communicate(timeout=WITHIN_S)
+    assert said == "imported with ['serve', 'm'] None \n"
+    assert child.returncode == 0
+
+
+def test_vllm_still_has_what_is_imported():
+    """Else nothing is gained, and nobody says so."""
+    pytest.importorskip("vllm")
+    from importlib.util import find_spec
+
+    from hpc_serve.job.engine_start import _MODULES
+
+    assert all(find_spec(module) for module in _MODULES)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_it"),
+    [
+        (OF_VLLM, True),
+        (OF_VLLM.replace(sys.executable, "/elsewhere/bin/python"), False),
+        (f"#!{sys.executable}\nprint('a stand-in')\n", False),
+        ("#!/bin/bash\nexec /elsewhere/vllm.entrypoints.cli.main\n", False),
+        ("", False),
+    ],
+)
+def test_only_the_script_of_this_pythons_package_is_run_in_process(tmp_path, text, is_it):
+    (tmp_path / "vllm").write_text(text)
+    assert is_own_script(str(tmp_path / "vllm"), VLLM_MODULE) == is_it
+    assert not is_own_script(None, VLLM_MODULE)
+    assert not is_own_script(str(tmp_path / "absent"), VLLM_MODULE)
