@@ -177,3 +177,18 @@ def stub_script(service: str, *stub_args: str, **layout: Any) -> str:
     """The same with the stub engine in vLLM's place, as a person would by editing the line."""
     text = layout_script(service, engine_args=stub_args, **layout)
     return text.replace("vllm serve", f"{sys.executable} {STUB} serve")
+
+
+def with_another_ray(alice: User, folder: str, node: int, instead: str) -> Callable[[str], str]:
+    """Edits a script: on one of its nodes, `ray` is another program, in a folder of that name."""
+    ray = alice.write(
+        f"{folder}/ray", f'#!/bin/bash\n[[ $SLURM_NODEID != {node} ]] || {instead}\nexec "$REAL_RAY" "$@"\n'
+    )
+    ray.chmod(0o755)
+
+    def edit(script: str) -> str:
+        before, attempts, after = script.partition("\nfor attempt in")
+        assert attempts
+        return f"{before}\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={ray.parent}:$PATH{attempts}{after}"
+
+    return edit

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User, stub_script
+from tests.e2e.jobs import User, stub_script, with_another_ray
 
 pytestmark = [pytest.mark.slurm]
 
@@ -100,21 +100,6 @@ def test_a_node_that_never_joins_is_named_after_a_deadline(alice):
     record = failed(alice, "absent", job_id)
     assert record["failed_part"] == "nodes"
     assert "no launcher from node rank 1" in record["reason"]
-
-
-def with_another_ray(alice: User, folder: str, node: int, instead: str):
-    """Edits a script: on one of its nodes, `ray` is another program, in a folder of that name."""
-    ray = alice.write(
-        f"{folder}/ray", f'#!/bin/bash\n[[ $SLURM_NODEID != {node} ]] || {instead}\nexec "$REAL_RAY" "$@"\n'
-    )
-    ray.chmod(0o755)
-
-    def edit(script: str) -> str:
-        before, attempts, after = script.partition("\nfor attempt in")
-        assert attempts
-        return f"{before}\nREAL_RAY=$(command -v ray)\nexport REAL_RAY PATH={ray.parent}:$PATH{attempts}{after}"
-
-    return edit
 
 
 def test_a_node_whose_ray_cannot_start_is_named(alice):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import CHECKOUT, User
+from tests.e2e.jobs import CHECKOUT, User, layout_script, with_another_ray
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
@@ -213,6 +213,27 @@ class TestTwoServicesOnTheSameNodes:
         assert ask_from_a_job(alice, "over-mp", "n3")["chunks"] >= 2
         wait_for(lambda: not [p for p in alice.processes() if "raylet" in p.argv[0]], 180, what="no Ray left")
         assert alice.record("over-mp", two["over-mp"]["job_id"])["state"] == "ready"
+
+
+def test_vllm_that_was_imported_for_a_ray_that_never_forms_ends_with_the_run(alice):
+    """The second node's `ray` hangs. Until the deadline vllm acts on no word of its command."""
+    edit = with_another_ray(alice, "never-forms", 1, "exec sleep 600")
+    script = edit(layout_script("never-forms", tensor_parallel_size=2, num_nodes=2, backend="ray"))
+    job_id = alice.sbatch(alice.write("never-forms.sh", script), env={"HPC_SERVE_JOIN_S": "30"})
+    seen: set[tuple[str, ...]] = set()
+
+    def has_failed() -> bool:
+        seen.update(process.argv[:3] for process in alice.processes() if _is_vllm(process.argv))
+        record = alice.record("never-forms", job_id)
+        return record is not None and record["state"] == "failed"
+
+    wait_for(has_failed, 300, what="failed")
+    alice.wait_until_gone(job_id)
+    record = alice.record("never-forms", job_id)
+    assert record["failed_part"] == "ray nodes"
+    assert "has not joined within 30 s" in record["reason"]
+    assert [words[1:] for words in seen] == [("-m", "hpc_serve.job.engine_start")]
+    assert "APIServer" not in alice.log("never-forms", job_id)
 
 
 def _is_vllm(argv: Sequence[str]) -> bool:
