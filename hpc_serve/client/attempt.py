@@ -131,9 +131,8 @@ class Attempt:
             return
         self._is_under_way = False
         self._watch.requests.end(self)
-        self._watch.pool.give_back(self.replica)
-        if self._kind is not None and not is_suspect:
-            self._watch.pool.note_time(self.replica, self._kind, time.monotonic() - self.began_at_s)
+        kind = None if is_suspect else self._kind
+        self._watch.pool.give_back(self.replica, kind, time.monotonic() - self.began_at_s)
         if is_suspect:
             self._watch.mark_suspect(self.replica)
 

@@ -38,7 +38,7 @@ class ReplicaPool:
         self._chance = chance
         # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
         self._lock = threading.RLock()
-        self._replicas: dict[str, ReplicaAddress] = {}
+        self._replicas: Mapping[str, ReplicaAddress] = {}  # never changed, but replaced: who reads it needs no lock
         self._doubtful: Set[str] = frozenset()
         self._doubtful_too: Set[str] = frozenset()
         self._under_way: dict[str, int] = {}
@@ -64,7 +64,7 @@ class ReplicaPool:
     def offer(self, replica: ReplicaAddress) -> None:
         """Offer one more replica, or another address of one."""
         with self._lock:
-            self._replicas[replica.name] = replica
+            self._replicas = {**self._replicas, replica.name: replica}
 
     def doubt_also(self, names: Set[str]) -> None:
         """Offer these last, too, and of those that were named here before only these."""
@@ -72,13 +72,11 @@ class ReplicaPool:
 
     def has_others(self, names: Set[str]) -> bool:
         """Whether a replica is offered that is not named."""
-        with self._lock:
-            return any(name not in names for name in self._replicas)
+        return any(name not in names for name in self._replicas)
 
     def others(self, names: Set[str]) -> list[ReplicaAddress]:
         """The replicas that are offered and not named, those that are not in doubt first."""
-        with self._lock:
-            found = [replica for name, replica in self._replicas.items() if name not in names]
+        found = [replica for name, replica in self._replicas.items() if name not in names]
         return sorted(found, key=lambda replica: self._is_doubtful(replica.name))
 
     def _is_doubtful(self, name: str) -> bool:
@@ -87,7 +85,7 @@ class ReplicaPool:
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:
-            self._replicas.pop(name, None)
+            self._replicas = {known: replica for known, replica in self._replicas.items() if known != name}
 
     def take(self, tried: Set[str] = frozenset(), *, doubtful_too: bool = True) -> ReplicaAddress | None:
         """The least loaded replica not in `tried`, to be given back; None if there is none. Those in doubt come last,
@@ -125,9 +123,11 @@ class ReplicaPool:
             self._weights, self._weighed_at_s = self._speeds.weights(self._replicas, now_s), now_s
         return self._weights
 
-    def give_back(self, replica: ReplicaAddress) -> None:
-        """A request of `take` is over."""
+    def give_back(self, replica: ReplicaAddress, kind: Kind | None = None, took_s: float = 0.0) -> None:
+        """A request of `take` is over; it took so long, if its answer was of a `kind`."""
         with self._lock:
+            if kind is not None:
+                self._speeds.note(replica.name, kind, took_s, self._clock())
             left = self._under_way[replica.name] - 1
             if left:
                 self._under_way[replica.name] = left

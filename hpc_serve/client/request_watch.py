@@ -41,8 +41,8 @@ class Attempt(Protocol):
 
     `is_talking`: it is a stream that has begun. `prompt_bytes` were sent to it at `began_at_s`.
     `abandon` makes whoever waits for the answer fail at once, for the reason in `why_lost`; `cut` this request alone.
-    `is_waiting`: no answer has begun. `ask_beside` asks another replica, too, if that may be, and `is_second` if this
-    request is itself one beside another.
+    `is_waiting`: no answer has begun. `ask_beside` asks another replica, too, if that may be; `second` is that
+    request then, and `is_second` if this one is itself such a request.
     """
 
     why_lost: str | None
@@ -51,6 +51,7 @@ class Attempt(Protocol):
     heard_at_s: float
     is_talking: bool
     is_second: bool
+    second: Any
     ask_beside: Callable[[Any], None] | None
 
     @property
@@ -89,8 +90,10 @@ class RequestWatch:
 
     def begin(self, attempt: Attempt) -> None:
         """A request is under way from now on."""
+        self._attempts.add(attempt)
+        if self._thread is not None:  # it looks once more for requests before it ends
+            return
         with self._lock:
-            self._attempts.add(attempt)
             if self._thread is None:
                 thread = threading.Thread(target=self._watch, daemon=True, name="hpc-serve-request-watch")
                 with contextlib.suppress(RuntimeError):  # no more threads for this user: the next request tries again
@@ -99,10 +102,11 @@ class RequestWatch:
 
     def end(self, attempt: Attempt) -> None:
         """A request is over."""
-        with self._lock:
+        # The lock is for those alone that may be cut, as `cut` may find it under way: every request comes by here.
+        with self._lock if attempt.second is not None else contextlib.nullcontext():
             self._attempts.discard(attempt)
-            name = attempt.replica.name
-            self._heard_at_s[name] = max(attempt.heard_at_s, self._heard_at_s.get(name, attempt.heard_at_s))
+        name = attempt.replica.name
+        self._heard_at_s[name] = max(attempt.heard_at_s, self._heard_at_s.get(name, attempt.heard_at_s))
 
     def cut(self, attempt: Attempt) -> None:
         """End one request, if it is still under way: its connection may be another's by then."""
@@ -137,7 +141,9 @@ class RequestWatch:
                 attempts = list(self._attempts)
                 if not attempts and now_s >= self._look_at_s:
                     self._thread = None
-                    return
+                    if not self._attempts:  # none has begun while this thread was there for it to see
+                        return
+                    self._thread = threading.current_thread()
             try:
                 if (late_s := now_s - before_s - LISTEN_S) > LATE_S:
                     self._silence.stood_still(late_s)

@@ -28,6 +28,7 @@ class Request:
     is_talking = False
     is_abandoned = False
     is_second = False
+    second = None
     is_waiting = True
     ask_beside: Callable[[Any], None] | None = None
 
