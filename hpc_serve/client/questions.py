@@ -34,12 +34,13 @@ class Sign:
     """What came of a question; `figures` are None where none were asked for, or none came.
 
     `is_answer` is False where it was not answered. `was_sent_again`: the network had lost a packet of it, or carried it
-    so slowly that the kernel sent it twice.
+    so slowly that the kernel sent it twice. `took_s` is how long it took, a new connection included.
     """
 
     figures: EngineFigures | None = None
     is_answer: bool = True
     was_sent_again: bool = False
+    took_s: float = 0.0
 
 
 class Questions:
@@ -82,7 +83,8 @@ def _ask(
     replica: ReplicaAddress, kept: VerifiedConnection | None, *, wants_figures: bool, answer_s: float
 ) -> tuple[Sign | None, VerifiedConnection | None]:
     """The first answer, and the connection that it came on."""
-    ends_at_s = time.monotonic() + answer_s
+    began_at_s = time.monotonic()
+    ends_at_s = began_at_s + answer_s
     answers, paths = _Answers(), list[_Path]()
     under_way = 0
 
@@ -107,8 +109,9 @@ def _ask(
                 sign, connection = answers.get(left_s if under_way == 2 else min(SECOND_S, left_s))
                 under_way -= 1
                 if sign is not None:
-                    return replace(sign, was_sent_again=was_sent_again()), connection
-        sign = Sign(is_answer=answers.is_alive, was_sent_again=was_sent_again())
+                    took_s = time.monotonic() - began_at_s
+                    return replace(sign, was_sent_again=was_sent_again(), took_s=took_s), connection
+        sign = Sign(is_answer=answers.is_alive, was_sent_again=was_sent_again(), took_s=answer_s)
         return (sign if sign.is_answer or sign.was_sent_again else None), None
     finally:
         answers.close()

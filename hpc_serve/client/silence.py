@@ -100,7 +100,7 @@ class Silence:
         self._probation.look(self._pool.others(set()), now_s)
         late = self._lateness.look(_waiting_beside_streams(requests) if len(self._pool) > 1 else {}, now_s)
         self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names | late)
-        self.late = late | {name for name in replicas if self._pulses[name].has_losses(now_s)}
+        self.late = late & replicas.keys()
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
         if not asked or (len(asked) == 1 and not self._pool.others({asked[0].name})):
             return {}
@@ -110,6 +110,8 @@ class Silence:
         if (took_s := self._clock() - now_s) > ANSWER_S + LATE_S:
             self.stood_still(took_s)
             return {}
+        for replica in asked:
+            self._lateness.note(replica.name, signs.get(replica.name), self._clock())
         self._hear(requests, replicas, self._clock())
         counts = Counter(request.replica.name for request in requests)
         lost = self._judge({replica.name: counts[replica.name] for replica in asked}, signs, now_s)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, discovery, exchange, pool, probe, pulse, reading, verified_streams
+from hpc_serve.client import connect, discovery, exchange, lateness, pool, probe, pulse, reading, verified_streams
 from hpc_serve.job import health
 from tests.support.stubs import StubService
 
@@ -36,6 +36,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", PATIENCE_S)
     for name in ("SILENT_S", "QUIET_S"):
         monkeypatch.setattr(pulse, name, math.inf)
+    monkeypatch.setattr(lateness, "ASK_S", math.inf)
     monkeypatch.setattr(pool, "WEIGH_S", math.inf)
 
 

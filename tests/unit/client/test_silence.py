@@ -43,6 +43,7 @@ class Engine:
     is_idle: bool = False
     answers: bool = True
     loses: bool = False
+    takes_s: float = 0.01
     made: int = 0
     asked: int = 0
     requests: list[Request] = field(default_factory=list)
@@ -57,7 +58,7 @@ class Engine:
     def sign(self):
         under_way = 0 if self.is_idle else len(self.requests) + self.others
         figures = EngineFigures(under_way=under_way, steps=(float(self.made),))
-        return Sign(figures=figures, was_sent_again=self.loses)
+        return Sign(figures=figures, was_sent_again=self.loses, took_s=self.takes_s)
 
 
 class Beside:
@@ -445,6 +446,19 @@ def test_a_replica_that_leaves_questions_unanswered_is_late_while_words_come():
     scene.run(2)
     assert scene.silence.late == {"a", "b"}
     assert not scene.given_up
+
+
+@pytest.mark.parametrize(("streams", "whole"), [(2, 1), (0, 2)])
+def test_a_replica_that_answers_much_later_than_usual_is_late(streams, whole):
+    scene = two(streams=streams, whole=whole)
+    scene.engines["a"].takes_s = 0.2
+    scene.run(10)
+    scene.engines["a"].takes_s = 0.5
+    scene.run(1)
+    assert not scene.silence.late, "such an engine is slow to answer anyway"
+    scene.engines["b"].takes_s = 0.5
+    scene.run(1)
+    assert scene.silence.late == {"b"}
 
 
 def test_only_replicas_that_send_words_and_keep_others_waiting_are_asked_aside():
