@@ -1,10 +1,10 @@
-"""Finds the replicas whose network keeps answers back, while words of streams still come from them.
+"""Finds the replicas whose network keeps answers back.
 
-A network that carries all of it late carries words, too, so that no stream stands still, and a whole answer waits in it
-for seconds. So a replica that sends words to some requests, and nothing yet to others, is asked at a slow pace, in the
-background; where no words come it is asked anyway (`silence`). It is late if an answer takes much longer than usual, or
-does not come, or the question had to be sent again. That is no reason to give it up: new requests go elsewhere for a
-moment, and another replica may be asked beside it (`hedge`).
+A network that carries all of it late carries words of streams, too, so that none stands still, and a whole answer waits
+in it for seconds. So a replica from which nothing has come yet of some request is asked at a slow pace, in the
+background, unless it is asked anyway (`silence`). It is late if an answer takes much longer than usual, or does not
+come, or the question had to be sent again. That is no reason to give it up: new requests go elsewhere for a moment, and
+another replica may be asked beside it (`hedge`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Lateness:
     def __init__(self, questions: Asker, *, start: Callable[[Callable[[], None]], object]) -> None:
         self._aside = Aside(questions, start=start)
         self._ask_at_s: dict[str, float] = {}
+        self._waiting: dict[str, int] = {}
         self._late_at_s: dict[str, float] = {}
         self._usual_s: dict[str, float] = {}
 
@@ -42,13 +43,10 @@ class Lateness:
     def look(self, waiting: Mapping[ReplicaAddress, int], now_s: float) -> Set[str]:
         """Those that are late now. `waiting` are those to be asked, and how many requests of ours each has."""
         asked, signs = self._aside.take_answers()
-        counts = {replica.name: count for replica, count in waiting.items()}
+        self._waiting = {replica.name: count for replica, count in waiting.items()}
+        self._ask_at_s = {name: self._ask_at_s.get(name, now_s + ASK_S) for name in self._waiting}
         for name in [replica.name for replica in asked if replica in waiting]:
-            sign = signs.get(name)
-            self.note(name, sign, now_s)
-            under_way = sign.figures.under_way if sign is not None and sign.figures is not None else 0
-            self._ask_at_s[name] = now_s + max(ASK_S, SHARE_S * under_way / counts[name])
-        self._ask_at_s = {name: self._ask_at_s.get(name, now_s + ASK_S) for name in counts}
+            self.note(name, signs.get(name), now_s)
         due = [replica for replica in waiting if now_s >= self._ask_at_s[replica.name]]
         if due and not self._aside.is_asking:
             self._aside.ask(dict.fromkeys(due, True), ANSWER_S)
@@ -56,9 +54,12 @@ class Lateness:
         return self._late_at_s.keys()
 
     def note(self, name: str, sign: Sign | None, now_s: float) -> None:
-        """What came of a question to a replica, whoever asked it."""
+        """What came of a question to a replica, whoever asked it: the next one is asked a while later."""
         usual_s = self._usual_s.get(name, 0.0)
         if sign is None or not sign.is_answer or sign.was_sent_again or sign.took_s > max(LATE_S, LATE_TIMES * usual_s):
             self._late_at_s[name] = now_s
         if sign is not None:
             self._usual_s[name] = usual_s + _NEWEST * (sign.took_s - usual_s)
+        if name in self._waiting:
+            under_way = sign.figures.under_way if sign is not None and sign.figures is not None else 0
+            self._ask_at_s[name] = now_s + max(ASK_S, SHARE_S * under_way / self._waiting[name])

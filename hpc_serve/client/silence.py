@@ -98,7 +98,7 @@ class Silence:
         self._hear(requests, replicas, now_s)
         halting = {name for name in replicas if self._pulses[name].is_halting(now_s)}
         self._probation.look(self._pool.others(set()), now_s)
-        late = self._lateness.look(_waiting_beside_streams(requests) if len(self._pool) > 1 else {}, now_s)
+        late = self._lateness.look(_waiting(requests) if len(self._pool) > 1 else {}, now_s)
         self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names | late)
         self.late = late & replicas.keys()
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
@@ -192,9 +192,7 @@ class Silence:
             pulse.given_up(now_s)
 
 
-def _waiting_beside_streams(requests: Iterable[Heard]) -> dict[ReplicaAddress, int]:
-    """How many requests each replica has, of those that send words of one and nothing yet of another."""
+def _waiting(requests: Iterable[Heard]) -> dict[ReplicaAddress, int]:
+    """How many requests each replica has, of those from which nothing has come yet for one."""
     counts = Counter(request.replica for request in requests)
-    talking = {request.replica for request in requests if request.is_talking}
-    waiting = {request.replica for request in requests if not request.is_talking}
-    return {replica: counts[replica] for replica in talking & waiting}
+    return {request.replica: counts[request.replica] for request in requests if not request.is_talking}
