@@ -52,10 +52,7 @@ class Heard(Protocol):
 
 
 class Silence:
-    """The replicas of one service. For one thread at a time.
-
-    `late`: those whose network keeps answers back, by the last `listen`.
-    """
+    """The replicas of one service. For one thread at a time."""
 
     def __init__(
         self,
@@ -73,7 +70,11 @@ class Silence:
         self._clock = clock
         self._pulses: dict[str, Pulse] = {}
         self._hung_at_s: dict[str, float] = {}
-        self.late: Set[str] = frozenset()
+
+    @property
+    def late(self) -> Set[str]:
+        """Those whose network keeps answers back, by the last `listen`."""
+        return self._lateness.names
 
     def stood_still(self, seconds: float) -> None:
         """This program stood still: what it has not heard in that time says nothing."""
@@ -98,9 +99,10 @@ class Silence:
         self._hear(requests, replicas, now_s)
         halting = {name for name in replicas if self._pulses[name].is_halting(now_s)}
         self._probation.look(self._pool.others(set()), now_s)
-        late = self._lateness.look(_waiting(requests) if len(self._pool) > 1 else {}, now_s)
-        self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names | late)
-        self.late = late & replicas.keys()
+        self._lateness.look(_waiting(requests) if len(self._pool) > 1 else {}, now_s)
+        for name in (self._lateness.often & replicas.keys()) - self._probation.names:
+            self._probation.enter(replicas[name], now_s)
+        self._pool.doubt_also(halting | self._hung(now_s) | self._probation.names | self._lateness.names)
         asked = [replica for name, replica in replicas.items() if self._pulses[name].wants_question(now_s)]
         if not asked or (len(asked) == 1 and not self._pool.others({asked[0].name})):
             return {}
