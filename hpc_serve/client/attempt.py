@@ -57,7 +57,7 @@ class Attempt:
         self._connection: OpenConnection | None = None
         self.is_second = is_second
         self.second: Second | None = None
-        self.ask_beside: Callable[[Attempt], None] | None = None
+        self.ask_beside: Callable[[Attempt], bool] | None = None
         self.why_lost: str | None = None
         self.began_at_s = time.monotonic()
         self.prompt_bytes = prompt_bytes

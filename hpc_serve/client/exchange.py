@@ -169,14 +169,14 @@ class Exchange:
 
     # -- a second request beside the first
 
-    def _ask_beside(self, first: Attempt) -> None:
-        """Ask another replica, too, once, if it may be. Called by the thread that watches requests."""
+    def _ask_beside(self, first: Attempt) -> bool:
+        """Ask another replica, too, once, if it may be: whether it is. Called by the thread that watches requests."""
         if self._has_second or not self._repeats.may_be_asked_twice:
             first.ask_beside = None
-            return
+            return False
         replica = self._watch.pool.take(self._tried, doubtful_too=False)
         if replica is None:
-            return
+            return False
         self._has_second, first.ask_beside = True, None
         self._tried.add(replica.name)
         self.sent += 1
@@ -185,8 +185,9 @@ class Exchange:
         request = addressed(self._request, replica, origins, content=self._request.content)
         first.second = second = SecondRequest(first, attempt, origins)
         second.begin(request, lambda: self._watch.requests.cut(first))
-        if not first.is_waiting:
+        if not first.is_waiting and not second.is_waited_for:
             second.cancel()
+        return True
 
     def _answer_beside(self, first: Attempt, error: BaseException) -> Steps[http.Response | None]:
         """The answer of the second request, if there is one that may still come, to the first, which has failed."""
@@ -196,6 +197,7 @@ class Exchange:
         if not was_lost(error) and not never_arrived(error):
             second.cancel()
             return None
+        second.is_waited_for = True
         first.end(is_suspect=first.is_unanswered)
         try:
             response: http.Response | None = yield WaitForSecond(second)

@@ -27,7 +27,8 @@ _log = logging.getLogger("hpc_serve.client")
 class SecondRequest:
     """One request that is asked for a second time. Its answer counts if it is there before the first one's.
 
-    `attempt` is where; `origins` is this request's own. `failure` is why no answer came.
+    `attempt` is where; `origins` is this request's own. `failure` is why no answer came. `is_waited_for`: the first one
+    has failed.
     """
 
     def __init__(self, first: Attempt, attempt: Attempt, origins: Origins) -> None:
@@ -38,6 +39,7 @@ class SecondRequest:
         self._is_cancelled = False
         self._response: http.Response | None = None
         self.failure: BaseException | None = None
+        self.is_waited_for = False
 
     @property
     def replica(self) -> ReplicaAddress:

@@ -6,6 +6,7 @@ has no side effects, and to three in all: it may be what ends engines. Any other
 
 from __future__ import annotations
 
+import functools
 import json
 
 from hpc_serve.client.sdk import http, openai
@@ -48,7 +49,7 @@ class Repeats:
         except http.RequestNotRead:
             return False
 
-    @property
+    @functools.cached_property
     def may_be_asked_twice(self) -> bool:
         """Whether two replicas may work on it at the same time, and the first whole answer be taken."""
         if self._request.method != "POST" or not self.is_without_effect or not self.is_replayable:

@@ -52,7 +52,7 @@ class Attempt(Protocol):
     is_talking: bool
     is_second: bool
     second: Any
-    ask_beside: Callable[[Any], None] | None
+    ask_beside: Callable[[Any], bool] | None
 
     @property
     def replica(self) -> ReplicaAddress: ...
@@ -197,5 +197,4 @@ def _ask_beside(late: Collection[Attempt], attempts: Collection[Attempt]) -> Non
     free = most - sum(attempt.is_second for attempt in attempts)
     for attempt in sorted(late, key=lambda attempt: attempt.began_at_s):
         if free > 0 and attempt.ask_beside is not None and attempt.is_waiting:
-            attempt.ask_beside(attempt)
-            free -= 1
+            free -= attempt.ask_beside(attempt)

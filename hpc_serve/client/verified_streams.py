@@ -76,7 +76,7 @@ class Connection(core.NetworkStream):
         """Break the connection, from any thread: whoever reads or writes gets an error."""
         # Below TLS, which another thread may be reading; under the lock, so that the number is still this socket's. Who
         # has the lock already is closing the connection, or cuts it, and may wait for one that is held here.
-        if self._lock.acquire(blocking=False):
+        if is_due() and self._lock.acquire(blocking=False):
             try:
                 if is_due():
                     _shut_down(self.get_extra_info("socket"))

@@ -9,12 +9,13 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, exchange, request_watch
+from hpc_serve.client import connect, connect_async, exchange, hedge, repeats, request_watch
 from hpc_serve.client.request_watch import MOST_SECONDS, ONE_SECOND_FOR, SECONDS
 from tests.support.patience import connect_to_all, wait_until
 
@@ -26,8 +27,10 @@ class Ears:
 
     def __init__(self) -> None:
         self.late: set[str] = set()
+        self.heard = 0
 
     def listen(self, requests: object) -> dict[str, str]:
+        self.heard += bool(self.late)
         return {}
 
     def stood_still(self, seconds: float) -> None:
@@ -299,11 +302,12 @@ class Waiting:
 
     is_waiting = True
 
-    def __init__(self, began_at_s: float, *, is_second: bool = False) -> None:
-        self.began_at_s, self.is_second, self.beside = began_at_s, is_second, 0
+    def __init__(self, began_at_s: float, *, is_second: bool = False, has_another: bool = True) -> None:
+        self.began_at_s, self.is_second, self.has_another, self.beside = began_at_s, is_second, has_another, 0
 
-    def ask_beside(self, attempt: object) -> None:
+    def ask_beside(self, attempt: object) -> bool:
         self.beside += 1
+        return self.has_another
 
 
 @pytest.mark.parametrize(
@@ -324,3 +328,53 @@ def test_few_are_asked_twice_at_a_time_and_the_oldest_first(requests, seconds, m
     asked = [attempt for attempt in late if attempt.beside]
     assert len(asked) == min(most, len(late))
     assert asked == late[len(late) - len(asked) :]
+
+
+def test_those_that_can_be_asked_of_no_other_replica_keep_none_from_it():
+    attempts: Any = [Waiting(0.0, has_another=False) for _ in range(2 * SECONDS)] + [Waiting(1.0)]
+    request_watch._ask_beside(attempts, attempts)
+    assert attempts[-1].beside == 1
+
+
+def test_a_body_is_read_once_to_see_whether_it_may_be_asked_twice(service, talk, tmp_path, monkeypatch):
+    """It may be megabytes, and the question comes up ten times a second."""
+    (tmp_path / "hang").touch()
+    late = service.start("--stub-hang-file", str(tmp_path / "hang"))
+    client, submit = talk(1)
+    read = []
+
+    def loads(text):
+        read.append(text)
+        return json.loads(text)
+
+    monkeypatch.setattr(repeats, "json", SimpleNamespace(loads=loads))
+    ears = ears_of(client)
+    answer = submit()
+    until(service, "begun")
+    ears.late = {name_of(service, late)}
+    wait_until(lambda: ears.heard > 10)
+    (tmp_path / "hang").unlink()
+    text_of(answer)
+    assert len(read) == 1
+
+
+def test_a_first_that_fails_while_its_second_is_being_begun_waits_for_it(service, talk, never, monkeypatch):
+    first = service.start(*never)
+    client, submit = talk(1)
+    begin = hedge.SecondRequest.begin
+
+    def begin_late(second, *args):
+        begin(second, *args)
+        first.kill()  # before the watching thread has seen whether the first one still waits
+        wait_until(lambda: second.is_waited_for)
+
+    monkeypatch.setattr(hedge.SecondRequest, "begin", begin_late)
+    ears = ears_of(client)
+    answer = submit()
+    until(service, "begun")
+    service.start("--stub-word-s", "0.2")
+    client._watch.refresh()
+    ears.late = {name_of(service, first)}
+    text_of(answer)
+    assert events(service).count("begun") == 2
+    assert "abort" not in events(service)

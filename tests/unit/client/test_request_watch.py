@@ -30,7 +30,7 @@ class Request:
     is_second = False
     second = None
     is_waiting = True
-    ask_beside: Callable[[Any], None] | None = None
+    ask_beside: Callable[[Any], bool] | None = None
 
     def cut(self) -> None:
         raise NotImplementedError
