@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
                     show(f"round {number + 1}, start {index + 1}: {json.dumps(found)}")
                     seen[index].append(found)
     for index, starts in enumerate(seen):
-        caches = ", ".join(sorted({str(one["cache"]) for one in starts}))
+        caches = ", ".join(sorted({str(one["cache"]).partition(",")[0] for one in starts}))
         figures = {name: [one[key] for one in starts] for name, key in FIGURES.items()}
         measured.add("a service", f"start {index + 1}", figures, base="start 1", note=f"cache: {caches}")
 
