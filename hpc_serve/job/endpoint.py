@@ -63,6 +63,6 @@ def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
 
     The old port may be somebody else's by then. One that the command names stays. Raises StoreError.
     """
-    port = node.command.port or choose_ports(1)[0]
+    port = node.command.port or next(port for port in choose_ports(2) if port != endpoint.record.port)
     node.write_settings(port=port)
     return replace(endpoint, record=replace(endpoint.record, port=port), address=replace(endpoint.address, port=port))
