@@ -17,6 +17,7 @@ from hpc_serve.client.sdk import http
 from hpc_serve.client.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
+from tests.support.patience import wait_until
 
 CHAT = "/v1/chat/completions"
 STREAM = json.dumps({"model": "405b", "messages": [], "stream": True}).encode()
@@ -65,7 +66,11 @@ class Given:
                         step.attempt.ask_beside(step.attempt)
                     assert self.count < 50, "it is repeated without an end"
                     outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
-                    step = steps.throw(outcome) if isinstance(outcome, Exception) else steps.send(outcome)
+                    if isinstance(outcome, Exception):
+                        step = steps.throw(outcome)
+                    else:
+                        step.attempt.end()  # as the end of its body would
+                        step = steps.send(outcome)
                 elif isinstance(step, Read):
                     step = steps.throw(http.ReadError("reset"))
                 elif isinstance(step, WaitForReplica) and not self._watch.pool:
@@ -84,7 +89,8 @@ def watch(service):
         service.start()
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    return watch
+    yield watch
+    wait_until(lambda: not watch.requests._attempts)
 
 
 def exchange_of(watch, request=None, *, resume=False):
