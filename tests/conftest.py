@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _end_what_killed_sessions_left() -> None:
     root = ClusterConfig().root
     for state in root.glob(f"{SESSION_PREFIX}*"):
-        pid = state.name.removeprefix(SESSION_PREFIX)
+        pid = state.name.removeprefix(SESSION_PREFIX).partition("-")[0]  # its second cluster is called test-PID-2
         if not Path(f"/proc/{pid}").exists():
             SlurmCluster.named(state.name).down()
 

@@ -35,6 +35,7 @@ SLURM = ("slurmctld", "slurmd", "munged")
 NEEDED = ("ip", "unshare", "nsenter", "mount")
 START_TIMEOUT_S = 180.0
 GRACE_S = 15.0
+QUESTION = "are-the-nodes-there"  # the name of the job that asks
 T = TypeVar("T")
 
 
@@ -346,11 +347,18 @@ class SlurmCluster:
         )
         if nodes_are_up:
             wait_for(self._knows_the_gpus, START_TIMEOUT_S, what="the nodes to register", step_s=0.5)
+            wait_for(self._has_asked, START_TIMEOUT_S, what="the end of the job that asked them")
 
     def _knows_the_gpus(self) -> bool:
         """Until a node has registered anew, steps there are refused: Invalid generic resource specification."""
-        step = ["srun", "--immediate=5", f"--nodes={len(self.nodes)}", "--gres=gpu:1", "--mem=1M", "true"]
-        return "Invalid generic resource" not in self.run(step, user=self.config.users[0]).stderr
+        step = ["srun", "--immediate=5", f"--job-name={QUESTION}", f"--nodes={len(self.nodes)}"]
+        done = self.run([*step, "--gres=gpu:1", "--mem=1M", "true"], user=self.config.users[0])
+        return "Invalid generic resource" not in done.stderr
+
+    def _has_asked(self) -> bool:
+        """Slurm lists a job, as its user's, until it has cleared it away: for a moment after its srun has ended."""
+        done = self.run(["squeue", "--noheader", f"--name={QUESTION}"], user="root")
+        return done.returncode == 0 and not done.stdout.strip()
 
     def stop_controller(self) -> None:
         """Stops slurmctld, in good order unless that takes long (it waits for its own messages); jobs go on."""
@@ -394,9 +402,15 @@ class SlurmCluster:
 
     def what_is_unwell(self, *, grace_s: float = GRACE_S) -> str:
         """What of the cluster is not as `up` makes it, after a while in which it may mend itself; "" if all is well."""
+        seen = [""]
+
+        def is_well() -> bool:
+            seen[0] = self._unwell()
+            return not seen[0]
+
         with suppress(TimeoutError):
-            wait_for(lambda: not self._unwell(), grace_s, step_s=0.5)
-        return self._unwell()
+            wait_for(is_well, grace_s, step_s=0.5)
+        return seen[0]
 
     def _unwell(self) -> str:
         if away := [host for host in self.config.hosts if hosts.init_pid(self.config, host) is None]:

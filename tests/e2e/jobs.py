@@ -5,10 +5,13 @@ Tests run as root outside the cluster's hosts; everything that a user does is do
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +114,28 @@ class User:
 
     def wait_until_gone(self, job_id: str, timeout_s: float = ENDS_WITHIN_S) -> None:
         """Until Slurm has ended the job and no process of the user is left on any node."""
-        wait_for(lambda: not self.is_queued(job_id), timeout_s, what=f"the end of job {job_id}")
+        self.wait_until_over(job_id, timeout_s)
         wait_for(lambda: not self.processes(), timeout_s, what=f"no process left of {self.name}")
+
+    def wait_until_over(self, job_id: str, timeout_s: float = ENDS_WITHIN_S) -> None:
+        """Until Slurm has ended the job."""
+        wait_for(lambda: not self.is_queued(job_id), timeout_s, what=f"the end of job {job_id}")
 
     def processes(self) -> list[Any]:
         """This user's processes on the compute nodes."""
         return [process for process in self.cluster.processes(self.name) if process.host in self.cluster.nodes]
+
+    def kill_at_once(self) -> None:
+        """Kill all that the user runs on the nodes before any of it sees that another has ended.
+
+        The newest first: at the end of the script, which is the oldest, Slurm lets what is stopped go on, and ends it
+        by SIGTERM, of which a launcher would make a stop in order.
+        """
+        stopped: set[int] = set()
+        while fresh := {process.pid for process in self.processes()} - stopped:
+            send(fresh, signal.SIGSTOP)
+            stopped |= fresh
+        send(sorted(stopped, reverse=True), signal.SIGKILL)
 
     def cancel(self, job_id: str) -> None:
         done = self.run("scancel", job_id)
@@ -125,6 +144,13 @@ class User:
     def log(self, service: str, job_id: str) -> str:
         logs = sorted((self.home / ".hpc-serve" / "services" / service / "logs").glob(f"{job_id}*"))
         return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in logs)
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal processes that were listed; one may have ended since."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def layout_script(

@@ -18,12 +18,14 @@ from tests.e2e.jobs import User
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
+# Ranks that share two cores make a token in seconds (as in test_serving.py).
+BUSY = {"HPC_SERVE_CANARY_S": "30"}
 START_S = 900.0
 
 
 @pytest.fixture(scope="module")
 def alice(cluster, alice_env, tiny_models):
-    user = User(cluster, {**alice_env, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
+    user = User(cluster, {**alice_env, **BUSY, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
     yield user
     user.run("scancel", "--user", "alice")
 

@@ -88,7 +88,7 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
     asking_little = start_asking(alice, 1)  # from the first replica on, so that it does not fall asleep meanwhile
     alice.hpc_serve_said("wait", SERVICE, "--timeout", "5m")
     seen = Seen(alice)
-    assert seen.ready() == 1
+    wait_for(lambda: seen.ready() == 1, MOST_S, what="one replica")
 
     asking = start_asking(alice, THREADS)
     little = told_at_the_end(asking_little)
@@ -113,7 +113,7 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
     )
 
     asking_again = start_asking(alice, 1)
-    assert seen.ready() == 1
+    wait_for(lambda: seen.ready() == 1, MOST_S, what="the replica that was woken")
     assert seen.state == "awake"
     woken = told_at_the_end(asking_again)  # it has had an answer, whenever it is told to end
     assert woken["errors"] == []

@@ -5,8 +5,8 @@ Real Slurm, and real Ray where several nodes are; the engine is the stub. test_s
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
 import signal
 
@@ -14,7 +14,7 @@ import pytest
 
 from hpc_serve.submit.sbatch_options import SlurmOptions
 from tests.cluster import wait_for
-from tests.e2e.jobs import STUB, Record, User, stub_script
+from tests.e2e.jobs import STUB, Record, User, send, stub_script
 
 pytestmark = [pytest.mark.slurm]
 
@@ -31,8 +31,7 @@ def serve(alice: User, service: str, *stub_args: str, env=None, **layout) -> str
 def signal_engine(alice: User, number: signal.Signals) -> None:
     pids = [p.pid for p in alice.processes() if str(STUB) in p.argv[:2] and "--headless" not in p.argv]
     assert pids
-    for pid in pids:
-        os.kill(pid, number)
+    send(pids, number)
 
 
 def wait_for_start(alice: User, service: str, job_id: str, number: int) -> Record:
@@ -93,12 +92,13 @@ def test_an_engine_that_is_killed_again_and_again_is_started_three_times_over_th
     job_id = serve(alice, "mortal", "--stub-share-memory", **layout)
     ray = raylets(alice)
     assert len(ray) == 2
-    ports = {wait_for_start(alice, "mortal", job_id, 0)["port"]}
+    ports = [wait_for_start(alice, "mortal", job_id, 0)["port"]]
     for number in (1, 2, 3):
         signal_engine(alice, signal.SIGKILL)
-        ports.add(wait_for_start(alice, "mortal", job_id, number)["port"])
+        ports.append(wait_for_start(alice, "mortal", job_id, number)["port"])
         assert raylets(alice) == ray
     assert len(ports) == 4
+    assert all(port != before for before, port in itertools.pairwise(ports))  # by chance it may be an earlier one again
     signal_engine(alice, signal.SIGKILL)
     record = wait_for(
         lambda: (found := alice.record("mortal", job_id)) and found["state"] == "failed" and found, 180, what="its end"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import time
 
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User, stub_script, with_another_ray
+from tests.e2e.jobs import User, send, stub_script, with_another_ray
 
 pytestmark = [pytest.mark.slurm]
 
@@ -87,9 +86,8 @@ def test_a_workers_raylet_is_killed(alice):
     job_id = submit(alice, "raylet")
     record = alice.wait_until_ready("raylet", job_id, 300)
     other = next(node["name"] for node in record["nodes"][1:])
-    for process in alice.processes():
-        if process.host == other and process.argv[0].endswith("raylet/raylet"):
-            os.kill(process.pid, signal.SIGKILL)
+    raylets = [p.pid for p in alice.processes() if p.host == other and p.argv[0].endswith("raylet/raylet")]
+    send(raylets, signal.SIGKILL)
     record = failed(alice, "raylet", job_id)
     assert record["failed_part"] == f"ray worker on {other}"
     assert "raylet ended with -9" in record["reason"]
@@ -127,10 +125,10 @@ def test_a_launcher_is_killed(alice, role):
     record = alice.wait_until_ready(f"killed-{role}", job_id, 300)
     host = record["nodes"][0 if role == "head" else 1]["name"]
     launchers = [
-        p for p in alice.processes() if p.host == host and "hpc_serve.job" in p.argv and "srun" not in p.argv[0]
+        p.pid for p in alice.processes() if p.host == host and "hpc_serve.job" in p.argv and "srun" not in p.argv[0]
     ]
-    for process in launchers:
-        os.kill(process.pid, signal.SIGKILL)
+    assert launchers
+    send(launchers, signal.SIGKILL)
     alice.wait_until_gone(job_id)
     assert not folders_left(alice)
     if role == "worker":
@@ -150,19 +148,6 @@ def on(alice: User, host: str) -> list[int]:
     return [process.pid for process in alice.processes() if process.host == host]
 
 
-def end_at_once(alice: User) -> None:
-    """Kill all that the user runs before any of it sees that another has ended."""
-    stopped: set[int] = set()
-    while fresh := {process.pid for process in alice.processes()} - stopped:
-        for pid in fresh:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= fresh
-    for pid in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def frozen(alice: User, host: str):
     """All that the user runs on a host stands still."""
@@ -170,21 +155,17 @@ def frozen(alice: User, host: str):
     try:
         while fresh := set(on(alice, host)) - pids:  # one may have ended meanwhile, or begun another
             pids |= fresh
-            for pid in fresh:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
+            send(fresh, signal.SIGSTOP)
         yield
     finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        send(pids, signal.SIGCONT)
 
 
 def test_what_a_run_that_was_killed_outright_left_goes_with_the_next_which_ends_with_a_frozen_node(alice):
     job_id, nodes = without_ray(alice, "outright", "--stub-share-memory")
     is_noted = ("sh", "-c", "ls /tmp/hs-*/shared-memory-watcher")
     wait_for(lambda: not any(alice.run(*is_noted, node=node).returncode for node in nodes), 180, what="notes of both")
-    end_at_once(alice)
+    alice.kill_at_once()
     alice.wait_until_gone(job_id)
     left = folders_left(alice)
     assert len(left) == 2 + 2 + 1  # of each host: a folder, a segment; and the run's own
@@ -217,10 +198,11 @@ def test_a_job_outlives_a_suspension_and_ends_on_both_sides_of_a_parted_network(
     wait_for(lambda: time.monotonic() > too_long, 60)
     before = alice.record("parted", job_id)
     assert alice.cluster.run(["scontrol", "resume", job_id], user="root").returncode == 0
-    record = wait_for(
-        lambda: (now := alice.record("parted", job_id))["counter"] > before["counter"] + 1 and now, 180, what="renewals"
-    )
-    assert record["state"] == "ready", record["reason"]
+
+    def is_renewed_and_ready(record) -> bool:  # its engine may be found silent at first, and well at the next look
+        return record["counter"] > before["counter"] + 1 and record["state"] == "ready"
+
+    alice.wait_for_record("parted", job_id, is_renewed_and_ready, 180)
 
     alice.cluster.disconnect(worker)
     try:

@@ -117,6 +117,8 @@ def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, lo
     program.send_signal(signal.SIGTERM)
     program.wait(timeout=300)
 
+    for one in in_order:  # a record says that it has stopped before Slurm does, which tells a forecast until then
+        alice.wait_until_over(one["job_id"])
     rows = []
     everything = sorted(jobs(alice, service).values(), key=lambda one: one["started_at"] or time.time())
     for one, after in zip(in_order, everything[1:], strict=False):

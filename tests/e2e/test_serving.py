@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import CHECKOUT, User, layout_script, with_another_ray
+from tests.e2e.jobs import CHECKOUT, User, layout_script, send, with_another_ray
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
@@ -156,9 +156,8 @@ class TestSixteenRanks:
 
     def test_a_killed_raylet_ends_a_real_engine_within_seconds(self, alice, big):
         other = big["nodes"][1]["name"]
-        for process in alice.processes():
-            if process.host == other and process.argv[0].endswith("raylet/raylet"):
-                os.kill(process.pid, signal.SIGKILL)
+        raylets = [p.pid for p in alice.processes() if p.host == other and p.argv[0].endswith("raylet/raylet")]
+        send(raylets, signal.SIGKILL)
         alice.wait_until_gone(big["job_id"])
         record = alice.record("405b", big["job_id"])
         assert (record["state"], record["failed_part"]) == ("failed", f"ray worker on {other}")

@@ -6,10 +6,7 @@ everything else is real. test_commands.py goes through a day's commands with a r
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,9 +128,7 @@ def test_a_ready_service_that_is_cancelled_is_never_called_unresponsive(alice):
 
 def test_a_job_that_was_killed_outright_is_not_taken_for_a_live_one(alice):
     job_id = submitted(alice, "killed", *WAIT)
-    for process in alice.processes():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    alice.kill_at_once()
     wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of the killed job")
     status = status_of(alice, "killed")
     assert (status["state"], status["end_reported_by_job"]) == ("failed", False)

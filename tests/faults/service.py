@@ -183,12 +183,15 @@ class Service:
     def count_ready(self, due: int) -> int:
         """How many replicas are ready; waits a while until so many are."""
 
-        def count() -> int:
-            return list(self.states().values()).count("ready")
+        seen = [0]
+
+        def are_there() -> bool:
+            seen[0] = list(self.states().values()).count("ready")
+            return seen[0] >= due
 
         with contextlib.suppress(TimeoutError):
-            wait_for(lambda: count() >= due, READY_AGAIN_S, what=f"{due} replicas", step_s=1.0)
-        return count()
+            wait_for(are_there, READY_AGAIN_S, what=f"{due} replicas", step_s=1.0)
+        return seen[0]
 
     def close(self) -> None:
         """End the load and every replica."""

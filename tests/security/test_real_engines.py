@@ -21,12 +21,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
 STRANGER = Path(__file__).with_name("stranger.py")
 ASK = Path(__file__).parents[1] / "e2e" / "ask.py"
+BUSY = {"HPC_SERVE_CANARY_S": "30"}  # ranks that share two cores make a token in seconds
 START_S = 900.0
 
 
 @pytest.fixture(scope="module")
 def alice(cluster, alice_env, tiny_models):
-    return User(cluster, {**alice_env, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
+    return User(cluster, {**alice_env, **BUSY, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_a_port_has_a_key_that_nobody_else_reads(service, program):
     assert len(key) >= 32
     assert key not in one.said
     assert key.encode() not in _command_line(one.process.pid)
-    assert "in the clear" in one.said
+    wait_for(lambda: "in the clear" in one.said, 60, what="the warning, which is its last word")
     base_url = one.said.split("OPENAI_BASE_URL=")[1].split()[0]
     assert base_url.startswith("http://127.0.0.1:")
     client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)

@@ -55,6 +55,7 @@ def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_i
         return run.record is not None and run.record.state == "ready"
 
     wait_for(is_ready, 60, what="ready")
+    seen.extend(command_lines(run))  # the engine may have begun, and become ready, since the last look
     assert run.record is not None
     engine = next(words for words in seen if "--config" in words)
     port = re.compile(rf"(?<![0-9a-f]){run.record.port}(?![0-9a-f])")  # a name by chance may hold its digits
