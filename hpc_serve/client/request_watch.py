@@ -28,10 +28,10 @@ DOUBT_S = 0.5  # until the next look, when a replica has missed its first probe
 # An engine that ends gently takes no connection any more, and still sends: words of an answer are a sign of life.
 HEARD_S = 1.0
 
-# Second requests at a time: so many, or one for so many requests under way, but no more than the most.
-SECONDS = 8
-ONE_SECOND_FOR = 20
-MOST_SECONDS = 32
+# Second requests (`hedge`) at a time: so many, or one for so many requests under way, but no more than the most.
+HEDGES = 8
+ONE_HEDGE_FOR = 20
+MOST_HEDGES = 32
 
 _log = logging.getLogger("hpc_serve.client")
 
@@ -193,7 +193,7 @@ class RequestWatch:
 
 def _ask_beside(late: Collection[Attempt], attempts: Collection[Attempt]) -> None:
     """Ask another replica beside those that are late, for the oldest requests first. Raises RuntimeError."""
-    most = min(max(SECONDS, len(attempts) // ONE_SECOND_FOR), MOST_SECONDS)
+    most = min(max(HEDGES, len(attempts) // ONE_HEDGE_FOR), MOST_HEDGES)
     free = most - sum(attempt.is_second for attempt in attempts)
     for attempt in sorted(late, key=lambda attempt: attempt.began_at_s):
         if free > 0 and attempt.ask_beside is not None and attempt.is_waiting:

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from hpc_serve.client import connect, connect_async, exchange, hedge, repeats, request_watch
-from hpc_serve.client.request_watch import MOST_SECONDS, ONE_SECOND_FOR, SECONDS
+from hpc_serve.client.request_watch import HEDGES, MOST_HEDGES, ONE_HEDGE_FOR
 from tests.support.patience import connect_to_all, wait_until
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -313,11 +313,11 @@ class Waiting:
 @pytest.mark.parametrize(
     ("requests", "seconds", "most"),
     [
-        (10, 0, SECONDS),
-        (10, 5, SECONDS - 5),
-        (10, SECONDS, 0),
-        (20 * ONE_SECOND_FOR, 0, 20),
-        (100 * ONE_SECOND_FOR, 0, MOST_SECONDS),
+        (10, 0, HEDGES),
+        (10, 5, HEDGES - 5),
+        (10, HEDGES, 0),
+        (20 * ONE_HEDGE_FOR, 0, 20),
+        (100 * ONE_HEDGE_FOR, 0, MOST_HEDGES),
     ],
 )
 def test_few_are_asked_twice_at_a_time_and_the_oldest_first(requests, seconds, most):
@@ -331,7 +331,7 @@ def test_few_are_asked_twice_at_a_time_and_the_oldest_first(requests, seconds, m
 
 
 def test_those_that_can_be_asked_of_no_other_replica_keep_none_from_it():
-    attempts: Any = [Waiting(0.0, has_another=False) for _ in range(2 * SECONDS)] + [Waiting(1.0)]
+    attempts: Any = [Waiting(0.0, has_another=False) for _ in range(2 * HEDGES)] + [Waiting(1.0)]
     request_watch._ask_beside(attempts, attempts)
     assert attempts[-1].beside == 1
 
