@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
+import pydantic
 import pytest
 
 from hpc_serve.client import connect, connect_async
@@ -100,6 +101,36 @@ def test_children_of_a_process_whose_threads_are_asking(service):
         for each in loads:
             each.result(60)
     assert client._watch.pool._under_way == {}
+
+
+def test_a_child_reads_its_first_answer_while_a_thread_of_the_parent_was_reading_one():
+    """The SDK's classes are completed at the first answer, under a lock that the child inherits as it is."""
+    lock = getattr(pydantic.main, "_rebuild_lock", None)
+    if lock is None:
+        pytest.skip(f"pydantic {pydantic.VERSION} completes classes without a lock")
+
+    class Answer(pydantic.BaseModel, defer_build=True):
+        text: str
+
+    is_held, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            enough.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(hold)
+        try:
+            assert is_held.wait(60)
+            child = FORK.Process(target=lambda: Answer(text="first"))
+            child.start()
+            child.join(20)
+            code = child.exitcode
+            child.kill()
+        finally:
+            enough.set()
+    assert code == 0
 
 
 def test_children_of_an_async_client_get_their_own_answers(service):
