@@ -15,6 +15,7 @@ class Asker(Protocol):
 
     def ask(self, replicas: Mapping[ReplicaAddress, bool], answer_s: float) -> dict[str, Sign]: ...
     def keep(self, replicas: Collection[ReplicaAddress]) -> None: ...
+    def after_fork(self) -> None: ...
 
 
 class Aside:
@@ -31,7 +32,7 @@ class Aside:
 
     def after_fork(self) -> None:
         """In a forked process: the connections, and the thread that asks, are those of the other one."""
-        self._questions.keep(())
+        self._questions.after_fork()
         self._forget_answers()
 
     def ask(self, replicas: Mapping[ReplicaAddress, bool], answer_s: float) -> None:

@@ -7,11 +7,12 @@ Which replica a request goes to is decided above these transports.
 
 from __future__ import annotations
 
+import functools
 import ssl
 from typing import Any
 
 from hpc_serve.client.event_loops import has_ended, running_loop
-from hpc_serve.client.fork import renew_after_fork
+from hpc_serve.client.fork import leave_behind, renew_after_fork
 from hpc_serve.client.origins import Origins
 from hpc_serve.client.sdk import core, http
 from hpc_serve.client.verified_streams import AsyncConnection, AsyncVerifyingBackend, VerifyingBackend
@@ -48,6 +49,7 @@ class _ProcessTransport(http.BaseTransport):
 
     def after_fork(self) -> None:
         _unlock(self._inner)
+        leave_behind(self._inner)
         self._origins.leave_all()
         self._inner = _transport(self._origins)
 
@@ -82,6 +84,7 @@ class _LoopTransport(http.AsyncBaseTransport):
                     connection.end_with_loop()
 
     def after_fork(self) -> None:
+        leave_behind(self._inner)
         self._origins.leave_all()
         self._inner = {}
 
@@ -113,6 +116,7 @@ def _pool_options() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _unused_context() -> ssl.SSLContext:
     """It trusts nobody. The library's own would read all of the system's authorities first."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from hpc_serve.client.fork import leave_behind
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.probe import in_background
 from hpc_serve.errors import RecordError
@@ -77,6 +78,11 @@ class Questions:
         """Close the connections to all replicas but these."""
         for replica in self._kept.keys() - replicas:
             self._kept.pop(replica).close()
+
+    def after_fork(self) -> None:
+        """In a forked process the connections are those of the other one."""
+        leave_behind([connection.sock for connection in self._kept.values()])
+        self.keep(())
 
 
 def _ask(

@@ -86,7 +86,7 @@ class Silence:
 
     def after_fork(self) -> None:
         """In a forked process: the requests and connections are those of the other one."""
-        self._questions.keep(())
+        self._questions.after_fork()
         self._probation.after_fork()
         self._lateness.after_fork()
         self._pulses = {}

@@ -1,11 +1,14 @@
 """One client in several processes and in several event loops: each gets its own answers, over its own connections."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
+import ssl
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
@@ -82,19 +85,56 @@ def test_children_get_their_own_answers(service, tls):
     check_own_answers(client, "parent again")
 
 
-def test_children_of_a_process_whose_threads_are_asking(service):
-    """A thread of the parent may hold any lock at the fork."""
+def test_a_fork_makes_and_frees_nothing_of_tls(service, monkeypatch):
+    """OpenSSL has locks of its own, which a thread of the parent may hold."""
     service.start(*STUB)
     client = connect("405b", max_retries=0)
+    check_own_answers(client, "parent")
+    questions: Any = client._watch.requests._silence._questions
+    wait_until(lambda: (questions.ask({client._watch.pool.take(): False}, 5.0), questions._kept)[1])
+    touched_in: list[int] = []
+
+    class Context(ssl.SSLContext):
+        def __new__(cls, *args, **options):
+            touched_in.append(os.getpid())
+            return super().__new__(cls, *args, **options)
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), ssl.SSLSocket | ssl.SSLContext)]
+    assert any(type(each) is ssl.SSLSocket for each in found)
+    watched = [weakref.ref(each, lambda _: touched_in.append(os.getpid())) for each in found]
+    found.clear()
+    monkeypatch.setattr(ssl, "SSLContext", Context)
+
+    def check():
+        assert not questions._kept
+        assert os.getpid() not in touched_in
+        assert any(each() is not None for each in watched)
+
+    child = FORK.Process(target=check)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_children_of_a_process_whose_threads_are_asking(service):
+    """A thread of the parent may hold any lock at the fork, but one inside of OpenSSL or of pydantic-core: those are
+    taken for new connections and for the first answers of a process.
+    """
+    service.start(*STUB)
+    client = connect("405b", max_retries=0)
+    has_begun = threading.Barrier(7, timeout=60)
     enough = threading.Event()
 
     def load(name):
+        check_own_answers(client, name, count=1)
+        has_begun.wait()
         while not enough.is_set():
             check_own_answers(client, name, count=1)
 
     with ThreadPoolExecutor(6) as threads:
         loads = [threads.submit(load, f"thread {number}") for number in range(6)]
         try:
+            has_begun.wait()
             run_children(lambda number: check_own_answers(client, f"child {number}", count=2))
         finally:
             enough.set()

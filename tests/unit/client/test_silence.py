@@ -75,6 +75,9 @@ class Beside:
     def keep(self, replicas):
         pass
 
+    def after_fork(self):
+        pass
+
 
 class Scene:
     """Engines and one client, in steps of the watch. Asking one that is not there takes as long as it may."""
@@ -111,6 +114,9 @@ class Scene:
         return {name: self.engines[name].sign for name in there} | no_answers
 
     def keep(self, replicas):
+        pass
+
+    def after_fork(self):
         pass
 
     def talk(self):
@@ -579,6 +585,9 @@ def test_a_replica_on_probation_is_asked_again_after_a_question_that_could_not_b
             return {"a": Sign()}
 
         def keep(self, replicas):
+            pass
+
+        def after_fork(self):
             pass
 
     def start(ask):
