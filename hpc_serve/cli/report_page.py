@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.cli.work_view import figure, when, work_rows
-from hpc_serve.diagnose.redact import redact
+from hpc_serve.redact import redact
 from hpc_serve.durations import duration
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.pages.frame import document, swatch, table

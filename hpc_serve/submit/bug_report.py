@@ -1,6 +1,6 @@
 """One file for a bug report: the diagnosis, the status, the script and the logs of a replica, without secrets.
 
-Only what is listed here goes in, and all of it passes `diagnose.redact`: records, keys and certificates stay where
+Only what is listed here goes in, and all of it passes `hpc_serve.redact`: records, keys and certificates stay where
 they are.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hpc_serve
-from hpc_serve.diagnose.redact import redact, secrets_of
+from hpc_serve.redact import redact, secrets_of
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.rendezvous.store import ServiceStore

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from hpc_serve.diagnose.redact import is_secret
+from hpc_serve.redact import is_secret
 from hpc_serve.errors import InvalidRequestError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

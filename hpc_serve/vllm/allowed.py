@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.redact import holds_credential
 from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_keys, check_value, read_arguments, value_of
 from hpc_serve.vllm.options import completions, load_data, options, pinned_version
 
@@ -37,6 +38,7 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
         if argument.spelling == "--":
             raise InvalidRequestError("`--` ends the options for vLLM, and the launcher adds more: leave it out.")
         _check_not_refused(argument)
+        _check_no_credential(argument)
         check_keys(argument)
         if argument.option is None:
             _check_unknown(argument, allow_unknown)
@@ -82,6 +84,15 @@ def _check_not_refused(argument: Argument) -> None:
     for name in (argument.name, *_meant(argument)):
         if reason := _classes()["ours"].get(name) or _classes()["refused"].get(name):
             raise InvalidRequestError(f"{name} cannot be given to the engine: {reason}.")
+
+
+def _check_no_credential(argument: Argument) -> None:
+    if any(map(holds_credential, argument.words)):
+        raise InvalidRequestError(
+            f"{argument.spelling.partition('.')[0] or 'a word'} holds a password or a token, which would stand in the "
+            "script and in the process list of every node: give it in a file that the engine reads, or in a variable "
+            "that you export before you submit (for traces: OTEL_EXPORTER_OTLP_HEADERS)."
+        )
 
 
 def _meant(argument: Argument) -> tuple[str, ...]:

@@ -70,6 +70,38 @@ def test_some_options_are_refused_wherever_they_come_from(line: str) -> None:
         assert "k3y" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--otlp-traces-endpoint http://me:k3yword@collector:4317",
+        "--otlp_traces_endpoint=http://me:k3yword@collector:4317",
+        '--kv-transfer-config {"kv_connector_extra_config":{"url":"redis://:k3yword@cache:6379"}}',
+        "--kv-transfer-config.kv_connector_extra_config.url redis://:k3yword@cache:6379",
+        '--model-loader-extra-config {"token":"hf_k3yk3yk3yk3yk3yk3y"}',
+        "--no-such-option https://me:k3yword@host/",
+    ],
+)
+def test_credentials_stand_in_no_script_and_in_no_process_list(line: str) -> None:
+    for check in (
+        lambda words: check_arguments(words, allow_unknown=False),
+        lambda words: check_arguments(words, allow_unknown=True),
+        check_file_arguments,
+    ):
+        with pytest.raises(InvalidRequestError, match="holds a password or a token") as refused:
+            check(line.split())
+        assert "k3y" not in str(refused.value)
+
+
+def test_what_only_looks_like_a_credential_may_be_given() -> None:
+    for line in (
+        "--otlp-traces-endpoint http://collector:4317",
+        "--served-model-name team/hf-DeepSeek-R1-Distill-Qwen-32B-quantized-w4a16-v2",
+        '--hf-overrides {"pad_token":"<|endoftext|>"}',
+        "--chat-template /data/users@site/a:b.jinja",
+    ):
+        check_arguments(line.split(), allow_unknown=False)
+
+
 @pytest.mark.parametrize("line", CODE)
 def test_what_names_code_comes_from_its_owner_only(line: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"^hpc-serve-args.txt holds "):

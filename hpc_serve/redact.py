@@ -1,4 +1,4 @@
-"""Takes secrets out of text that leaves the cluster in a bug report: keys, tokens, certificates, passwords.
+"""Finds secrets in text: keys, tokens, certificates, passwords. What leaves the cluster in a bug report is without them.
 
 Values that are known are taken out wherever they stand; others by their form, or by the name before them. Too much is
 better than too little. What goes into a report at all is decided by who writes it.
@@ -25,10 +25,12 @@ _NAME_OF_SECRET = re.compile(rf"{_SECRET_NAME}|pass$|_key$", re.IGNORECASE)
 _NO_SECRET = re.compile(r"(?:true|false|none|null|auto|[\d.,]+|\$\{?\w+\}?)", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z]+[.,]?")
 _NAME_OF_PATH = re.compile(r"(?:path|file|dir|folder)$", re.IGNORECASE)
+_AUTHORIZATION = re.compile(r"\b(?:Bearer|Basic)\s+[\w.~+/=-]{8,}")
+_TOKEN = re.compile(r"\b(?:hf_|api_org_|sk-|nvapi-|glpat-|github_pat_|gh[pousr]_|xox[abprs]-)[\w-]{10,}")
 _SHAPES = (
     re.compile(r"-----BEGIN [A-Z0-9 ]{1,64}-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL),
-    re.compile(r"\b(?:Bearer|Basic)\s+[\w.~+/=-]{8,}"),
-    re.compile(r"\b(?:hf_|api_org_|sk-|nvapi-|glpat-|github_pat_|gh[pousr]_|xox[abprs]-)[\w-]{10,}"),
+    _AUTHORIZATION,
+    _TOKEN,
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"),
     re.compile(r"\b[0-9a-f]{64}\b"),
@@ -37,7 +39,7 @@ _SHAPES = (
 )
 _END_OF_WORD = re.compile(r"[\w.-]+$")
 _LONGEST_NAME = 64
-_IN_URL = re.compile(r"(?P<scheme>\b\w{1,20}://)[^\s/@:]+:[^\s/@]+@")
+_IN_URL = re.compile(r"(?P<scheme>\b\w{1,20}://)[^\s/@:]*:[^\s/@]+@")
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
@@ -72,6 +74,15 @@ def is_secret(name: str, value: str) -> bool:
     is_path = _NAME_OF_PATH.search(name) and value.startswith(("/", "~", "$"))
     is_named = _NAME_OF_SECRET.search(name) and not is_path and not _NO_SECRET.fullmatch(value)
     return bool(is_named) or redact(value) != value
+
+
+def holds_credential(word: str) -> bool:
+    """Whether a word of a command line holds what is a credential by its form alone, whatever its name.
+
+    >>> holds_credential("http://me:word@collector:4317"), holds_credential("http://collector:4317")
+    (True, False)
+    """
+    return any(form.search(word) for form in (_IN_URL, _AUTHORIZATION, _TOKEN))
 
 
 def _without_value(found: re.Match[str]) -> str:

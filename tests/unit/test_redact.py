@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from hpc_serve.diagnose.redact import HIDDEN, redact, secrets_of
+from hpc_serve.redact import HIDDEN, redact, secrets_of
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIBVwIBADANBgkqhkiG\n-----END PRIVATE KEY-----"
 
