@@ -1,4 +1,4 @@
-"""Finds secrets in text: keys, tokens, certificates, passwords. What leaves the cluster in a bug report is without them.
+"""Finds secrets in text: keys, tokens, certificates, passwords. A bug report leaves the cluster without them.
 
 Values that are known are taken out wherever they stand; others by their form, or by the name before them. Too much is
 better than too little. What goes into a report at all is decided by who writes it.

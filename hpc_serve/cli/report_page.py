@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 import hpc_serve
 from hpc_serve.cli.work_view import figure, when, work_rows
-from hpc_serve.redact import redact
 from hpc_serve.durations import duration
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.pages.frame import document, swatch, table
 from hpc_serve.printable import printable
+from hpc_serve.redact import redact
 from hpc_serve.submit.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
 from hpc_serve.submit.start_words import stage_seconds
 

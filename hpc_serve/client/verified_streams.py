@@ -20,6 +20,7 @@ from hpc_serve.client.event_loops import has_ended, is_asyncio, running_loop
 from hpc_serve.client.origins import OpenConnection, Origins, always, sender
 from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import core
+from hpc_serve.client.thread_streams import SocketStream
 from hpc_serve.errors import RecordError
 from hpc_serve.trust.connection import Challenge, make_challenge, tls_refusal
 from hpc_serve.trust.pinned import pinned_context
@@ -211,7 +212,7 @@ class VerifyingBackend(core.NetworkBackend):
                     stream.write(challenge.request, timeout=deadline.left_s)
                     while not challenge.is_answered:
                         challenge.read(stream.read(_READ_BYTES, timeout=deadline.left_s))
-            connection = Connection(stream)
+            connection = Connection(SocketStream(stream))
             self._origins.add_connection(replica, connection)
             return connection
         except BaseException:

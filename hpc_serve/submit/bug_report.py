@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import hpc_serve
-from hpc_serve.redact import redact, secrets_of
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.redact import redact, secrets_of
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis import Diagnosis
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from hpc_serve.redact import is_secret
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.redact import is_secret
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})")
