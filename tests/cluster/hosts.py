@@ -21,6 +21,9 @@ from tests.cluster.config import INTERFACE, LOGIN, ClusterConfig, hosts_text
 HERE = Path(__file__).resolve().parent
 PREFIX_LENGTH = 24
 NOBODY = "02:00:00:00:00:00"
+# A bridge without an address of its own takes one of its ports', and another one when a port comes or goes: all hosts
+# would send to the old one for seconds.
+LOGIN_MAC = "02:00:00:00:00:01"
 # Bare: what runs inside a host has loaded all it needs before the host's own view of files replaces the machine's.
 PYTHON = (sys.executable, "-I", "-S")
 
@@ -110,7 +113,7 @@ def _connect(config: ClusterConfig, host: str, pid: int) -> None:
     address = f"{config.address(host)}/{PREFIX_LENGTH}"
     ip_here = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip"]
     if host == LOGIN:
-        run_as_root([*ip_here, "link", "add", INTERFACE, "type", "bridge"])
+        run_as_root([*ip_here, "link", "add", INTERFACE, "address", LOGIN_MAC, "type", "bridge"])
     else:
         ip_login = _ip_on_login(config)
         # Connections that nobody could close keep the namespace of a host that was unplugged and then ended.

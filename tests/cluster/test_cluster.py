@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, processes, wait_for
-from tests.cluster.config import CHECKOUT
+from tests.cluster.config import CHECKOUT, INTERFACE
 from tests.cluster.cpu_shares import NoCpuControllerError, cpu_shares
+from tests.cluster.hosts import LOGIN_MAC
 
 pytestmark = pytest.mark.slurm
 
@@ -133,6 +134,15 @@ def test_a_node_without_power_is_noticed_and_comes_back(other: SlurmCluster) -> 
     wait_for(lambda: other.node_state("n1") in ("idle*", "down*"), 300, what="Slurm to miss the node")
     other.power_on("n1")
     assert other.node_state("n1") == "idle"
+
+
+def test_a_node_that_comes_and_goes_leaves_the_address_of_the_login_node(other: SlurmCluster) -> None:
+    other.up()
+    address = ["cat", f"/sys/class/net/{INTERFACE}/address"]
+    assert other.run(address).stdout.strip() == LOGIN_MAC
+    other.power_off("n1")
+    other.power_on("n1")
+    assert other.run(address).stdout.strip() == LOGIN_MAC
 
 
 def test_a_node_that_was_unplugged_and_then_ended_comes_back(other: SlurmCluster) -> None:
