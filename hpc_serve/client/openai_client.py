@@ -9,12 +9,36 @@ from typing import Any
 
 from hpc_serve.client.discovery import ServiceWatch
 from hpc_serve.client.replicas import Replica, known_replicas
-from hpc_serve.client.sdk import openai
+from hpc_serve.client.sdk import http, openai
 from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
 from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
 
 # A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3
+
+
+class _RequestOver(BaseException):
+    """The error of a request that is not to be sent again. The SDK before 2.40 sends one again after any Exception."""
+
+    def __init__(self, error: openai.OpenAIError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Transport(ServiceTransport):
+    def handle_request(self, request: http.Request) -> http.Response:
+        try:
+            return super().handle_request(request)
+        except openai.OpenAIError as error:
+            raise _RequestOver(error) from error
+
+
+class _AsyncTransport(AsyncServiceTransport):
+    async def handle_async_request(self, request: http.Request) -> http.Response:
+        try:
+            return await super().handle_async_request(request)
+        except openai.OpenAIError as error:
+            raise _RequestOver(error) from error
 
 
 class _OfService:
@@ -55,7 +79,7 @@ class ServiceClient(_OfService, openai.OpenAI):
         self._wait = wait
         self._resume = resume
         if options.get("http_client") is None:
-            transport = ServiceTransport(watch, resume=resume, wait=wait)
+            transport = _Transport(watch, resume=resume, wait=wait)
             options["http_client"] = openai.DefaultHttpxClient(transport=transport, trust_env=False)
         super().__init__(**_with_endpoint(watch, options))
 
@@ -72,6 +96,8 @@ class ServiceClient(_OfService, openai.OpenAI):
             wait_for_replica(self._watch, policy)
             try:
                 return super().request(*args, **options)
+            except _RequestOver as over:
+                raise over.error from over.error.__cause__
             except openai.APIConnectionError as error:
                 if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
                     raise
@@ -85,7 +111,7 @@ class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
         self._wait = wait
         self._resume = resume
         if options.get("http_client") is None:
-            transport = AsyncServiceTransport(watch, resume=resume, wait=wait)
+            transport = _AsyncTransport(watch, resume=resume, wait=wait)
             options["http_client"] = openai.DefaultAsyncHttpxClient(transport=transport, trust_env=False)
         super().__init__(**_with_endpoint(watch, options))
 
@@ -102,6 +128,8 @@ class AsyncServiceClient(_OfService, openai.AsyncOpenAI):
             await wait_for_replica_async(self._watch, policy)
             try:
                 return await super().request(*args, **options)
+            except _RequestOver as over:
+                raise over.error from over.error.__cause__
             except openai.APIConnectionError as error:
                 if not rounds_left or not isinstance(error.__cause__, NoReplicaError):
                     raise
