@@ -5,6 +5,7 @@ Each try prints one JSON object. It needs no part of hpc_serve: a stranger write
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
@@ -212,16 +213,16 @@ def flood_without_end(host: str, port: str, said: str, held: str) -> dict[str, i
             print(json.dumps({"opened": opened}), flush=True)
 
 
-def connect(host: str, ports: str) -> dict[str, list[int]]:
-    """Which of the ports take a connection."""
+def ask_for_metrics(host: str, ports: str) -> dict[str, list[int]]:
+    """Which of the ports answer a plain question for metrics."""
     found = []
     for port in ports.split(","):
-        try:
-            socket.create_connection((host, int(port)), timeout=3).close()
-            found.append(int(port))
-        except OSError:
-            continue
-    return {"open": found}
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=3) as connection:
+            connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            status, _, _ = connection.recv(65_536).partition(b"\r\n")
+            if status.startswith(b"HTTP/") and status.split()[1] == b"200":
+                found.append(int(port))
+    return {"answer": found}
 
 
 if __name__ == "__main__":
