@@ -31,7 +31,7 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 
 .PHONY: test
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
-	@$(PYTHON_AS_ROOT) -m pytest -p no:cacheprovider --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
+	@$(PYTHON_AS_ROOT) -m tests --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
 
 .PHONY: second-slurm
 second-slurm: SLURM = trixie

@@ -27,7 +27,7 @@ for version in "$@"; do
     venv=.venv-$version
     VENV=$venv PYTHON=$python envs/venv.sh unit
     echo "unit tests under $("$venv/bin/python" --version):"
-    if "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses=auto --maxprocesses=4 \
+    if "$venv/bin/python" -m tests -q --numprocesses=auto --maxprocesses=4 \
         --ignore-glob='*/test_accuracy_*' tests/unit; then
         ran+=("$version")
     else

@@ -18,9 +18,9 @@ from hpc_serve.demo_model import SHAPES, make_demo_model
 from tests.cluster import ClusterConfig, ClusterError, SlurmCluster, wait_for
 from tests.cluster.config import CHECKOUT
 from tests.cluster.environment import user_environment, visible_folders
+from tests.cluster.leftovers import remove_leftovers, session_name
 
 KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
-SESSION_PREFIX = "test-"
 COVERED = "COVERED_CHECKOUT"
 TABLE = "table"
 
@@ -62,20 +62,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                     terminalreporter.write_line(text)
 
 
-def _end_what_killed_sessions_left() -> None:
-    root = ClusterConfig().root
-    for state in root.glob(f"{SESSION_PREFIX}*"):
-        pid = state.name.removeprefix(SESSION_PREFIX).partition("-")[0]  # its second cluster is called test-PID-2
-        if not Path(f"/proc/{pid}").exists():
-            SlurmCluster.named(state.name).down()
-
-
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
     """A real Slurm of three hosts with eight declared GPUs each, and a login host."""
     if os.geteuid() == 0:
-        _end_what_killed_sessions_left()
-    name = "test" if KEEP else f"{SESSION_PREFIX}{os.getpid()}"
+        remove_leftovers()
+    name = "test" if KEEP else session_name()
     cluster = SlurmCluster(ClusterConfig(name=name, visible=visible_folders()))
     try:
         cluster.up()
