@@ -254,7 +254,9 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
             GATEWAY: Way(connect=to_gateway(path), key="none", between=[gateway.pid], engines=pids),
         }
         if router:
-            others = [plain.start(*words, tls=False) for _ in range(2)]
+            names = ("--served-model-name", plain.service)
+            others = [StubEngine(*names, *words, key_file=plain.key_file) for _ in range(2)]
+            plain.engines += others
             process, port = start_router(router, [engine.port for engine in others], folder / "router.log")
             stack.callback(end, process)
             ways[ROUTER] = Way(

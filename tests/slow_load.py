@@ -3,7 +3,7 @@
 Local replicas of the real engine (`--stub`: of the stand-in, which reads the files alike) start one after another. The
 model's folder is mounted through bindfs with a rate (FUSE), or with `--by cgroup` the job's reads from the disk are
 limited (root). A load that is slow must become ready, one that stands still must be ended with the place where it
-stood, and from half-way on what is said must be within a third of the truth, or five seconds, where a start is known.
+stood, and from half-way on what is said must be within half of the truth, or ten seconds, where a start is known.
 How fast a disk is that was never seen so is known once the weights are read: until then nothing is asked of it.
 """
 
@@ -67,7 +67,7 @@ class Start:
 
     def is_right(self, one: Said) -> bool:
         truth_s = self.truth_of(one)
-        return one.left_s is not None and abs(one.left_s - truth_s) <= max(truth_s / 3, 5.0)
+        return one.left_s is not None and abs(one.left_s - truth_s) <= max(truth_s / 2, 10.0)
 
     @property
     def late(self) -> list[Said]:
@@ -97,7 +97,7 @@ class Start:
             one
             for one in late
             if one.weights_left_s is not None
-            and abs(one.weights_left_s - (end_s - one.at_s)) <= max((end_s - one.at_s) / 3, 5.0)
+            and abs(one.weights_left_s - (end_s - one.at_s)) <= max((end_s - one.at_s) / 2, 10.0)
         ]
         return len(right) / len(late) if late else None
 

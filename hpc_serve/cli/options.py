@@ -168,14 +168,6 @@ _JOB_OPTIONS = (
         "--cluster", type=click.Choice(get_args(Cluster)), default="slurm", help="Slurm, or this machine alone."
     ),
     click.option(
-        "--no-tls",
-        "tls",
-        is_flag=True,
-        flag_value=False,
-        default=True,
-        help="Serve in the clear: whoever can read the network reads the key, prompts and answers.",
-    ),
-    click.option(
         "--engine-restarts",
         type=int,
         metavar="N",

@@ -89,7 +89,6 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         max_replicas=max_replicas,
         backend=options["backend"],
         cluster=options["cluster"],
-        tls=options["tls"],
         engine_restarts=options["engine_restarts"],
         keep_up=options["keep_up"],
         chain=options.get("chain", 1),

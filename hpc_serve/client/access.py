@@ -75,7 +75,7 @@ async def connect_async(
 class Endpoint:
     """One ready replica, for any tool that speaks to OpenAI. The base URL ends in /v1.
 
-    `trust` are the environment variables that make other programs trust its certificate; none for one in the clear.
+    `trust` are the environment variables that make other programs trust its certificate.
     """
 
     service: str
@@ -99,13 +99,12 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
     watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
     wait_for_replica(watch, policy)
     replica = watch.status.ready[-1]
-    speaks_tls = replica.record is not None and replica.record.certificate is not None
     return Endpoint(
         service=watch.service,
         model=watch.model,
         base_url=replica.base_url,
         api_key=watch.api_key,
-        trust=trust_variables(store.home, os.environ) if speaks_tls else {},
+        trust=trust_variables(store.home, os.environ),
     )
 
 

@@ -45,8 +45,7 @@ def own_request(request: http.Request, replica: ReplicaAddress, origins: Origins
 
 def shown_url(url: http.URL, replica: ReplicaAddress) -> http.URL:
     """The request's URL as its user sees it, in errors and answers."""
-    scheme = "http" if replica.identity.certificate is None else "https"
-    return _url_at(url.raw_path, scheme, replica.host, replica.port)
+    return _url_at(url.raw_path, "https", replica.host, replica.port)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from hpc_serve.client.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
 from hpc_serve.rendezvous.gate_headers import is_draining
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection, WrongProofError
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -36,8 +36,6 @@ def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_
     try:
         with contextlib.closing(VerifiedConnection(host, port, identity, timeout_s=timeout_s)) as connection:
             return _ask_engine(connection, host, identity.api_key)
-    except WrongProofError as error:
-        return ProbeResult(status="other key", host=host, detail=str(error))
     except NotOurEngineError as error:
         return ProbeResult(status="not ours", host=host, detail=str(error))
     except (OSError, http.client.HTTPException, ValueError, RecordError) as error:

@@ -25,12 +25,7 @@ def target_groups(statuses: Iterable[ReplicaStatus]) -> tuple[list[dict[str, Any
         if status.state not in _SCRAPED or status.record is None or status.host is None:
             continue
         address = _address(status.host, status.record.port)
-        if status.record.certificate is None:
-            problems.append(
-                f"{status.service} (job {status.name}) is left out: it serves without TLS (--no-tls), so Prometheus "
-                "would send its key to whoever answers there."
-            )
-        elif not _ADDRESS.fullmatch(address):
+        if not _ADDRESS.fullmatch(address):
             problems.append(f"{status.service} (job {status.name}) is left out: {address} is no address.")
         else:
             groups.append({"targets": [address], "labels": _labels(status)})

@@ -149,7 +149,7 @@ class ReplicaStatus:
         """The engine's URL as OpenAI clients want it; for a replica that is ready."""
         assert self.record is not None
         host = f"[{self.host}]" if self.host and ":" in self.host else self.host
-        return f"{self.record.scheme}://{host}:{self.record.port}/v1"
+        return f"https://{host}:{self.record.port}/v1"
 
     @property
     def is_overdue(self) -> bool:

@@ -22,10 +22,9 @@ from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.sdk import core
 from hpc_serve.client.thread_streams import SocketStream
 from hpc_serve.errors import RecordError
-from hpc_serve.trust.connection import Challenge, make_challenge, tls_refusal
+from hpc_serve.trust.connection import tls_refusal
 from hpc_serve.trust.pinned import pinned_context
 
-_READ_BYTES = 4_096
 _DEFAULT_CONNECT_S = 5.0
 
 # A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
@@ -205,13 +204,7 @@ class VerifyingBackend(core.NetworkBackend):
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
                 self._origins.add_connection(replica, handshake)
                 _tell_sender(handshake)
-                if (certificate := replica.identity.certificate) is not None:
-                    stream = stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
-                else:
-                    challenge = _challenge(replica, stream)
-                    stream.write(challenge.request, timeout=deadline.left_s)
-                    while not challenge.is_answered:
-                        challenge.read(stream.read(_READ_BYTES, timeout=deadline.left_s))
+                stream = stream.start_tls(pinned_context(replica.identity.certificate), timeout=deadline.left_s)
             connection = Connection(SocketStream(stream))
             self._origins.add_connection(replica, connection)
             return connection
@@ -240,13 +233,8 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
                 self._origins.add_connection(replica, handshake)
                 _tell_sender(handshake)
-                if (certificate := replica.identity.certificate) is not None:
-                    stream = await stream.start_tls(pinned_context(certificate), timeout=deadline.left_s)
-                else:
-                    challenge = _challenge(replica, stream)
-                    await stream.write(challenge.request, timeout=deadline.left_s)
-                    while not challenge.is_answered:
-                        challenge.read(await stream.read(_READ_BYTES, timeout=deadline.left_s))
+                context = pinned_context(replica.identity.certificate)
+                stream = await stream.start_tls(context, timeout=deadline.left_s)
             connection = AsyncConnection(stream)
             self._origins.add_connection(replica, connection)
             return connection
@@ -260,11 +248,6 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
 
 def _network() -> core.AsyncNetworkBackend:
     return AsyncioBackend() if is_asyncio(running_loop()) else core.AnyIOBackend()
-
-
-def _challenge(replica: ReplicaAddress, stream: Any) -> Challenge:
-    client, server = stream.get_extra_info("client_addr"), stream.get_extra_info("server_addr")
-    return make_challenge(replica.identity, client=client, server=server)
 
 
 @contextmanager

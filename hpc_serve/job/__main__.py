@@ -30,7 +30,6 @@ def main() -> int:
     devices = parser.add_mutually_exclusive_group(required=True)
     devices.add_argument("--gpus-per-node", type=int, metavar="N", help="0: the engine runs on CPUs")
     devices.add_argument("--tpus-per-node", type=int, metavar="N", help="chips of each host")
-    parser.add_argument("--no-tls", action="store_true", help="the engine speaks in the clear")
     parser.add_argument(
         "--engine-restarts",
         type=int,
@@ -52,7 +51,6 @@ def main() -> int:
             service=arguments.service,
             backend=arguments.backend,
             device="TPU" if arguments.tpus_per_node else "GPU",
-            tls=not arguments.no_tls,
             gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
             stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
             join_s=_seconds("HPC_SERVE_JOIN_S", 300),

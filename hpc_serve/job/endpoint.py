@@ -1,12 +1,10 @@
-"""Where the engine of a run listens, and how it shows that it is this engine: by a certificate of the run or, with
---no-tls, by the API key.
+"""Where the engine of a run listens, and the certificate of the run by which it shows that it is this engine.
 
 The certificate is made before the engine starts, so that the record names it from the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,37 +19,28 @@ from hpc_serve.trust.connection import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The record to publish, and what belongs to it. `certificate` is None for an engine in the clear."""
+    """The record to publish, and what belongs to it."""
 
     record: EndpointRecord
     address: EngineAddress
-    certificate: RunCertificate | None
+    certificate: RunCertificate
 
     @property
     def url(self) -> str:
-        return f"{self.record.scheme}://{self.address.host}:{self.address.port}"
+        return f"https://{self.address.host}:{self.address.port}"
 
     @property
-    def tls_files(self) -> tuple[str, str] | None:
+    def tls_files(self) -> tuple[str, str]:
         """The files of the key and the certificate, as the engine is told them."""
-        if self.certificate is None:
-            return None
         return str(self.certificate.key_file), str(self.certificate.certificate_file)
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """What the gate in the engine is told: in the clear, it proves itself as the engine of this record."""
-        return {} if self.certificate is not None else {"HPC_SERVE_RECORD": self.record.name}
 
 
 def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> Endpoint:
     """Complete the run's first record. Raises StoreError, RecordError, InvalidRequestError (no `cryptography`)."""
-    certificate = None
-    if node.options.tls:
-        run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
-        addresses = dict.fromkeys((*record.hosts, node.head))
-        certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
-        record = replace(record, certificate=certificate.certificate)
+    run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
+    addresses = dict.fromkeys((*record.hosts, node.head))
+    certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
+    record = replace(record, certificate=certificate.certificate)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
     node.write_settings(port=record.port)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.job import node_dir, shared_memory
-from hpc_serve.job.checkpoint import cached_part, file_sizes, weights_in
+from hpc_serve.job.checkpoint import file_sizes, weights_in
 from hpc_serve.job.endpoint import Endpoint, move_endpoint
 from hpc_serve.job.engine_process import EngineProcess
 from hpc_serve.job.engine_watch import EngineWatch
@@ -97,7 +97,6 @@ class Engine:
         self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
         while True:
             self._keeper.stages.note_sizes(sizes)
-            self._keeper.stages.cached_part = await asyncio.to_thread(cached_part, files)
             outcome, ready_s = await self._run_once(environ)
             may_be_cache = self._may_be_cache(outcome, ready_s)
             restart = None if may_be_cache else restarts.after_end(ready_s)
@@ -264,7 +263,6 @@ class Engine:
     def _read_line(self, line: str) -> None:
         print_line(line)
         self._progress.note_line(line)
-        self._keeper.stages.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
         if stage is not None and stage.name == SERVER_IS_UP:

@@ -46,7 +46,7 @@ class EngineProcess:
         if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
             return
         assert script is not None
-        self._held_environ = self._environ(endpoint, environ)
+        self._held_environ = self._environ(environ)
         argv = [sys.executable, "-m", engine_start.__name__, script, *self._argv(endpoint)[1:]]
         self._parts.add(StopOrder.ENGINE, self._end_held)
         with contextlib.suppress(OSError):  # the start says what is wrong
@@ -56,7 +56,7 @@ class EngineProcess:
 
     async def start(self, endpoint: Endpoint, environ: Mapping[str, str]) -> Child:
         """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
-        argv, full = self._argv(endpoint), self._environ(endpoint, environ)
+        argv, full = self._argv(endpoint), self._environ(environ)
         _log.info("engine command: %s", " ".join(argv))
         told = {name: value for name, value in full.items() if self._held_environ.get(name) != value}
         held = self._held
@@ -86,5 +86,5 @@ class EngineProcess:
         )
         return [*command.argv, *added, *node.multi_node_args()]
 
-    def _environ(self, endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, str]:
-        return {**environ, **endpoint.environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}
+    def _environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        return {**environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}

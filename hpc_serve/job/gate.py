@@ -21,14 +21,10 @@ from typing import Any
 from hpc_serve.job.connection_limits import HAS_KEY
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
-    CHALLENGE_HEADER,
     DRAINING_HEADER,
-    PROOF_HEADER,
     REQUESTS_HEADER,
     RequestCount,
-    prove_connection,
 )
-from hpc_serve.rendezvous.host import host_id
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +35,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-_MAX_CHALLENGE_BYTES = 128
 _RETRY_AFTER: Header = (b"retry-after", b"2")
 _DRAIN_CHECK_INTERVAL_S = 0.25
 _MAX_DISCARD_BYTES = 64 << 20
@@ -59,16 +54,13 @@ class Gate:
     """Asks for the key in HPC_SERVE_API_KEY_FILE, and answers 503 to new requests once HPC_SERVE_DRAIN_FILE exists.
 
     The key is read once, at start; without a key every request is refused. GET and HEAD of `/health` need no key. The
-    answer has the engine's health, and a header if the engine drains. An engine without TLS has HPC_SERVE_RECORD, the
-    name of its record; its answer to a challenge is the proof of `prove_connection`.
+    answer has the engine's health, and a header if the engine drains.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = _read_key(os.environ.get("HPC_SERVE_API_KEY_FILE"))
         self._drain_file = _DrainFile(os.environ.get("HPC_SERVE_DRAIN_FILE"))
-        self._record = os.environ.get("HPC_SERVE_RECORD")
-        self._host = host_id()
         self._id = secrets.token_hex(4)
         self._count = self._under_way = 0
 
@@ -78,7 +70,7 @@ class Gate:
         elif scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"hpc-serve's gate does not know {scope['type']} connections and refuses them.")
         elif _is_health(scope):
-            await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
+            await self._app(scope, receive, _with_headers(send, self._health_headers()))
         elif not self._has_key(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
         elif _is_get(scope, "/metrics"):  # which tell when it has drained
@@ -112,23 +104,8 @@ class Gate:
             tell_connection()
         return has_key
 
-    def _health_headers(self, scope: Scope) -> list[Header]:
-        headers = [DRAINING_HEADER] if self._drain_file.exists() else []
-        if (proof := self._proof(scope)) is not None:
-            headers.append((PROOF_HEADER, proof))
-        return headers
-
-    def _proof(self, scope: Scope) -> bytes | None:
-        challenge = _header(scope, CHALLENGE_HEADER)
-        client, server = scope.get("client"), scope.get("server")
-        if not self._key or not self._record or not 0 < len(challenge) <= _MAX_CHALLENGE_BYTES:
-            return None
-        # The server takes the client's address from these headers if a local program sends them.
-        if not client or not server or _header(scope, b"x-forwarded-for") or _header(scope, b"forwarded"):
-            return None
-        with contextlib.suppress(ValueError):  # an end that is no IP address
-            return prove_connection(self._key, challenge, self._record, host=self._host, client=client, server=server)
-        return None
+    def _health_headers(self) -> list[Header]:
+        return [DRAINING_HEADER] if self._drain_file.exists() else []
 
 
 class _DrainFile:

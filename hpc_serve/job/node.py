@@ -36,7 +36,7 @@ class LaunchOptions:
 
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
-    Without `tls` the engine speaks in the clear. `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
+    `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
     `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes. After
     `hang_s` seconds of that it is ended. It is started again in place `engine_restarts` times.
     """
@@ -45,7 +45,6 @@ class LaunchOptions:
     backend: str
     gpus_per_node: int
     device: Device = "GPU"
-    tls: bool = True
     stall_s: float = 1_800.0
     join_s: float = 300.0
     kill_wait_s: float = KILL_WAIT_S

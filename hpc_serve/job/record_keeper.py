@@ -19,10 +19,9 @@ from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.network import PortsInUseError, choose_ports, reachable_addresses
 from hpc_serve.job.node import Node
 from hpc_serve.job.start_stages import StartStages
-from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
-from hpc_serve.rendezvous.start_times import cache_of, last_starts, layout_of, remember_start
+from hpc_serve.rendezvous.start_times import cache_of, last_start, layout_of, remember_start
 from hpc_serve.rendezvous.store import ServiceStore, default_home, read_entry
 from hpc_serve.rendezvous.user import user_name
 
@@ -66,7 +65,6 @@ def first_record(node: Node) -> EndpointRecord:
         stage="starting",
         hosts=_hosts(allocation, node.head),
         port=command.port or choose_ports(1)[0],
-        host_id=host_id(),
         nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
@@ -128,7 +126,7 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
         self._is_written = False
-        self._past = last_starts(store.home, record)
+        self._past = last_start(store.home, record)
         self._planned_bytes = _planned_bytes(store, record)
         self.stages = self._begin_start("nodes")
         self._note_start()
@@ -157,7 +155,7 @@ class RecordKeeper:
 
     def start_again(self, **changes: Any) -> None:
         """Change fields as the engine is started again: its stages begin anew."""
-        self._past = last_starts(self.store.home, replace(self.record, **changes))
+        self._past = last_start(self.store.home, replace(self.record, **changes))
         self.stages = self._begin_start("engine")
         self.update(**changes)
 
@@ -191,8 +189,7 @@ class RecordKeeper:
             await asyncio.sleep(_WRITE_INTERVAL_S)
 
     def _begin_start(self, first: str) -> StartStages:
-        last, other = (*self._past, None, None)[:2]
-        stages = StartStages(last, other=other, first=first)
+        stages = StartStages(self._past, first=first)
         stages.checkpoint_bytes = self._checkpoint_bytes
         return stages
 

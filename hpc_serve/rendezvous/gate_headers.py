@@ -5,18 +5,12 @@ The gate decides what it answers, the client what it believes.
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 DRAINING_HEADER = (b"x-hpc-serve", b"draining")
 """In answers of an engine that accepts no new requests."""
-CHALLENGE_HEADER = b"x-hpc-serve-challenge"
-"""In a client's first request on a connection without TLS; PROOF_HEADER is in the answer."""
-PROOF_HEADER = b"x-hpc-serve-proof"
 CANARY_HEADER = (b"x-hpc-serve", b"canary")
 """In requests of the engine's own launcher, which only wants to know whether it answers."""
 REQUESTS_HEADER = b"x-hpc-serve-requests"
@@ -63,34 +57,3 @@ def read_request_count(headers: Headers) -> RequestCount | None:
     if found is None:
         return None
     return RequestCount(gate=found[1], count=int(found[2]), under_way=int(found[3]))
-
-
-def prove_connection(
-    key: bytes, challenge: bytes, record: str, *, host: str | None, client: Sequence[Any], server: Sequence[Any]
-) -> bytes:
-    """The answer to `challenge` on one connection: only a holder of the key who is an end of it can compute it.
-
-    `host` is the engine's `host_id`. `client` and `server` are the addresses and ports of the two ends. A program that
-    passes the challenge on to the engine has other ends on its connection, so the answer that it gets is a wrong one.
-    It does not reveal the key.
-    """
-    ends = (_end(client), _end(server))
-    told = "\n".join(("hpc-serve-connection", challenge.decode("latin-1"), record, host or "", *ends))
-    return hmac.new(key, told.encode(), "sha256").hexdigest().encode()
-
-
-def is_within_one_host(client: Sequence[Any], server: Sequence[Any]) -> bool:
-    """Whether a connection stays on one host, by its addresses: other hosts may have the same ones."""
-    return _address(client) == _address(server) or _address(server).is_loopback
-
-
-def _end(address: Sequence[Any]) -> str:
-    return f"{_address(address)} {int(address[1])}"
-
-
-def _address(address: Sequence[Any]) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An end's address in one spelling: a socket for both families says ::ffff:10.0.0.1 for 10.0.0.1."""
-    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
-        return host.ipv4_mapped
-    return host

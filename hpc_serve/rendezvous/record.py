@@ -73,7 +73,7 @@ class EndpointRecord:
     ready for the first time. `reason` says why a replica is unresponsive, drains or has ended, or why its engine is
     started again, which has happened `engine_restarts` times. `last_log_lines` are the last lines of the part that
     failed. `certificate` (PEM) is what the engine
-    shows to whoever connects; without one it speaks in the clear. `host_id` is the head's (`rendezvous.host`).
+    shows to whoever connects.
     `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
     strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0.
@@ -109,8 +109,7 @@ class EndpointRecord:
     log_dir: str | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
-    certificate: str | None = None
-    host_id: str | None = field(default=None, metadata=MAY_BE_MISSING)
+    certificate: str = ""
     state_since: Timestamp | None = field(default=None, metadata=MAY_BE_MISSING)
     engine_restarts: int = field(default=0, metadata=MAY_BE_MISSING)
     cache: str = field(default="", metadata=MAY_BE_MISSING)
@@ -129,11 +128,6 @@ class EndpointRecord:
         """Its stage, and how far that is."""
         stage = self.stage or self.state
         return f"{stage} {self.progress.done}/{self.progress.total}" if self.progress else stage
-
-    @property
-    def scheme(self) -> Literal["http", "https"]:
-        """How URLs of the engine begin."""
-        return "http" if self.certificate is None else "https"
 
     @property
     def is_final(self) -> bool:

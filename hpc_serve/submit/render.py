@@ -64,7 +64,6 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "keeper_options": _keeper_options(request, plan),
         "most_reruns": _MOST_RERUNS if request.slurm.requeue else 0,
         "backend": request.backend,
-        "tls": request.tls,
         "engine_restarts": request.engine_restarts,
         "preflight_only": request.preflight_only,
         "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
@@ -200,7 +199,6 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         if value is not None:
             words += [option, str(value)]
     flags = {
-        "--no-tls": not request.tls,
         "--keep-up": request.keep_up,
         "--tools": request.tools,
         "--stage": request.settings.stage is not None,

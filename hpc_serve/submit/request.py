@@ -102,10 +102,9 @@ class ServeRequest:
     know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
     `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit; of a `chain`
     so many jobs are submitted ahead, each of which begins `overlap_s` before the end of the one before (None: half an
-    hour). The jobs decide how many
-    there are, up to `max_replicas`; after `idle_stop_s` without a request all end. Without `tls` the endpoint
-    speaks in the clear. An engine that was ready is started again in place `engine_restarts` times (None: as often as
-    the launcher does). `log_dir` None: the service's own folder. `templates_dir` wins over our own.
+    hour). The jobs decide how many there are, up to `max_replicas`; after `idle_stop_s` without a request all end.
+    An engine that was ready is started again in place `engine_restarts` times (None: as often as the launcher does).
+    `log_dir` None: the service's own folder. `templates_dir` wins over our own.
     With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
     With `preflight_only` the job looks at its nodes, and ends before it starts an engine.
     `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. With `offline_nodes` a job
@@ -133,7 +132,6 @@ class ServeRequest:
     longest_output_tokens: int | None = None
     backend: Backend = "auto"
     cluster: Cluster = "slurm"
-    tls: bool = True
     engine_restarts: int | None = None
     keep_up: bool = False
     tools: bool = False

@@ -25,8 +25,7 @@ def require_cryptography() -> None:
         import cryptography.x509  # noqa: F401
     except ImportError as error:
         raise InvalidRequestError(
-            f"TLS needs the Python package `cryptography` in the job's environment ({error}): install it there, "
-            "or submit with --no-tls and a layout that needs no Ray."
+            f"TLS needs the Python package `cryptography` in the job's environment ({error}): install it there."
         ) from error
 
 

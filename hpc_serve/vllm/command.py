@@ -127,20 +127,18 @@ def head_args(
     settings_file: str,
     device: Device,
     backend: str,
-    tls_files: tuple[str, str] | None,
+    tls_files: tuple[str, str],
     shutdown_timeout_s: int = 0,
 ) -> list[str]:
     """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
 
     `settings_file` is a YAML file that holds the port. On the command line every user of the node could read the port,
     and take it in the seconds until the engine listens on it.
-    `tls_files` are the files of the run's key and certificate; without them the engine speaks in the clear.
+    `tls_files` are the files of the run's key and certificate.
     After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
     """
-    added = ["--host", host, "--middleware", GATE]
-    if tls_files is not None:
-        added += ["--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
+    added = ["--host", host, "--middleware", GATE, "--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
     if shutdown_timeout_s > 0:
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
     if command.port is None:

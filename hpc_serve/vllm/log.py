@@ -40,7 +40,6 @@ _STAGES = (
     (re.compile(r"Waiting for creating a placement group"), "waiting for Ray to place the workers"),
     (re.compile(r"Application startup complete|Starting vLLM (?:API )?server"), SERVER_IS_UP),
 )
-_SOURCE = re.compile(r" \[?(\w+\.py:\d+)\] ")
 _REPORT = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
     r"Running: 0 reqs, Waiting: 0 reqs"
@@ -139,16 +138,6 @@ def read_stage(line: str) -> StartStage | None:
     if graphs := _GRAPHS.search(line):
         return StartStage("capturing CUDA graphs", int(graphs[1]), int(graphs[2]))
     return next((StartStage(name) for pattern, name in _STAGES if pattern.search(line)), None)
-
-
-def read_source(line: str) -> str:
-    """Which line of vLLM's source printed `line`, as its log says; "" where it does not.
-
-    >>> read_source("(EngineCore pid=1) INFO 11-20 10:00:00 [core.py:133] Initializing a V1 LLM engine")
-    'core.py:133'
-    """
-    found = _SOURCE.search(line)
-    return found[1] if found else ""
 
 
 def read_figures(line: str) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """Programs in front of a service, which the load asks in place of `hpc_serve.client`: our gateway, or vllm-router.
 
-The load is the same plain OpenAI clients for each. vllm-router cannot be given the certificate of a run, so the
-replicas behind each front speak in the clear. It knows the addresses that it is started with, and sends the key that
-its client has. Its settings are those that lose the least.
+The load is the same plain OpenAI clients for each. vllm-router cannot be given the certificate of a run, so it asks
+each replica through a port in the clear (tests/support/plain_ports.py). It knows the addresses that it is started
+with, and sends the key that its client has. Its settings are those that lose the least.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.demo_model import make_demo_model
+from hpc_serve.rendezvous.record import EndpointRecord
 from tests.cluster import wait_for
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import Fault
@@ -26,6 +26,7 @@ from tests.faults.outcomes import Outcome
 from tests.faults.run import run_fault
 from tests.faults.service import START_S, Service
 from tests.faults.short import BOUND_S, SHORT_HOLD_S
+from tests.support.plain_ports import PlainPorts
 
 FRONTS = ("gateway", "vllm-router")
 ROUTER_SETTINGS = (
@@ -38,16 +39,14 @@ AT_ONCE = 2
 
 
 class FrontedService(Service):
-    """A service without TLS whose load goes through one front. `router` is the program vllm-router."""
+    """A service whose load goes through one front. `router` is the program vllm-router."""
 
     def __init__(self, front: str, router: str, *args: Any, **options: Any) -> None:
         self._name_of_front, self._router = front, router
         self._front: subprocess.Popen[bytes] | None = None
         self._address: tuple[str, ...] = ()
+        self._plain: PlainPorts | None = None
         super().__init__(*args, **options)
-
-    def submit_options(self, place: int) -> tuple[str, ...]:
-        return (*super().submit_options(place), "--no-tls")
 
     def load_argv(self, *options: str) -> list[str]:
         return super().load_argv("--gateways", "0", *self._address, *options)
@@ -81,8 +80,9 @@ class FrontedService(Service):
         return argv, r"OPENAI_BASE_URL=http://(\S+)/v1", key_file
 
     def _vllm_router(self) -> tuple[list[str], str, Path]:
-        records = [json.loads(path.read_text()) for path in sorted(self.records())]
-        workers = [f"http://{record['hosts'][0]}:{record['port']}" for record in records]
+        records = [EndpointRecord.from_json(path.read_text()) for path in sorted(self.records())]
+        self._plain = PlainPorts(records)
+        workers = [f"http://127.0.0.1:{port}" for port in self._plain.ports]
         ports = ("--port", str(_free_port()), "--prometheus-port", str(_free_port()))
         argv = [self._router, "--host", "127.0.0.1", *ports, "--worker-urls", *workers, *ROUTER_SETTINGS]
         return argv, r"Starting server on (\S+)", self.service_folder / "api_key"
@@ -91,6 +91,8 @@ class FrontedService(Service):
         if self._front is not None:
             self._front.kill()
             self._front.wait()
+        if self._plain is not None:
+            self._plain.close()
         super().close()
 
 

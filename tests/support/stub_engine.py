@@ -361,7 +361,6 @@ class Engine(ThreadingHTTPServer):
         self.is_dead = False
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
-        self.record = os.environ.get("HPC_SERVE_RECORD")
         self.tls: ssl.SSLContext | None = None
         if options.ssl_certfile:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -419,8 +418,6 @@ class Handler(BaseHTTPRequestHandler):
             unhealthy = self.server.options.stub_unhealthy_file
             status = 503 if unhealthy and os.path.exists(unhealthy) else 200
             headers = {"X-HPC-Serve": "draining"} if self.server.draining else {}
-            if self.server.key and self.server.record and (challenge := self.headers.get("X-HPC-Serve-Challenge")):
-                headers["X-HPC-Serve-Proof"] = self.proof(self.server.key, self.server.record, challenge)
             self.answer(status, b"", headers)
         elif not self.enters():
             return
@@ -478,13 +475,6 @@ class Handler(BaseHTTPRequestHandler):
             self.error(404, f"The model `{request.get('model')}` does not exist.")
         else:
             self.complete(request, dies=self.server.completions == options.stub_die_at_request)
-
-    def proof(self, key: bytes, record: str, challenge: str) -> str:
-        """The proof of an engine without TLS: of its key, its record, its host and the ends of this connection."""
-        (client, client_port), (host, port) = self.connection.getpeername()[:2], self.connection.getsockname()[:2]
-        boot, network = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/net").st_ino
-        told = f"hpc-serve-connection\n{challenge}\n{record}\n{boot} {network}\n{client} {client_port}\n{host} {port}"
-        return hmac.new(key, told.encode(), "sha256").hexdigest()
 
     def enters(self) -> bool:
         """Whether the request may go on, asked as the gate asks."""

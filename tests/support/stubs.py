@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.rendezvous.host import host_id
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
@@ -36,7 +35,6 @@ def make_record(**fields: Any) -> EndpointRecord:
         "port": 1,
         "started_at": now,
         "updated_at": now,
-        "host_id": host_id(),
     }
     return EndpointRecord(**{**usual, **fields})
 
@@ -48,10 +46,7 @@ def make_submitted(**fields: Any) -> SubmittedJob:
 
 
 class StubEngine:
-    """A stub engine's process, up and listening on `port` once made.
-
-    With a `certificate` it speaks TLS, without one it proves itself as the engine of `record`.
-    """
+    """A stub engine's process, up and listening on `port` once made. Without a `certificate` it speaks no TLS."""
 
     def __init__(
         self,
@@ -59,15 +54,12 @@ class StubEngine:
         key_file: Path | None = None,
         drain_file: Path | None = None,
         certificate: RunCertificate | None = None,
-        record: str | None = None,
     ) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HPC_SERVE_")}
-        self.certificate = certificate.certificate if certificate is not None else None
+        self.certificate = certificate.certificate if certificate is not None else ""
         if certificate is not None:
             tls = ("--ssl-keyfile", str(certificate.key_file), "--ssl-certfile", str(certificate.certificate_file))
             flags = (*tls, *flags)
-        elif record is not None:
-            environ["HPC_SERVE_RECORD"] = record
         if key_file is not None:
             environ["HPC_SERVE_API_KEY_FILE"] = str(key_file)
         if drain_file is not None:
@@ -106,7 +98,7 @@ class StubService:
         self.key_file = self.store.ensure_api_key(service)
         self.engines: list[StubEngine] = []
 
-    def start(self, *flags: str, tls: bool = True, **fields: Any) -> StubEngine:
+    def start(self, *flags: str, **fields: Any) -> StubEngine:
         """One more replica, ready; `fields` are of its record."""
         place = len(self.engines)
         engine = StubEngine(
@@ -114,8 +106,7 @@ class StubService:
             *flags,
             key_file=self.key_file,
             drain_file=self.store.home / f"drain-{place}",
-            certificate=self.certificate() if tls else None,
-            record=make_record(**{"job_id": str(100 + place), **fields}).name,
+            certificate=self.certificate(),
         )
         self.engines.append(engine)
         self.publish(engine, **fields)

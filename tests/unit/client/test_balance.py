@@ -19,7 +19,7 @@ WHAT_IT_CAN = 100 / 31
 
 
 def address(name):
-    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(record=name, certificate=None, api_key="k"))
+    return ReplicaAddress(name=name, host="h", port=1, identity=Identity(certificate="", api_key="k"))
 
 
 @dataclass

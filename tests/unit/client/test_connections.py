@@ -53,9 +53,8 @@ def text_of(chunks):
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_streams_one_after_the_other_take_one_connection(service, opened, tls, resume):
-    service.start(*GREEDY, tls=tls)
+def test_streams_one_after_the_other_take_one_connection(service, opened, resume):
+    service.start(*GREEDY)
     client = connect("405b", max_retries=0, resume=resume)
     for _ in range(STREAMS):
         assert text_of(stream(client)) == ANSWER
@@ -65,9 +64,8 @@ def test_streams_one_after_the_other_take_one_connection(service, opened, tls, r
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_async_streams_one_after_the_other_take_one_connection(service, opened, tls, resume):
-    service.start(*GREEDY, tls=tls)
+def test_async_streams_one_after_the_other_take_one_connection(service, opened, resume):
+    service.start(*GREEDY)
 
     async def ask():
         client = await connect_async("405b", max_retries=0, resume=resume)

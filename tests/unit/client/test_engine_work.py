@@ -38,9 +38,8 @@ def watch_of(service: StubService, ticks=None) -> WorkWatch:
     return WorkWatch(service.store.read_api_key, timeout_s=PATIENCE_S, **clock)
 
 
-@pytest.mark.parametrize("tls", [True, False])
-def test_the_rate_is_the_difference_of_two_looks(service, ticks, tls):
-    service.start("--stub-words", "6", tls=tls)
+def test_the_rate_is_the_difference_of_two_looks(service, ticks):
+    service.start("--stub-words", "6")
     watch = watch_of(service, ticks)
     (first,) = watch.look([status_of(service)])
     assert (first.now.running, first.now.waiting, first.in_flight) == (0, 0, 0)

@@ -75,10 +75,9 @@ def run_children(target, count=30):
     assert codes == [0] * count
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_children_get_their_own_answers(service, tls):
-    service.start(*STUB, tls=tls)
-    service.start(*STUB, tls=tls)
+def test_children_get_their_own_answers(service):
+    service.start(*STUB)
+    service.start(*STUB)
     client = connect("405b", max_retries=0)
     check_own_answers(client, "parent")
     run_children(lambda number: check_own_answers(client, f"child {number}"))
@@ -238,9 +237,8 @@ def test_a_child_that_drops_an_answer_leaves_the_parents_alone(service):
     assert "".join(words) == greedy_answer("x", WORDS)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_an_async_client_is_used_in_one_loop_after_the_other(service, tls):
-    service.start(*STUB, tls=tls)
+def test_an_async_client_is_used_in_one_loop_after_the_other(service):
+    service.start(*STUB)
     client = asyncio.run(connect_async("405b", max_retries=0))
     for number in range(5):
         asyncio.run(check_own_answers_async(client, f"loop {number}"))

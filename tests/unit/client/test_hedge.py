@@ -131,10 +131,9 @@ def late_first(service, client, submit) -> tuple[Any, str]:
     return answer, name
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_the_answer_of_the_second_is_taken_and_the_first_is_cancelled(service, talk, tls, never):
-    late = service.start(*never, tls=tls)
-    well = service.start(tls=tls, state="starting")
+def test_the_answer_of_the_second_is_taken_and_the_first_is_cancelled(service, talk, never):
+    late = service.start(*never)
+    well = service.start(state="starting")
     client, submit = talk(1)
     ears = ears_of(client)
     answer = submit()

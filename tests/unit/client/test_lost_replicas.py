@@ -59,9 +59,8 @@ def why_lost(error):
     return str(seen)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, tls):
-    engine = service.start(*NEVER, tls=tls)
+def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
+    engine = service.start(*NEVER)
     client = connect("405b", max_retries=0)
     with ThreadPoolExecutor(8) as threads:
         answers = [threads.submit(ask, client) for _ in range(8)]
@@ -75,9 +74,8 @@ def test_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, tls):
     assert len(client._watch.pool) == 0
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze, tls):
-    engine = service.start(*ENDLESS, tls=tls)
+def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze):
+    engine = service.start(*ENDLESS)
     stream = iter(ask(connect("405b", max_retries=0), stream=True))
     next(stream)
     freeze(engine)
@@ -86,10 +84,9 @@ def test_a_stream_from_a_frozen_engine_ends_with_the_reason(service, freeze, tls
     assert "no answer from" in why_lost(broken.value)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, freeze, tls):
-    engine = service.start(*NEVER, tls=tls)
-    streaming = service.start(*ENDLESS, tls=tls, state="starting")
+def test_async_requests_at_a_frozen_engine_end_with_the_reason(service, freeze):
+    engine = service.start(*NEVER)
+    streaming = service.start(*ENDLESS, state="starting")
 
     async def talk():
         waiter = await connect_async("405b", max_retries=0)
@@ -296,12 +293,11 @@ def silence_of(fault, engine, freeze, tmp_path):
     freeze(engine) if fault == "frozen" else (tmp_path / "hang").touch()
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("fault", ["frozen", "hung"])
-def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, freeze, listens, tmp_path, fault, tls):
+def test_streams_go_on_elsewhere_when_their_engine_goes_silent(service, freeze, listens, tmp_path, fault):
     flags = ("--stub-greedy", "--stub-words", "200", "--stub-word-s")
-    engine = service.start(*flags, "0.2", "--stub-hang-file", str(tmp_path / "hang"), tls=tls)
-    other = service.start(*flags, "0", tls=tls, state="starting")
+    engine = service.start(*flags, "0.2", "--stub-hang-file", str(tmp_path / "hang"))
+    other = service.start(*flags, "0", state="starting")
     client = connect("405b", max_retries=0)
     stream = iter(ask(client, stream=True, temperature=0))
     seen = [next(stream)]
@@ -327,11 +323,10 @@ def test_a_whole_answer_is_asked_for_again_when_its_engine_goes_silent(service, 
         assert answer.result(60).choices[0].message.content.startswith(f"stub-{other.port}")
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", ["threads", "asyncio"])
-def test_a_connection_that_is_being_made_is_cut_too(service, freeze, kind, tls):
+def test_a_connection_that_is_being_made_is_cut_too(service, freeze, kind):
     """A frozen process takes connections, and answers nothing on them."""
-    engine = service.start(tls=tls)
+    engine = service.start()
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
     replica = watch.pool.take()

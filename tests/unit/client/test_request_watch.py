@@ -14,7 +14,7 @@ from hpc_serve.client.request_watch import Look, RequestWatch, Verdict
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 
-IDENTITY = Identity(record="a", certificate=None, api_key="k")
+IDENTITY = Identity(certificate="", api_key="k")
 
 
 class Request:

@@ -51,7 +51,7 @@ class Engine:
 
     @property
     def address(self):
-        identity = Identity(record=self.name, certificate=None, api_key="k")
+        identity = Identity(certificate="", api_key="k")
         return ReplicaAddress(name=self.name, host="h", port=1, identity=identity)
 
     @property

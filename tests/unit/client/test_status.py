@@ -242,7 +242,7 @@ def test_a_wait_that_is_none_is_refused(wait):
 
 
 def addresses(*names):
-    identity = Identity(record="r", certificate=None, api_key="k")
+    identity = Identity(certificate="", api_key="k")
     return [ReplicaAddress(name=name, host="h", port=1, identity=identity) for name in names]
 
 

@@ -18,7 +18,6 @@ from hpc_serve.client.pool import ReplicaAddress
 from hpc_serve.client.probe import probe
 from hpc_serve.client.sdk import http
 from hpc_serve.errors import HpcServeError
-from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import connect_to_all, wait_until
 from tests.support.relay import Relay
@@ -77,10 +76,9 @@ STRANGERS = ["in the clear", "own certificate", "certificate of the same authori
 
 
 @pytest.mark.parametrize("way_in", sorted(WAYS_IN))
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, tls, way_in):
-    engine = service.start(tls=tls)
+def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, way_in):
+    engine = service.start()
     stranger = Stranger(kind, service)
     service.publish(engine, port=stranger.port)
     try:
@@ -90,11 +88,10 @@ def test_a_stranger_at_the_recorded_address_gets_nothing(service, kind, tls, way
     stranger.check_heard_nothing(service)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_of_a_replica_in_use_gets_nothing(service, kind, tls):
+def test_a_stranger_that_takes_the_port_of_a_replica_in_use_gets_nothing(service, kind):
     """The client has just talked to the engine, keeps connections to it, and believes it to be there."""
-    engine = service.start(tls=tls)
+    engine = service.start()
     client = connect("405b", max_retries=0)
     for _ in range(3):
         ask(client)
@@ -106,11 +103,10 @@ def test_a_stranger_that_takes_the_port_of_a_replica_in_use_gets_nothing(service
     stranger.check_heard_nothing(service)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeypatch, kind, tls):
+def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    engine = service.start(tls=tls)
+    engine = service.start()
     client = connect("405b", max_retries=0)
     enough = threading.Event()
     answered = []
@@ -135,11 +131,10 @@ def test_a_stranger_that_takes_the_port_under_load_gets_nothing(service, monkeyp
     stranger.check_heard_nothing(service)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind, tls):
+def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, monkeypatch, kind):
     monkeypatch.setattr(exchange, "LOST_WAIT_S", 0.2)
-    engine = service.start(tls=tls)
+    engine = service.start()
 
     async def talk():
         client = await connect_async("405b", max_retries=0)
@@ -154,9 +149,8 @@ def test_a_stranger_that_takes_the_port_under_async_load_gets_nothing(service, m
     asyncio.run(talk()).check_heard_nothing(service)
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
-def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service, tls):
-    gone, living = service.start(tls=tls), service.start(tls=tls)
+def test_the_next_replica_gets_the_request_that_a_stranger_did_not(service):
+    gone, living = service.start(), service.start()
     client = connect_to_all(service, 2, max_retries=0)
     gone.kill()
     stranger = Stranger("in the clear", service, port=gone.port)
@@ -181,35 +175,7 @@ def test_a_replica_that_comes_back_on_another_port_is_believed_again(service):
 # Relays
 
 
-def test_a_relay_at_a_dead_replicas_port_does_not_pass_for_it(service):
-    """In the clear: the challenge goes on to a living replica of the same key, and its answer comes back."""
-    dead, living = service.start(tls=False), service.start(tls=False)
-    dead.kill()
-    relay = Relay(living.port)
-    record = service.publish(dead, port=relay.port)
-    key = service.store.read_api_key("405b")
-    assert probe("127.0.0.1", relay.port, Identity.of(record, key)).status == "other key"
-    client = connect("405b", max_retries=0)
-    for _ in range(6):
-        assert ask(client).choices[0].message.content.startswith(f"stub-{living.port}")
-    relay.close()
-    assert b"hpc-serve-challenge" in relay.heard.lower()
-    for secret in (key, PROMPT):
-        assert secret.encode() not in relay.heard
-
-
-def test_a_relay_to_the_very_engine_is_still_not_its_address(service):
-    """In the clear, even the engine's own record is of one port: what a stranger in between passes on is no proof."""
-    engine = service.start(tls=False)
-    relay = Relay(engine.port)
-    record = service.publish(engine, port=relay.port)
-    key = service.store.read_api_key("405b")
-    assert probe("127.0.0.1", relay.port, Identity.of(record, key)).status == "other key"
-    relay.close()
-    assert key.encode() not in relay.heard
-
-
-def test_with_tls_a_relay_to_another_replica_is_refused(service):
+def test_a_relay_to_another_replica_is_refused(service):
     dead, living = service.start(), service.start()
     dead.kill()
     relay = Relay(living.port)
@@ -220,7 +186,7 @@ def test_with_tls_a_relay_to_another_replica_is_refused(service):
     assert key.encode() not in relay.heard
 
 
-def test_with_tls_a_relay_to_the_engine_carries_what_it_cannot_read(service):
+def test_a_relay_to_the_engine_carries_what_it_cannot_read(service):
     """As a tunnel does."""
     engine = service.start()
     relay = Relay(engine.port)
@@ -236,9 +202,8 @@ def test_with_tls_a_relay_to_the_engine_carries_what_it_cannot_read(service):
 
 
 def address_of(engine, **changes):
-    fields = {"record": "100-r0-0.json", "certificate": engine.certificate, "api_key": "k"}
-    identity = Identity(**{**fields, **changes})
-    return ReplicaAddress(name=identity.record, host="127.0.0.1", port=engine.port, identity=identity)
+    identity = Identity(**{"certificate": engine.certificate, "api_key": "k", **changes})
+    return ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=engine.port, identity=identity)
 
 
 def test_a_connection_is_not_used_for_another_identity(service):
@@ -274,23 +239,22 @@ def test_a_listener_that_says_nothing_is_a_failed_connection(service):
     """It takes the connection, and then nothing more: a request is not held for longer than a connection may take."""
     engine = service.start()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        for certificate in (engine.certificate, None):
-            origins = Origins()
-            identity = Identity(record="100-r0-0.json", certificate=certificate, api_key="k", host=host_id())
-            port = silent.getsockname()[1]
-            address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)
-            url = f"http://{origins.origin_of(address)}/health"
-            timeout = http.Timeout(30.0, connect=0.2)
-            transport = make_transport(origins)
-            with http.Client(transport=transport, timeout=timeout) as client, pytest.raises(http.ConnectTimeout):
-                client.get(url)
+        origins = Origins()
+        identity = Identity(certificate=engine.certificate, api_key="k")
+        port = silent.getsockname()[1]
+        address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)
+        url = f"http://{origins.origin_of(address)}/health"
+        timeout = http.Timeout(30.0, connect=0.2)
+        transport = make_transport(origins)
+        with http.Client(transport=transport, timeout=timeout) as client, pytest.raises(http.ConnectTimeout):
+            client.get(url)
 
-            async def talk(origins=origins, url=url, timeout=timeout):
-                async with http.AsyncClient(transport=make_async_transport(origins), timeout=timeout) as client:
-                    with pytest.raises(http.ConnectTimeout):
-                        await client.get(url)
+        async def talk(origins=origins, url=url, timeout=timeout):
+            async with http.AsyncClient(transport=make_async_transport(origins), timeout=timeout) as client:
+                with pytest.raises(http.ConnectTimeout):
+                    await client.get(url)
 
-            asyncio.run(talk())
+        asyncio.run(talk())
 
 
 @pytest.mark.parametrize("name", ["httpx", "httpx2"])

@@ -156,7 +156,7 @@ def test_models_are_those_of_ready_engines_and_the_names_of_services(service, ga
 
 
 def test_an_adapter_that_no_record_names_is_found(service, gateway):
-    service.start("--served-model-name", "base", "my-adapter", *GREEDY, served_model_names=("base",), tls=True)
+    service.start("--served-model-name", "base", "my-adapter", *GREEDY, served_model_names=("base",))
     other_service(service)
     assert gateway().complete("my-adapter").status == 200
 

@@ -15,14 +15,8 @@ import pytest
 from hpc_serve.client.probe import probe
 from hpc_serve.job import gate
 from hpc_serve.job.gate import Gate
-from hpc_serve.rendezvous.gate_headers import (
-    CHALLENGE_HEADER,
-    DRAINING_HEADER,
-    PROOF_HEADER,
-    prove_connection,
-    read_request_count,
-)
-from hpc_serve.rendezvous.host import host_id
+from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER, read_request_count
+from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
 from tests.support.asgi_server import served
 
@@ -45,12 +39,6 @@ def drain_file(tmp_path, monkeypatch):
     path = tmp_path / "drain"
     monkeypatch.setenv("HPC_SERVE_DRAIN_FILE", str(path))
     return path
-
-
-@pytest.fixture
-def record(monkeypatch):
-    monkeypatch.setenv("HPC_SERVE_RECORD", "1-r0-0.json")
-    return "1-r0-0.json"
 
 
 async def _engine(scope, receive, send):
@@ -171,57 +159,6 @@ def test_draining_does_not_touch_health_but_says_so(key_file, drain_file):
     assert start["status"] == 200
     assert (b"x-engine", b"1") in start["headers"]
     assert DRAINING_HEADER in start["headers"]
-
-
-ENDS = {"client": ("10.0.0.1", 40_000), "server": ("10.0.0.2", 10_249)}
-
-
-def proof_of(app, *headers, **scope):
-    """What the answer to GET /health proves, on a connection with the ENDS."""
-    return dict(ask(app, "/health", headers=headers, **{**ENDS, **scope})[0]["headers"]).get(PROOF_HEADER)
-
-
-def test_without_tls_health_proves_that_the_engine_knows_the_key(key_file, record):
-    app = Gate(_engine)
-    assert proof_of(app) is None
-    assert proof_of(app, (CHALLENGE_HEADER, b"")) is None
-    assert proof_of(app, (CHALLENGE_HEADER, b"x" * 10_000)) is None
-    first = proof_of(app, (CHALLENGE_HEADER, b"one"))
-    assert first == prove_connection(KEY.encode(), b"one", record, host=host_id(), **ENDS)
-    assert first != proof_of(app, (CHALLENGE_HEADER, b"two"))
-    key_file.write_text("another-key-0123456789")
-    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) != first
-    key_file.write_text("")
-    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) is None, "no key proves nothing"
-
-
-def test_a_proof_is_of_one_record_and_one_connection(key_file, record, monkeypatch):
-    asked = (CHALLENGE_HEADER, b"one")
-    first = proof_of(Gate(_engine), asked)
-    for other in (("10.0.0.1", 40_001), ("10.0.0.3", 40_000)):
-        assert proof_of(Gate(_engine), asked, client=other) not in (None, first)
-        assert proof_of(Gate(_engine), asked, server=other) not in (None, first)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(gate, "host_id", lambda: "another host")
-        assert proof_of(Gate(_engine), asked) not in (None, first)
-    monkeypatch.setenv("HPC_SERVE_RECORD", "2-r0-0.json")
-    assert proof_of(Gate(_engine), asked) not in (None, first)
-
-
-@pytest.mark.parametrize("scope", [{"client": None}, {"server": None}, {"server": ("/run/engine.sock", None)}])
-def test_a_connection_whose_ends_are_not_known_proves_nothing(key_file, record, scope):
-    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one"), **scope) is None
-
-
-@pytest.mark.parametrize("name", [b"x-forwarded-for", b"forwarded", b"X-Forwarded-For"])
-def test_whoever_names_the_client_in_a_header_gets_no_proof(key_file, record, name):
-    headers = (CHALLENGE_HEADER, b"one"), (name, b"10.0.0.1:40000")
-    assert proof_of(Gate(_engine), *headers) is None
-
-
-def test_with_tls_health_proves_nothing(key_file, monkeypatch):
-    monkeypatch.delenv("HPC_SERVE_RECORD", raising=False)
-    assert proof_of(Gate(_engine), (CHALLENGE_HEADER, b"one")) is None
 
 
 def test_the_drain_file_is_looked_up_a_few_times_a_second(key_file, drain_file, monkeypatch):
@@ -374,14 +311,16 @@ def test_no_root_path_gets_round_the_key(key_file, http, root_path):
 
 
 @pytest.mark.parametrize("http", ["h11", "httptools"])
-def test_the_clients_probe_understands_the_gate(key_file, drain_file, record, http):
+def test_the_clients_probe_understands_the_gate(key_file, drain_file, tmp_path, http):
     pytest.importorskip(http)
+    made = make_run_certificate(tmp_path / "home", tmp_path, run="1-r0", addresses=["127.0.0.1"])
+    tls = {"ssl_keyfile": made.key_file, "ssl_certfile": made.certificate_file}
 
     def probe_with(key):
-        identity = Identity(record=record, certificate=None, api_key=key, host=host_id())
+        identity = Identity(certificate=made.certificate, api_key=key)
         return probe("127.0.0.1", port, identity, timeout_s=60).status
 
-    with served(starlette_app(), http=http) as port:
+    with served(starlette_app(), http=http, **tls) as port:
         assert probe_with(KEY) == "ready"
         assert probe_with("another-key-0123456789") == "other key"
         drain_file.touch()

@@ -6,25 +6,20 @@ import contextlib
 import http.server
 import json
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hpc_serve.job.gate import Gate
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
-from hpc_serve.rendezvous.host import host_id
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
-from tests.support import asgi_server
-from tests.support.asgi_server import served
 from tests.support.tls_servers import server_context
 
 
 class Server(http.server.ThreadingHTTPServer):
     """What it answers, and what it was asked."""
 
-    certificate: str | None
+    certificate: str
     seen: list[tuple[str, str | None]]
     answers: dict[str, Any]
 
@@ -82,7 +77,7 @@ def server(certificate):
 
 
 def engine(server) -> EngineAddress:
-    identity = Identity(record="1-r0-0.json", certificate=server.certificate, api_key="k3y")
+    identity = Identity(certificate=server.certificate, api_key="k3y")
     return EngineAddress(host="127.0.0.1", port=server.server_port, identity=identity)
 
 
@@ -126,31 +121,17 @@ def test_the_key_is_not_in_the_repr(server):
     assert "k3y" not in repr(engine(server))
 
 
-@pytest.mark.parametrize("tls", [True, False], ids=["tls", "no-tls"])
 @pytest.mark.parametrize("kind", ["in the clear", "own certificate"])
-def test_whoever_took_the_port_first_is_sent_no_key(certificate, tmp_path, kind, tls):
+def test_whoever_took_the_port_first_is_sent_no_key(certificate, tmp_path, kind):
     """As a stranger who listens before the engine does: it answers everything as a ready engine would."""
     folder = tmp_path / "stranger"
     folder.mkdir()
     shown = make_run_certificate(folder / "home", folder, run="1-r0", addresses=[])
     context = server_context(shown.certificate_file, shown.key_file) if kind == "own certificate" else None
     with answering(context) as stranger:
-        stranger.certificate = certificate.certificate if tls else None
+        stranger.certificate = certificate.certificate
         assert not is_healthy(engine(stranger))
         with pytest.raises(NotReadyError):
             check_ready(engine(stranger), "m", completion_timeout_s=60)
         assert {key for _, key in stranger.seen} <= {None}
         assert {path for path, _ in stranger.seen} <= {"/health"}
-
-
-def test_an_engine_in_the_clear_is_asked_on_connections_that_it_proved_itself_on(tmp_path, monkeypatch):
-    """The real gate under a real server, in place of the engine."""
-    (tmp_path / "api_key").write_text("k3y-of-the-service")
-    monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(tmp_path / "api_key"))
-    monkeypatch.setenv("HPC_SERVE_RECORD", "1-r0-0.json")
-
-    with served(Gate(asgi_server.answering(b'{"data": [{"id": "m"}]}'))) as port:
-        identity = Identity(record="1-r0-0.json", certificate=None, api_key="k3y-of-the-service", host=host_id())
-        check_ready(EngineAddress(host="127.0.0.1", port=port, identity=identity), "m", completion_timeout_s=60)
-        other = replace(identity, record="2-r0-0.json")
-        assert not is_healthy(EngineAddress(host="127.0.0.1", port=port, identity=other))

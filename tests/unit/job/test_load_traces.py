@@ -1,4 +1,4 @@
-"""The time left of loads that are made up: within a third of the truth, or five seconds, from half-way on.
+"""The time left of loads that are made up: within half of the truth, or ten seconds, from half-way on.
 
 A rate that changes once more after half of the start cannot be foretold, so none does here.
 """
@@ -12,7 +12,7 @@ import pytest
 from tests.unit.job.starts import Said
 from tests.unit.job.starts.loads import Load, play_load
 
-LEAST_RIGHT = 0.95
+LEAST_RIGHT = 0.9
 RATES: dict[str, Callable[[float], float]] = {
     "constant": lambda at_s: 50.0,
     "slowing": lambda at_s: 50.0 * max(0.4, 1 - at_s / 600),

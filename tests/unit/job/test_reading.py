@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.checkpoint import cached_part, file_sizes, weights_in
+from hpc_serve.job.checkpoint import file_sizes, weights_in
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.reading import ReadSoFar, RunReading
 from hpc_serve.sizes import MIB
@@ -93,33 +93,7 @@ def test_counts_of_nodes_are_added():
     assert (both, both.total) == (ReadSoFar(by_read=11, from_disk=2, mapped=33), 46)
 
 
-def test_the_part_of_the_weights_in_the_page_cache_is_known(weights):
-    assert cached_part([weights]) in (1.0, None)  # just written; None on a filesystem that does not tell
-    assert cached_part([]) is None
-    assert cached_part([weights.with_name("missing")]) is None
-    assert file_sizes(weights_in(weights.parent)) == [SIZE]
-
-
 def test_files_of_weights_are_in_the_order_in_which_they_are_loaded(tmp_path):
     for number in (10, 2, 1):
         (tmp_path / f"part-{number}.safetensors").write_bytes(b"w" * number)
     assert file_sizes(weights_in(tmp_path)) == [1, 2, 10]
-
-
-def test_samples_that_would_wait_for_a_disk_are_not_cached(weights, monkeypatch):
-    def answer(file, buffers, offset, flags):
-        assert flags == os.RWF_NOWAIT
-        if offset >= SIZE // 4:
-            raise BlockingIOError
-        return 1
-
-    monkeypatch.setattr(os, "preadv", answer)
-    assert cached_part([weights]) == 0.25
-
-
-def test_a_filesystem_that_always_waits_does_not_tell(weights, monkeypatch):
-    def refuse(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(os, "preadv", refuse)
-    assert cached_part([weights]) is None

@@ -51,7 +51,6 @@ FULL = EndpointRecord(
     measured={"kv_cache_tokens": 1024, "weights_s": 1.5},
     predicted={"kv_cache_tokens": 1000},
     certificate="-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
-    host_id="1b4e28ba-2fa1-11d2-883f-0016d3cca427 4026531840",
     state_since=2.0,
     engine_restarts=3,
     cache="warm, from /tmp/hpc-serve-cache-1000/0123456789abcdef-0 on this node",
@@ -73,7 +72,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
     cluster, job_id, restart, replica, user, state, stage,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
-gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate, host_id,
+gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate,
 state_since, engine_restarts, cache, loading, replicas_per_job, start"""
 
 
@@ -97,7 +96,6 @@ def test_a_newer_versions_fields_are_ignored():
 
 
 ADDED_LATER: dict[str, Any] = {
-    "host_id": None,
     "state_since": None,
     "engine_restarts": 0,
     "cache": "",

@@ -10,18 +10,16 @@ import pytest
 from hpc_serve.rendezvous.start_times import (
     FILE,
     MOST_STARTS,
-    PastStage,
     PastStart,
     last_start,
-    last_starts,
     layout_of,
     remember_start,
 )
 from tests.support.stubs import make_record
 
 RECORD = make_record(service="8b", model="m", tensor_parallel_size=2, num_nodes=1, gpus_per_node=2)
-STAGES = (PastStage(name="engine", took_s=30.5, marks={"core.py:133": 12.0}), PastStage(name="weights", took_s=60.0))
-START = PastStart(service="8b", model="m", layout=layout_of(RECORD), ready_at=1.0, stages=STAGES, read_bytes=15 * 2**30)
+TOOK_S = {"engine": 30.5, "weights": 60.0}
+START = PastStart(service="8b", model="m", layout=layout_of(RECORD), ready_at=1.0, took_s=TOOK_S, read_bytes=15 * 2**30)
 
 
 @pytest.fixture
@@ -68,20 +66,6 @@ def test_a_warm_start_does_not_tell_how_long_a_cold_one_takes(home):
     assert last_start(home, replace(RECORD, cache="warm, from /c")) is not None
 
 
-def test_a_start_that_read_its_programs_from_a_disk_is_kept_beside_one_that_did_not(home):
-    def start(disk_bytes: int, at: float) -> PastStart:
-        return replace(START, ready_at=at, stages=(replace(STAGES[0], disk_bytes=disk_bytes), STAGES[1]))
-
-    cold, warm, latest = start(2 * 2**30, 2.0), start(2**20, 3.0), start(2**21, 4.0)
-    for one in (cold, warm):
-        remember_start(home, one)
-    assert last_starts(home, RECORD) == (warm, cold)
-    remember_start(home, latest)
-    assert last_starts(home, RECORD) == (latest, cold)
-    remember_start(home, replace(START, ready_at=9.0))  # of a version that did not look
-    assert last_starts(home, RECORD) == (replace(START, ready_at=9.0),)
-
-
 @pytest.mark.parametrize(
     "changed", [{"model": "n"}, {"tensor_parallel_size": 4}, {"num_nodes": 2}, {"cluster": "local"}, {"stand_in": "/t"}]
 )
@@ -119,14 +103,12 @@ def test_a_damaged_file_is_as_none_and_is_replaced(home, text):
 
 @pytest.mark.parametrize("seconds", [-1.0, 1e9])
 def test_times_that_cannot_be_are_not_believed(home, seconds):
-    remember_start(home, replace(START, stages=(PastStage(name="engine", took_s=seconds),)))
-    assert last_start(home, RECORD) is None
-    remember_start(home, replace(START, stages=(PastStage(name="engine", took_s=1.0, marks={"a.py:1": seconds}),)))
+    remember_start(home, replace(START, took_s={"engine": seconds}))
     assert last_start(home, RECORD) is None
 
 
 def test_a_stage_that_there_is_not_is_not_believed(home):
-    remember_start(home, replace(START, stages=(PastStage(name="sleep", took_s=1.0),)))
+    remember_start(home, replace(START, took_s={"sleep": 1.0}))
     assert last_start(home, RECORD) is None
 
 
