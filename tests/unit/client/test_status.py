@@ -126,9 +126,8 @@ def test_a_job_that_was_cancelled_in_the_queue_is_not_waited_for():
 
 
 def test_a_base_url_is_one_for_openai_clients():
-    assert seen(READY, port=18000).base_url == "http://10.0.0.2:18000/v1"
-    assert seen(READY, port=18000, certificate="PEM").base_url == "https://10.0.0.2:18000/v1"
-    assert seen(ProbeResult(status="ready", host="fd00::1"), port=1).base_url == "http://[fd00::1]:1/v1"
+    assert seen(READY, port=18000).base_url == "https://10.0.0.2:18000/v1"
+    assert seen(ProbeResult(status="ready", host="fd00::1"), port=1).base_url == "https://[fd00::1]:1/v1"
 
 
 def test_none_live_says_why_and_what_else_there_is():

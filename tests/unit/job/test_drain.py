@@ -24,6 +24,7 @@ from hpc_serve.job.process import start_child
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity, VerifiedConnection
 from tests.cluster import wait_for
 from tests.support.stubs import SCRIPT, make_record
@@ -92,24 +93,25 @@ def in_scene(tmp_path: Path, test, *flags: str, kill_wait_s: float = 30.0) -> An
     async def run():
         store = ServiceStore(tmp_path / "home")
         key_file = store.ensure_api_key("405b")
-        record = make_record(state="ready")
+        made = make_run_certificate(store.home, tmp_path, run="123-r0", addresses=["127.0.0.1"])
+        record = make_record(state="ready", certificate=made.certificate)
         gate_file = tmp_path / "drain"
         environ = {
             **os.environ,
             "HPC_SERVE_API_KEY_FILE": str(key_file),
             "HPC_SERVE_DRAIN_FILE": str(gate_file),
-            "HPC_SERVE_RECORD": record.name,
         }
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def on_line(line: str) -> None:
-            if (found := re.search(r"server on http://\S+:(\d+)", line)) and not port.done():
+            if (found := re.search(r"server on https://\S+:(\d+)", line)) and not port.done():
                 port.set_result(int(found[1]))
 
         hang_file = tmp_path / "hang"
         hang_file.touch()
         flags_of_all = ("--host", "127.0.0.1", "--port", "0", "--stub-hang-file", str(hang_file))
-        argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *flags]
+        tls = ("--ssl-keyfile", str(made.key_file), "--ssl-certfile", str(made.certificate_file))
+        argv = [sys.executable, str(SCRIPT), "serve", "m", *flags_of_all, *tls, *flags]
         engine = await start_child("engine", argv, environ, on_line)
         try:
             identity = Identity.of(record, store.read_api_key("405b"))

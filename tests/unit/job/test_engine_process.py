@@ -82,7 +82,7 @@ def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tupl
     return EngineProcess(node, parts, on_line=on_line, is_noise=lambda line: False), parts
 
 
-ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": None, "environ": {}})))
+ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("/run/key", "/run/certificate")})))
 
 
 def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):

@@ -201,7 +201,7 @@ def test_without_cryptography_it_says_what_to_install(
         return real(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(InvalidRequestError, match="install it there, or submit with --no-tls"):
+    with pytest.raises(InvalidRequestError, match="install it there"):
         make(home, folder)
 
 

@@ -20,6 +20,8 @@ from hpc_serve.vllm.command import (
     read_command,
 )
 
+FILES = ("/run/key", "/run/certificate")
+
 
 def check(line: str, *, num_nodes: int, per_node: int, device: Device = "GPU", backend: str = "ray") -> None:
     command = read_command(words(line))
@@ -101,7 +103,7 @@ def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
     argv = [
         *command.argv,
-        *head_args(command, host="h", settings_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=None),
+        *head_args(command, host="h", settings_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=FILES),
     ]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
@@ -160,23 +162,23 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
     given: dict[str, Any] = {"host": "0.0.0.0", "settings_file": "/node/engine.yaml", "device": "GPU"}
-    assert head_args(command, **given, backend="ray", tls_files=None) == words(
-        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
-    )
-    assert head_args(command, **given, backend="ray", tls_files=("/run/key", "/run/certificate")) == words(
+    assert head_args(command, **given, backend="ray", tls_files=FILES) == words(
         "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
         " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
     )
     one_gpu = read_command(words("vllm serve m"))
-    assert head_args(one_gpu, **given, backend="mp", tls_files=None) == words(
-        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate --config /node/engine.yaml"
+    assert head_args(one_gpu, **given, backend="mp", tls_files=FILES) == words(
+        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
+        " --ssl-keyfile /run/key --ssl-certfile /run/certificate --config /node/engine.yaml"
     ), "and the port is in no command line"
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
     command = read_command(words("vllm serve m -tp 8"))
-    args = head_args(command, host="h", settings_file="/node/engine.yaml", device=device, backend="ray", tls_files=None)
+    args = head_args(
+        command, host="h", settings_file="/node/engine.yaml", device=device, backend="ray", tls_files=FILES
+    )
     assert ("--distributed-executor-backend" in args) == is_told
 
 
