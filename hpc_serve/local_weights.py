@@ -1,7 +1,7 @@
 """Which of a model's weights are on this machine: in a folder, or in the Hugging Face cache.
 
-It reads names of files, the index of a checkpoint and the headers of its files, and asks no network. What follows from
-what is missing is decided by `submit` before the queue, and by the preflight in the job.
+It reads names of files, the index of a checkpoint, the headers of its files and its tokenizer, and asks no network.
+What follows from what is missing is decided by `submit` before the queue, and by the preflight in the job.
 """
 
 from __future__ import annotations
@@ -78,6 +78,23 @@ def lacks_tokenizer(folder: Path) -> bool:
     """Whether a folder has none of the files from which an engine reads a tokenizer. Raises OSError."""
     names = os.listdir(folder)
     return not any(fnmatchcase(name, pattern) for name in names for pattern in _OF_TOKENIZERS)
+
+
+def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
+    """Return the tokens that the tokenizer of a folder has; None where no tokenizer.json says so. Raises OSError."""
+    if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").is_file():  # vLLM prefers Mistral's own
+        return None
+    try:
+        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = whole["model"]["vocab"]  # of Unigram, pairs of a token and its score
+        tokens = {*vocabulary} if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
+        tokens |= {token["content"] for token in whole.get("added_tokens", ())}
+        config = folder / "tokenizer_config.json"
+        further = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        tokens |= {token["content"] for token in further.get("added_tokens_decoder", {}).values()}
+        return frozenset(tokens.union(further.get("additional_special_tokens", ())))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # vLLM's to say
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -22,7 +22,7 @@ _EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 3, 4, 5
 # vLLM, Ray and torch end with these whatever the cause was.
 _CONSEQUENCES = re.compile(
     r"Engine core initialization failed|EngineCore (?:encountered|failed)|EngineDeadError|"
-    r"WorkerProc initialization failed|"
+    r"WorkerProc initialization failed|[Ss]ee (?:the )?(?:root cause|stack trace)|"
     r"Ray workers have not started successfully|Worker \d+ failed to initialize|Executor failed|"
     r"Engine process failed to start|Engine loop has died|AsyncEngineDeadError|failed to be inspected|"
     r"validation errors? for \w+$|"

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PROCESS = re.compile(r"\(([A-Za-z]\w*(?: [^()]*?)?\bpid=\d+[^()]*|raylet[^()]*|autoscaler[^()]*)\)\s?")
+_PROCESS = re.compile(r"\(([A-Za-z][^()\s]*(?: [^()]*?)?\bpid=\d+[^()]*|raylet[^()]*|autoscaler[^()]*)\)\s?")
 _RANK = re.compile(r"\[(rank\d+)\]:? ?")
 _TIME = r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"
 _LEVELS = r"DEBUG|INFO|WARNING|WARN|ERROR|ERR|CRITICAL|FATAL|SUCC|PANIC"

@@ -1,7 +1,7 @@
 """Checks the files that a job needs on the login node, so that no job waits hours in the queue to miss them.
 
-It looks at weights and the Python environment, and changes nothing. Models, layouts and options are checked when the
-request and its plan are made.
+It looks at weights, the tokenizer and the Python environment, and changes nothing. Models, layouts and options are
+checked when the request and its plan are made.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.local_weights import PATTERNS, missing_weights
+from hpc_serve.local_weights import PATTERNS, cached_folder, missing_weights, tokenizer_tokens
 from hpc_serve.plan import ServePlan
+from hpc_serve.plan.catalog.parsers import reasoning_parsers, tool_parsers
 from hpc_serve.stand_in import find_stand_in
+from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.request import Environment, ServeRequest
 from hpc_serve.submit.weights import check_hub_weights
 from hpc_serve.vllm.arguments import read_arguments, value_of
+
+# With these the tokenizer is another than the one beside the weights, or none.
+_OTHER_TOKENIZER = frozenset(
+    {"--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--revision", "--skip-tokenizer-init"}
+)
 
 
 def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None:
@@ -47,6 +54,30 @@ def check_weights(
         return check_hub_weights(request, plan, environ, ask_hub=ask_hub)
     except OSError as error:
         return f"{plan.model}: its weights cannot be looked for: {error}"
+
+
+def check_parsers(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError where a parser needs a token that the tokenizer lacks, if the tokenizer is here."""
+    given = read_arguments(engine_words(request, plan))
+    parsers = {"--tool-call-parser": tool_parsers(), "--reasoning-parser": reasoning_parsers()}
+    wanted = {option: name for option in parsers if (name := value_of(given, option))}
+    if not value_of(given, "--enable-auto-tool-choice"):
+        wanted.pop("--tool-call-parser", None)
+    if not wanted or _OTHER_TOKENIZER & {argument.name for argument in given}:
+        return
+    named = environ.get("HPC_SERVE_MODEL") or (plan.model if plan.model.startswith("/") else None)
+    folder = Path(named) if named else cached_folder(plan.model, environ)
+    try:
+        tokens = tokenizer_tokens(folder) if folder is not None else None
+    except OSError:
+        return
+    for option, name in wanted.items():
+        needed = parsers[option].get(name, ())
+        if tokens is not None and (lacking := [token for token in needed if token not in tokens]):
+            raise InvalidRequestError(
+                f"{option} {name} needs the token {lacking[0]}, and the tokenizer in {folder} has none: the engine "
+                f"would end. Leave --tools out, or name the parser of the model's card after `--`: {option} NAME."
+            )
 
 
 def _check_folder(folder: Path, called: str, load_format: str | None) -> None:

@@ -30,7 +30,7 @@ from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planned_speed import speed_figures
 from hpc_serve.submit.planning import plan_service_with_inputs
-from hpc_serve.submit.preflight import check_before_plan, check_weights
+from hpc_serve.submit.preflight import check_before_plan, check_parsers, check_weights
 from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
 from hpc_serve.submit.scheduler import SchedulerView
@@ -76,6 +76,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     check_before_plan(request, environ)
     windows_of(environ)
     plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    check_parsers(request, plan, {**environ, **request.env})
     weights_note = check_weights(request, plan, {**environ, **request.env}, ask_hub=ask_hub)
 
     store, service = ServiceStore(default_home(environ)), request.service

@@ -44,6 +44,16 @@ RULES: tuple[Rule, ...] = (
         pains=(23,),
     ),
     rule(
+        "cpu-memory-taken",
+        r"Available memory on node \d+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on (?:startup|kv cache allocation) "
+        r"is less than (?:desired CPU memory utilization|requested memory for kv) \((?:[\d.]+, )?(?P<asked>[\d.]+)",
+        "the engine asks for {asked} GiB of the node's memory, and {free} of {total} GiB were free",
+        "Other programs of the node hold the rest: ask for the node alone (--exclusive), or set "
+        "--kv-cache-memory-bytes (after --) to less than what is free. Without it, vLLM takes "
+        "--gpu-memory-utilization of the node's memory.",
+        pains=(18,),
+    ),
+    rule(
         "kv-cache-too-small",
         r"max seq len \((?P<length>\d+)\).*larger than the (?:available KV cache memory \((?P<room>[\d.]+ GiB)\)"
         r"|maximum number of tokens that can be stored in KV cache \((?P<tokens>\d+)\))"

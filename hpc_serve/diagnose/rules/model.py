@@ -149,6 +149,13 @@ RULES: tuple[Rule, ...] = (
         "The message lists those there are.",
     ),
     rule(
+        "parser-token",
+        r"could not locate (?:the )?(?P<token>.+?) in the tokenizer",
+        "a parser of tool calls or reasoning does not fit the model: its tokenizer has no {token}",
+        "Leave --tools out, or name the parser that the model's card names: --tool-call-parser or --reasoning-parser "
+        "(after --).",
+    ),
+    rule(
         "settings-refused",
         r"(?:^\s*Value error,|refuses the settings:) (?P<words>.+?)(?: \[type=.*)?$",
         "vLLM refuses the settings: {words}",

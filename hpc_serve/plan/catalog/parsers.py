@@ -1,15 +1,18 @@
 """Which of vLLM's parsers for calls of tools, and for reasoning, a model takes, by its name: data (parsers.json).
 
-Whether a service has them is what a person asks for.
+The data also says which parsers there are, and which tokens each needs in a tokenizer. Whether a service has them is
+what a person asks for.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,23 @@ def parsers_of(model: str) -> Parsers:
 @lru_cache(maxsize=1)
 def families() -> tuple[tuple[re.Pattern[str], Parsers], ...]:
     """What the last part of a name must match, and the parsers of what does."""
-    entries = json.loads(Path(__file__).with_name("parsers.json").read_text(encoding="utf-8"))["families"]
     return tuple(
         (re.compile(entry["names"]), Parsers(tools=entry.get("tools"), reasoning=entry.get("reasoning")))
-        for entry in entries
+        for entry in _data()["families"]
     )
+
+
+def tool_parsers() -> Mapping[str, tuple[str, ...]]:
+    """Return the parsers of tool calls that vLLM has, each with the tokens that it needs in a tokenizer."""
+    return {name: tuple(tokens) for name, tokens in _data()["tokens"]["tools"].items()}
+
+
+def reasoning_parsers() -> Mapping[str, tuple[str, ...]]:
+    """Return the parsers of reasoning that vLLM has, each with the tokens that it needs in a tokenizer."""
+    return {name: tuple(tokens) for name, tokens in _data()["tokens"]["reasoning"].items()}
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("parsers.json").read_text(encoding="utf-8"))
+    return found

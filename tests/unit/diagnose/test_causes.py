@@ -74,6 +74,23 @@ def test_a_warnings_exception_is_not_the_cause_and_an_error_70_lines_later_is():
     assert not found.is_known
 
 
+@pytest.mark.parametrize(
+    "process", ["VllmWorker-0 pid=9", "Worker_TP1 pid=9", "ServeReplica:llm:app pid=9, ip=10.0.0.2"]
+)
+def test_the_process_that_failed_first_has_the_cause_whatever_it_is_called(process):
+    lines = [
+        f"({process}) ERROR 11-23 15:56:38 [a.py:9] Traceback (most recent call last):",
+        f'({process}) ERROR 11-23 15:56:38 [a.py:9]   File "/e/site-packages/m/llama.py", line 7, in f',
+        f"({process}) ERROR 11-23 15:56:38 [a.py:9] TypeError: unhashable type: 'list'",
+        "(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510] Traceback (most recent call last):",
+        '(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510]   File "/e/site-packages/m/core.py", line 9, in g',
+        "(EngineCore pid=8) ERROR 11-23 15:56:42 [core.py:1510] Exception: Nothing runs. See stack trace above.",
+    ]
+    found = first_cause([evidence(lines)])
+    assert found is not None
+    assert found.cause == "TypeError: unhashable type: 'list', in f, m/llama.py:7"
+
+
 def test_the_memory_of_one_rank_is_the_cause_and_not_the_timeout_of_those_that_waited_for_it():
     first = evidence([TIMEOUT.format(time="10:10:05"), DEAD], "node0.log")
     other = evidence([OOM.format(time="10:00:03")], "node1.log")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-from pathlib import Path
+import json
+import subprocess
+import sys
 
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog.parsers import Parsers, families, parsers_of
+from hpc_serve.plan.catalog.parsers import Parsers, families, parsers_of, reasoning_parsers, tool_parsers
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
 from hpc_serve.submit.request import ServeRequest
@@ -47,23 +48,21 @@ def test_a_model_is_known_by_its_name(model, tools, reasoning):
     assert parsers_of(model) == Parsers(tools=tools, reasoning=reasoning)
 
 
-def _registered(module: str, table: str) -> set[str]:
-    """The keys of vLLM's table of parsers; its source is read, since an import takes long."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or not vllm.submodule_search_locations:
+def test_the_data_names_vllms_parsers_and_the_tokens_they_need():
+    """The program makes each parser of the installed vLLM with and without each token."""
+    if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    source = Path(vllm.submodule_search_locations[0], module, "__init__.py").read_text(encoding="utf-8")
-    assigned = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
-    (value,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == table]
-    assert isinstance(value, ast.Dict)
-    return {ast.literal_eval(key) for key in value.keys if key is not None}
+    argv = [sys.executable, "-m", "tests.support.parser_tokens"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: list(tokens) for name, tokens in tool_parsers().items()} == found["tools"]
+    assert {name: list(tokens) for name, tokens in reasoning_parsers().items()} == found["reasoning"]
 
 
-def test_vllm_registers_every_name():
-    tools = _registered("tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
-    reasoning = _registered("reasoning", "_REASONING_PARSERS_TO_REGISTER")
-    assert {one.tools for _, one in families() if one.tools} <= tools
-    assert {one.reasoning for _, one in families() if one.reasoning} <= reasoning
+def test_vllm_has_every_parser_of_a_family():
+    assert {one.tools for _, one in families() if one.tools} <= set(tool_parsers())
+    assert {one.reasoning for _, one in families() if one.reasoning} <= set(reasoning_parsers())
 
 
 def _script(model: str, *words: str, tools: bool = True) -> str:
@@ -91,5 +90,7 @@ def test_those_that_are_given_win():
 
 def test_tools_of_a_model_that_has_none_known_are_refused():
     with pytest.raises(InvalidRequestError, match="no parser is known for deepseek-ai/DeepSeek-V3"):
+        _script("v3")
+    with pytest.raises(InvalidRequestError, match=r"one of vLLM's: apertus, .*, llama3_json, .*, xlam\.$"):
         _script("v3")
     assert "--tool-call-parser deepseek_v3" in _script("v3", "--tool-call-parser", "deepseek_v3")

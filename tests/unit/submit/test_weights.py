@@ -12,7 +12,7 @@ from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub_requests import check_access
 from hpc_serve.submit import weights
 from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.preflight import check_weights
+from hpc_serve.submit.preflight import check_parsers, check_weights
 from hpc_serve.submit.render import render_script
 from hpc_serve.submit.request import JobSettings, ServeRequest
 
@@ -148,3 +148,65 @@ def test_where_nodes_are_offline_the_job_is_told(environ):
 def test_staging_needs_weights_that_are_here(environ):
     with pytest.raises(InvalidRequestError, match=r"--stage copies what the nodes see\. Get them first"):
         said(environ, settings=JobSettings(stage="on"))
+
+
+LLAMA_TOKEN = "<|python_tag|>"
+BPE = {"model": {"type": "BPE", "vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<|eot_id|>"}]}
+
+
+def check_tools(environ, *words, tools=True, **fields):
+    request = ServeRequest(model="8b", service="8b", tools=tools, engine_args=words, **fields)
+    check_parsers(request, plan_service(request), environ)
+
+
+class TestTokenizer:
+    def test_one_without_the_parsers_token_is_refused_before_the_queue(self, environ, snapshot):
+        (snapshot / "tokenizer.json").write_text(json.dumps(BPE))
+        for words, tools in (
+            ((), True),
+            (("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json"), False),
+        ):
+            with pytest.raises(InvalidRequestError) as refused:
+                check_tools(environ, *words, tools=tools)
+            assert f"llama3_json needs the token {LLAMA_TOKEN}, and the tokenizer in {snapshot} has none" in str(
+                refused.value
+            )
+        with pytest.raises(InvalidRequestError, match="--reasoning-parser deepseek_r1 needs the token </think>"):
+            check_tools(environ, "--reasoning-parser", "deepseek_r1", tools=False)
+        check_tools(environ, tools=False)
+        check_tools(environ, "--tool-call-parser", "hermes")
+
+    def test_that_of_the_folder_that_stands_in_counts(self, environ, snapshot, tmp_path):
+        (snapshot / "tokenizer.json").write_text(json.dumps(BPE))
+        folder = tmp_path / "other"
+        folder.mkdir()
+        check_tools(environ | {"HPC_SERVE_MODEL": str(folder)})
+        (folder / "tokenizer.json").write_text(json.dumps(BPE))
+        with pytest.raises(InvalidRequestError, match=f"the tokenizer in {folder} has none"):
+            check_tools(environ | {"HPC_SERVE_MODEL": str(folder)})
+
+    @pytest.mark.parametrize(
+        ("tokenizer", "config"),
+        [
+            (BPE | {"added_tokens": [{"content": LLAMA_TOKEN}]}, {}),
+            ({"model": {"vocab": {LLAMA_TOKEN: 0}}}, {}),
+            ({"model": {"type": "Unigram", "vocab": [["a", 0.0], [LLAMA_TOKEN, -1.5]]}}, {}),
+            (BPE, {"added_tokens_decoder": {"7": {"content": LLAMA_TOKEN}}}),
+            (BPE, {"additional_special_tokens": [LLAMA_TOKEN]}),
+        ],
+    )
+    def test_one_that_has_it_anywhere_is_taken(self, environ, snapshot, tokenizer, config):
+        (snapshot / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (snapshot / "tokenizer_config.json").write_text(json.dumps(config))
+        check_tools(environ)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "5", '{"model": {}}', "[" * 9_000])
+    def test_one_that_cannot_be_read_is_left_to_the_engine(self, environ, snapshot, text):
+        (snapshot / "tokenizer.json").write_text(text)
+        check_tools(environ)
+
+    def test_another_than_the_models_own_is_left_to_the_engine(self, environ, snapshot):
+        (snapshot / "tokenizer.json").write_text(json.dumps(BPE))
+        check_tools(environ, "--tokenizer", "/models/other")
+        (snapshot / "tekken.json").write_text("{}")
+        check_tools(environ)
