@@ -42,7 +42,8 @@ def image(cluster) -> Path:
     for package in (CHECKOUT / "hpc_serve", Path(filelock.__file__).parent):
         shutil.copytree(package, packages / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     programs = folder / "usr" / "local" / "bin"
-    shutil.copy(STUB, folder / "usr" / "local" / "stub_engine.py")
+    for program in (STUB, STUB.with_name("stub_refusals.py")):
+        shutil.copy(program, folder / "usr" / "local" / program.name)
     (programs / "vllm").write_text('#!/bin/sh\nexec python3 /usr/local/stub_engine.py "$@"\n')
     (programs / "vllm").chmod(0o755)
     (programs / "python").symlink_to("/usr/bin/python3")

@@ -97,7 +97,7 @@ class Replicas:
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
-    def start(self, *options: str) -> None:
+    def start(self, *options: str, engine: tuple[str, ...] = ()) -> None:
         where = (
             "--model",
             str(self.model),
@@ -110,7 +110,7 @@ class Replicas:
             "--gpu-memory",
             "2GiB",
         )
-        said = self.hpc_serve("submit", *where, *options, "--", "--max-model-len", "2048", "--enforce-eager")
+        said = self.hpc_serve("submit", *where, *options, "--", "--max-model-len", "2048", "--enforce-eager", *engine)
         self.jobs.append(re.search(r"submitted as job (\S+)", said)[1])
 
     def processes_of(self, job: str) -> list[int]:

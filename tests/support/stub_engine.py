@@ -3,9 +3,10 @@
     python tests/support/stub_engine.py serve MODEL [--port P | --config FILE] [--stub-… see --help]
 
 Standard library only. It speaks enough of the OpenAI API for clients and launchers: /health, /v1/models,
-/v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. It prints lines as vLLM
-0.32 does while it loads, guards its routes as the gate does when HPC_SERVE_API_KEY_FILE is set, and obeys
-HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored; STUB_ENGINE_ARGS in the environment adds flags.
+/v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. It refuses what vLLM 0.32
+refuses (`stub_refusals`). It prints lines as vLLM does while it loads, guards its routes as the gate does when
+HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored;
+STUB_ENGINE_ARGS in the environment adds flags.
 
 With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
 all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
@@ -43,6 +44,18 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
+
+try:
+    from tests.support.stub_refusals import Refusal, check_length, check_request, check_route, read_body
+except ImportError:  # run as a program, alone or in the launcher's process
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    from stub_refusals import (  # type: ignore[import-not-found, no-redef]
+        Refusal,
+        check_length,
+        check_request,
+        check_route,
+        read_body,
+    )
 
 WORKER = "VLLM::Worker"
 SHARDS = 5
@@ -137,6 +150,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int)
     parser.add_argument("--config", metavar="FILE", help="a YAML file, of which the line `port: P` is read")
     parser.add_argument("--served-model-name", nargs="+")
+    parser.add_argument("--max-model-len", type=int, default=CONTEXT_LENGTH)
     parser.add_argument("--ssl-keyfile")
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--headless", action="store_true", help="load and wait without a server, as vLLM's other nodes")
@@ -419,60 +433,71 @@ class Handler(BaseHTTPRequestHandler):
             status = 503 if unhealthy and os.path.exists(unhealthy) else 200
             headers = {"X-HPC-Serve": "draining"} if self.server.draining else {}
             self.answer(status, b"", headers)
-        elif not self.enters():
+        elif not self.enters() or not self.has_route():
             return
         elif self.path == "/metrics":
             text = self.server.work.metrics(self.server.names[0])
             headers = {"X-HPC-Serve-Requests": self.server.work.requests()}
             self.answer(200, text.encode(), headers, kind="text/plain; version=0.0.4; charset=utf-8")
+        elif self.path == "/version":
+            self.answer_json(200, {"version": "stub"})
         else:
-            model = {"object": "model", "owned_by": "stub", "max_model_len": CONTEXT_LENGTH}
+            model = {"object": "model", "owned_by": "stub", "max_model_len": self.server.options.max_model_len}
             models = [{"id": name, **model} for name in self.server.names]
-            found = self.path == "/v1/models"
-            self.answer_json(200, {"object": "list", "data": models}) if found else self.error(404, "Not Found")
+            self.answer_json(200, {"object": "list", "data": models})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if not self.enters():
+        if not self.enters() or not self.has_route():
             return
         with self.server.work.counted(is_canary=self.headers.get("X-HPC-Serve") == "canary"):
-            self.post(body)
+            try:
+                self.post(body)
+            except Refusal as refusal:
+                self.answer_json(refusal.status, refusal.content)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.enters():
+            self.has_route()
+
+    do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = do_PUT
+
+    def has_route(self) -> bool:
+        """Whether there is such a route; refuses the request where there is none."""
+        try:
+            check_route(self.command, self.path.partition("?")[0])
+        except Refusal as refusal:
+            self.answer_json(refusal.status, refusal.content)
+            return False
+        return True
 
     def post(self, body: bytes) -> None:
-        if self.path == "/detokenize":
-            tokens = json.loads(body)["tokens"]
+        options = self.server.options
+        path = self.path = self.path.partition("?")[0]
+        request = read_body(self.headers.get("Content-Type", ""), body)
+        names = self.server.names
+        check_request(path, request, names=names, most_tokens=options.max_model_len)
+        if path == "/detokenize":
+            tokens = request["tokens"]
             self.answer_json(200, {"prompt": decode(tokens) + ("\ufffd" if tokens and tokens[-1] >= HALF_ID else "")})
             return
-        if self.path == "/tokenize":
-            asked = json.loads(body)
-            text = chat_context(asked["messages"]) if "messages" in asked else asked["prompt"]
-            self.answer_json(200, {"tokens": encode(text), "count": len(encode(text)), "max_model_len": CONTEXT_LENGTH})
+        if path == "/tokenize":
+            text = chat_context(request["messages"]) if "messages" in request else request["prompt"]
+            count = len(encode(text))
+            self.answer_json(200, {"tokens": encode(text), "count": count, "max_model_len": options.max_model_len})
             return
-        if self.path == "/v1/embeddings":
-            try:
-                data = embed(json.loads(body))
-            except ValueError:
-                self.error(400, "the body is no JSON")
-                return
-            self.answer_json(200, {"object": "list", "model": self.server.names[0], "data": data})
+        if path == "/v1/embeddings":
+            self.answer_json(200, {"object": "list", "model": names[0], "data": embed(request)})
             return
-        if self.path not in ("/v1/completions", "/v1/chat/completions"):
-            self.error(404, "Not Found")
-            return
-        request = json.loads(body)
-        options = self.server.options
+        check_length(len(encode(self.context(request))), options.max_model_len)
         self.server.completions += 1
-        is_chat = self.path.endswith("chat/completions")
         if self.server.is_leaving:
             self.error(500, "the stub engine is shutting down")
         elif self.server.is_dead:
             self.error(500, str(EngineDeadError()))
-        elif is_chat and request.get("continue_final_message") and request.get("add_generation_prompt", True):
-            self.error(400, "Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         elif options.stub_error:
             self.error(options.stub_error, "a stubbed error")
-        elif request.get("model") not in self.server.names:
-            self.error(404, f"The model `{request.get('model')}` does not exist.")
         else:
             self.complete(request, dies=self.server.completions == options.stub_die_at_request)
 
@@ -704,7 +729,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(b"" if self.command == "HEAD" else body)
 
 
 def main() -> None:

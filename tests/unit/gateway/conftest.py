@@ -56,21 +56,24 @@ class Front:
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = self.open()
         try:
-            connection.request(method, path, content, {name.replace("_", "-"): text for name, text in headers.items()})
+            named = {name.replace("_", "-").lower(): text for name, text in headers.items()}
+            kind = {"content-type": "application/json"} if method == "POST" else {}
+            connection.request(method, path, content, {**kind, **named})
             response = connection.getresponse()
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
         finally:
             connection.close()
 
-    def complete(self, model: str | None = "405b", **fields: Any) -> Answer:
+    def complete(self, model: str | None = "405b", *, content_type: str = "application/json", **fields: Any) -> Answer:
         named = {"model": model} if model is not None else {}
-        return self.ask("POST", "/v1/completions", {**named, "prompt": "Why?", "temperature": 0, **fields})
+        body = {**named, "prompt": "Why?", "temperature": 0, **fields}
+        return self.ask("POST", "/v1/completions", body, content_type=content_type)
 
     def stream(self, **fields: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The beginning of a stream: its connection, and its response to read."""
         connection = self.open()
         asked = {"model": "405b", "prompt": "Why?", "temperature": 0, "max_tokens": 100, "stream": True, **fields}
-        connection.request("POST", "/v1/completions", json.dumps(asked))
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
     def metric(self, name: str, **labels: str) -> float:

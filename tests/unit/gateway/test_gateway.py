@@ -19,6 +19,7 @@ from tests.support.stubs import StubService, make_submitted
 from tests.unit.gateway.test_words import form
 
 WORDS = 12
+JSON = {"Content-Type": "application/json"}
 GREEDY = ("--stub-greedy", "--stub-words", str(WORDS))
 MORTAL = (*GREEDY, "--stub-die-at-request", "1")
 ANSWER = greedy_answer("Why?", WORDS)
@@ -71,7 +72,7 @@ def test_an_unknown_model_is_refused_with_what_there_is(service, gateway):
 def test_without_a_model_the_only_service_is_meant(service, gateway):
     service.start(*GREEDY)
     front = gateway()
-    assert front.complete(None).code == 404  # the engine's own answer
+    assert front.complete(None).json["choices"][0]["text"] == ANSWER
     assert front.ask("POST", "/v1/embeddings", b"no json").headers["x-hpc-serve-service"] == "405b"
     other_service(service)
     wait_for(lambda: front.complete("tiny").status == 200, 60, what="the second service")
@@ -187,7 +188,7 @@ def _ask_engine(service, engine, asked) -> bytes:
 
     connection = http.client.HTTPSConnection("127.0.0.1", engine.port, context=pinned_context(engine.certificate))
     key = service.key_file.read_text().strip()
-    connection.request("POST", "/v1/completions", json.dumps(asked), {"Authorization": f"Bearer {key}"})
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"Authorization": f"Bearer {key}", **JSON})
     with connection.getresponse() as response:
         body = response.read()
     connection.close()
@@ -343,6 +344,15 @@ def test_over_the_limit_it_says_when_to_try_again(service, gateway, tmp_path):
     wait_for(lambda: front.metric("requests_total", **refused) == 1, 60, what="the refusal's count")
 
 
+def test_the_engine_says_what_it_takes_and_the_gateway_passes_that_on(service, gateway):
+    service.start(*GREEDY)
+    front = gateway()
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):  # as curl sends a body without a word
+        refused = front.complete(content_type=kind)
+        assert refused.status == 400
+        assert "Only 'application/json' is allowed" in refused.json["error"]["message"]
+
+
 @pytest.mark.parametrize("is_announced", [True, False])
 def test_a_body_over_the_limit_is_refused(service, gateway, is_announced):
     service.start(*GREEDY)
@@ -350,7 +360,7 @@ def test_a_body_over_the_limit_is_refused(service, gateway, is_announced):
     body = json.dumps({"model": "405b", "prompt": "x" * 20_000}).encode()
     connection = front.open()
     content = body if is_announced else iter([body[:9_000], body[9_000:]])
-    connection.request("POST", "/v1/completions", content)
+    connection.request("POST", "/v1/completions", content, JSON)
     assert connection.getresponse().status == 413
     connection.close()
     assert front.complete().status == 200
@@ -386,7 +396,7 @@ def test_a_client_that_leaves_ends_its_request_at_the_engine(service, gateway, t
     for number, is_stream in enumerate((True, False), start=1):
         connection = front.open()
         asked = {"model": "405b", "prompt": "Why?", "stream": is_stream, "temperature": 0}
-        connection.request("POST", "/v1/completions", json.dumps(asked))
+        connection.request("POST", "/v1/completions", json.dumps(asked), JSON)
         wait_for(lambda: logged().count("begun") == number, 60, what="the request at the engine")  # noqa: B023
         connection.close()
         wait_for(lambda: logged().count("abort") == number, 60, what="its end")  # noqa: B023

@@ -38,7 +38,8 @@ def say(front, data: bytes) -> bytes:
 
 
 def request(line: bytes, *headers: bytes, body: bytes = BODY, key: str = KEY) -> bytes:
-    given = [b"Host: x", b"Authorization: Bearer " + key.encode(), b"Connection: close", *headers]
+    own = [b"Host: x", b"Content-Type: application/json", b"Connection: close"]
+    given = [*own, b"Authorization: Bearer " + key.encode(), *headers]
     length = (
         []
         if any(b"ransfer" in header or b"ength" in header for header in headers)

@@ -113,7 +113,9 @@ def requests(stubs: StubService, count: int) -> None:
     context = ssl._create_unverified_context()
 
     def ask() -> None:
-        asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}"})
+        asked = urllib.request.Request(
+            url, body, {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        )
         with contextlib.suppress(OSError):
             urllib.request.urlopen(asked, context=context, timeout=600)
 
