@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
     from hpc_serve.gateway.listening import Place
+    from hpc_serve.gateway.sharing import Shared
+
+_WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --config - {options}"""
 
 
 @click.command("gateway")
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--socket", "socket_path", type=click.Path(path_type=Path), help="Listen on this Unix socket.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port, with a key; 0 for any free one.")
 @click.option("--host", help="With --port: the address to listen on; TLS for any but this host's own [127.0.0.1].")
+@click.option("--share", type=click.Path(path_type=Path), help="With --host: the folder of what others need to ask.")
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
@@ -37,6 +42,7 @@ def gateway_command(
     socket_path: Path | None,
     port: int | None,
     host: str | None,
+    share: Path | None,
     key_file: Path | None,
     wait: float,
     wake: bool,
@@ -50,10 +56,10 @@ def gateway_command(
 
     A request goes to the service that its `model` names, by the service's name or the model's. It is repeated, and its
     stream continued, at another replica, as by hpc_serve.client. Without --port it listens on a Unix socket that only
-    you can reach; a port asks for a key.
+    you can reach; a port asks for a key. With --host and --share FOLDER, colleagues who can read FOLDER can ask.
     """
     from hpc_serve.gateway import key as keys
-    from hpc_serve.gateway import listening, server
+    from hpc_serve.gateway import listening, server, sharing
     from hpc_serve.gateway.settings import Settings
     from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -61,6 +67,8 @@ def gateway_command(
         raise click.UsageError("--socket and --port are two gateways: start one for each.")
     if host is not None and port is None:
         raise click.UsageError("--host needs --port.")
+    if share is not None and host is None:
+        raise click.UsageError("--share needs --host, an address or name of this host that others reach, and --port.")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     home = default_home(os.environ)
     names = tuple(dict.fromkeys(map(validate_service_name, services)))
@@ -86,35 +94,51 @@ def gateway_command(
             place = stack.enter_context(listening.on_socket(socket_path.absolute()))
         else:
             place = stack.enter_context(listening.on_default_socket(home, os.environ))
+        certificate = shared = None
+        if not place.is_loopback:
+            assert host is not None
+            assert key is not None
+            certificate = sharing.certificate_file(home)
+            shown = sharing.ensure_certificate(certificate, host)
+            folder = share.absolute() if share else certificate.with_name(f"{certificate.stem}-{place.port}")
+            if share is None:  # it is for this run's users alone
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            shared = sharing.share(folder, host=host, port=place.port, key=key, certificate=shown)
+        elif share is not None:
+            raise click.UsageError(
+                f"--share needs an address that others reach, and on this host {host} is {place.host}: give --host an"
+                " address of its network, or 0.0.0.0 for all of them."
+            )
         server.serve(
-            place, ServiceStore(home), settings, grace_s=grace, on_start=lambda: _tell(place, names, home, key_file)
+            place,
+            ServiceStore(home),
+            settings,
+            certificate=certificate,
+            grace_s=grace,
+            on_start=lambda: _tell(place, names, home, key_file, shared),
         )
 
 
-def _tell(place: Place, services: tuple[str, ...], home: Path, key_file: Path | None) -> None:
-    """What to type, for people; the key itself is not shown."""
+def _tell(place: Place, services: tuple[str, ...], home: Path, key_file: Path | None, shared: Shared | None) -> None:
+    """Print what to type; the key itself is not shown, and no line puts it into a command line."""
     click.echo(f"Gateway to {', '.join(services) or f'all services of {home}'}. Ctrl-C ends it.")
-    shows_key = f' -H "Authorization: Bearer $(cat {shlex.quote(str(key_file))})"' if key_file else ""
+    if shared is not None:
+        click.echo(
+            f"source {shlex.quote(str(shared.folder / 'env.sh'))}    # in bash or zsh: address, key, certificate"
+        )
+        click.echo(_WITH_KEY.format(key='"$OPENAI_API_KEY"', options='"$OPENAI_BASE_URL/models"'))
+        click.echo(f"{shared.folder} is for others, too. {shared.readers}")
+        return
+    key = f'"$(cat {shlex.quote(str(key_file))})"'
     if place.path is not None:
         path = shlex.quote(str(place.path))
-        click.echo(f"curl --unix-socket {path}{shows_key} http://localhost/v1/models")
+        options = f"--unix-socket {path} http://localhost/v1/models"
+        click.echo(_WITH_KEY.format(key=key, options=options) if key_file else f"curl {options}")
         click.echo(f"From your laptop: ssh -N -L 8000:{path} {os.uname().nodename}, then http://localhost:8000/v1")
         return
     host = f"[{place.host}]" if ":" in place.host else place.host
-    scheme = "http" if place.is_loopback else "https"
-    assert key_file is not None
-    click.echo(f"export OPENAI_BASE_URL={scheme}://{host}:{place.port}/v1")
-    click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(key_file))})"')
-    if place.is_loopback:
-        click.echo(
-            "The key goes over this port in the clear. Who ends up on it after this gateway could read it.", err=True
-        )
-    else:
-        _tell_trust(home)
-
-
-def _tell_trust(home: Path) -> None:
-    from hpc_serve.trust.bundle import trust_variables
-
-    for name, value in trust_variables(home, os.environ).items():
-        click.echo(f"export {name}={shlex.quote(value)}")
+    click.echo(f"export OPENAI_BASE_URL=http://{host}:{place.port}/v1")
+    click.echo(f"export OPENAI_API_KEY={key}")
+    click.echo(
+        "The key goes over this port in the clear. Who ends up on it after this gateway could read it.", err=True
+    )

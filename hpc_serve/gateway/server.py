@@ -6,19 +6,14 @@ At SIGTERM or SIGINT it takes no new requests, finishes those under way within a
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.gateway.listening import Place
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.job.network import reachable_addresses
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.trust.authority import make_run_certificate
 
 try:
     import uvicorn
@@ -44,29 +39,32 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    place: Place, store: ServiceStore, settings: Settings, *, grace_s: float, on_start: Callable[[], None]
+    place: Place,
+    store: ServiceStore,
+    settings: Settings,
+    *,
+    certificate: Path | None,
+    grace_s: float,
+    on_start: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `on_start` is called when requests are answered. Raises HpcServeError."""
+    """Serve until SIGTERM or SIGINT, by TLS where there is a file with a key and its `certificate`.
+
+    `on_start` is called when requests are answered. Raises HpcServeError.
+    """
     connection_limits.install()
-    with ExitStack() as stack:
-        tls: dict[str, Any] = {}
-        if not place.is_loopback:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpc-serve-gateway-")))
-            made = make_run_certificate(store.home, folder, run="gateway", addresses=_addresses(place.host))
-            tls = {"ssl_keyfile": str(made.key_file), "ssl_certfile": str(made.certificate_file)}
-        config = uvicorn.Config(
-            _announced(make_app(store, settings), on_start),
-            lifespan="on",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(grace_s),
-            **tls,
-        )
-        Server(config).run(sockets=[place.listener])
+    config = uvicorn.Config(
+        _announced(make_app(store, settings), on_start),
+        lifespan="on",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(grace_s),
+        ssl_certfile=certificate,  # uvicorn reads the key from it, too
+    )
+    Server(config).run(sockets=[place.listener])
 
 
 def _announced(app: Any, on_start: Callable[[], None]) -> Any:
@@ -77,9 +75,3 @@ def _announced(app: Any, on_start: Callable[[], None]) -> Any:
         await app(scope, receive, send)
 
     return announced
-
-
-def _addresses(host: str) -> list[str]:
-    """The addresses by which clients reach the listener."""
-    address = ip_address(host.partition("%")[0])
-    return reachable_addresses() if address.is_unspecified else [str(address)]

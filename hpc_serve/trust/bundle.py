@@ -46,6 +46,12 @@ def trust_variables(home: Path, environ: Mapping[str, str]) -> dict[str, str]:
     return {**dict.fromkeys(REPLACING_VARIABLES, str(replacing)), ADDING_VARIABLE: str(adding)}
 
 
+def with_systems(certificate: str) -> str:
+    """Return the certificates that the system trusts, and `certificate` after them."""
+    systems: tuple[str, ...] = next(filter(None, map(_read_certificates, _system_bundles())), ())
+    return "".join((*systems, certificate))
+
+
 def _write_with(certificate: str, path: Path, sources: Iterable[Path]) -> None:
     """Write `certificate` to `path`, after those of the first source that holds any."""
     text = certificate

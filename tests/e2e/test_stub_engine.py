@@ -27,6 +27,9 @@ ABSENT = "not there at all"
 LONG = "the " * 3_000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 USER = {"role": "user", "content": "hi"}
+MESSAGES: list[Any] = [ABSENT, [], "hi", None, 5, [5], [{}], [{"content": "x"}]]
+PROMPTS: list[Any] = [ABSENT, None, "", [], 5, [104], {"a": 1}, [5.5], [-1], ["a", 5], [""], [[]]]
+TOOLS: list[Any] = [[], [TOOL], 5, [{}]]
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": [USER], "max_tokens": 2},
@@ -68,7 +71,7 @@ OF_BOTH: list[dict[str, Any]] = [
     {"a_field_of_nobody": 5},
 ]
 OF_CHAT: list[dict[str, Any]] = [
-    *({"messages": messages} for messages in (ABSENT, [], "hi", None, 5, [5], [{}], [{"content": "x"}])),
+    *({"messages": messages} for messages in MESSAGES),
     *({"messages": [{"role": "user", "content": content}]} for content in (5, None, "", [], [{"type": "text"}])),
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]},
@@ -79,7 +82,7 @@ OF_CHAT: list[dict[str, Any]] = [
     *({"logprobs": value} for value in (True, 5, -1)),
     *({"logprobs": True, "top_logprobs": value} for value in (2, 100, -1)),
     {"top_logprobs": 2},
-    *({"tools": tools} for tools in ([], [TOOL], 5, [{}])),
+    *({"tools": tools} for tools in TOOLS),
     *({"tools": [TOOL], "tool_choice": choice} for choice in ("none", "auto", "required", "bogus")),
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
     {"tool_choice": "auto"},
@@ -88,7 +91,7 @@ OF_CHAT: list[dict[str, Any]] = [
     {"chat_template": "{{"},
 ]
 OF_COMPLETIONS: list[dict[str, Any]] = [
-    *({"prompt": prompt} for prompt in (ABSENT, None, "", [], 5, [104], {"a": 1}, [5.5], [-1], ["a", 5], [""], [[]])),
+    *({"prompt": prompt} for prompt in PROMPTS),
     {"prompt": LONG},
     {"prompt": LONG, "stream": True},
     {"prompt": [104] * 3_000},

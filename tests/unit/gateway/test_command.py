@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import ssl
@@ -11,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from http.client import HTTPSConnection
 from pathlib import Path
 
@@ -132,19 +137,102 @@ def _command_line(pid: int) -> bytes:
         return file.read()
 
 
-def test_an_address_that_others_reach_speaks_tls(service, program):
+def variables_of(folder: Path) -> dict[str, str]:
+    """What a shell has in its environment once it has sourced the file of a folder."""
+    script = f"source {shlex.quote(str(folder / 'env.sh'))} && env -0"
+    done = subprocess.run(["bash", "-euc", script], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
+    return dict(line.split("=", 1) for line in done.stdout.decode().split("\0") if "=" in line)
+
+
+def models_by(variables: dict[str, str], name: str) -> list[str]:
+    """The models of a gateway on this host, asked by that name or address, as OpenSSL and Python verify it."""
+    context = ssl.create_default_context(cafile=variables["SSL_CERT_FILE"])
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    port = int(variables["OPENAI_BASE_URL"].rpartition(":")[2].partition("/")[0])
+    connection = HTTPSConnection(name, port, context=context, timeout=60)
+    with closing(context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname=name)) as spoken:
+        connection.sock = spoken
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {variables['OPENAI_API_KEY']}"})
+        return [model["id"] for model in json.loads(connection.getresponse().read())["data"]]
+
+
+def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, program):
     service.start(*GREEDY)
     one = program("--port", "0", "--host", "0.0.0.0").started()
-    wait_for(lambda: "SSL_CERT_FILE=" in one.said, 60, what="what to trust")
-    assert "OPENAI_BASE_URL=https://0.0.0.0:" in one.said
-    port = int(one.said.split("OPENAI_BASE_URL=https://0.0.0.0:")[1].split("/")[0])
-    key = (service.store.home / "gateway" / "api_key").read_text().strip()
-    bundle = one.said.split("SSL_CERT_FILE=")[1].split()[0]
-    context = ssl.create_default_context(cafile=bundle)
-    connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
-    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
-    assert json.loads(connection.getresponse().read())["data"]
-    connection.close()
+    wait_for(lambda: "Who can read it" in one.said, 60, what="its last word")
+    folder = Path(re.search(r"source (\S+)/env.sh", one.said)[1])
+    assert folder.parent == service.store.home / "gateway"
+    assert "Who can read it has the key: you alone" in one.said
+    variables = variables_of(folder)
+    assert variables["OPENAI_BASE_URL"].startswith(f"https://{os.uname().nodename}:")
+    assert variables["OPENAI_API_KEY"] not in one.said
+    for name in (os.uname().nodename, socket.gethostname().partition(".")[0], "localhost", "127.0.0.1"):
+        assert "405b" in models_by(variables, name)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        models_by(variables, "elsewhere.example")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        models_by({**variables, "SSL_CERT_FILE": str(service.store.home / "authority" / "authority.pem")}, "localhost")
+    one.process.send_signal(signal.SIGTERM)
+    assert one.ended() == 0
+    assert not folder.exists()
+
+
+def test_a_shared_folder_is_read_by_its_group_and_works_as_a_copy(service, program, tmp_path):
+    service.start(*GREEDY)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o2750)
+    one = program("--port", "0", "--host", "0.0.0.0", "--share", str(folder)).started()
+    group = grp.getgrgid(folder.stat().st_gid).gr_name
+    wait_for(lambda: "Who can read it" in one.said, 60, what="its last word")
+    assert f"you, group {group} and whom an ACL names" in one.said
+    assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(
+        ("api_key", "certificate.pem", "env.sh", "trusted.pem"), 0o640
+    )
+    assert "PRIVATE KEY" not in "".join(path.read_text() for path in folder.iterdir())
+    copy = tmp_path / "a copy's folder"
+    shutil.copytree(folder, copy)
+    shutil.rmtree(folder)
+    variables = variables_of(copy)
+    assert variables["SSL_CERT_FILE"] == variables["CURL_CA_BUNDLE"] == str(copy / "trusted.pem")
+    assert variables["NODE_EXTRA_CA_CERTS"] == str(copy / "certificate.pem")
+    assert "405b" in models_by(variables, os.uname().nodename)
+    line = next(line for line in one.said.splitlines() if "curl" in line)
+    assert "header" in line
+    assert "-H" not in line
+
+
+def test_copies_stay_good_across_restarts(service, program, tmp_path):
+    service.start(*GREEDY)
+    shared = []
+    for number in range(2):
+        one = program("--port", "0", "--host", "0.0.0.0", "--share", str(tmp_path / f"shared{number}")).started()
+        shared.append((tmp_path / f"shared{number}" / "certificate.pem").read_text())
+        one.process.send_signal(signal.SIGTERM)
+        assert one.ended() == 0
+    assert shared[0] == shared[1]
+    assert mode(tmp_path / "shared0") == 0o700
+    assert mode(tmp_path / "shared0" / "api_key") == 0o600
+
+
+@pytest.mark.parametrize(
+    ("open_to", "said"), [(0o755, "who reads it has the key"), (0o777, "can be changed"), (0o701, "open to everybody")]
+)
+def test_a_folder_that_everybody_reads_or_others_change_is_not_shared(service, program, tmp_path, open_to, said):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(open_to)
+    one = program("--port", "0", "--host", "0.0.0.0", "--share", str(folder))
+    assert one.ended() == 2
+    assert said in one.said
+    assert list(folder.iterdir()) == []
+
+
+def test_what_others_do_not_reach_is_not_shared(program, tmp_path):
+    for words in ((), ("--port", "0"), ("--port", "0", "--host", "127.0.0.1")):
+        one = program("--share", str(tmp_path / "shared"), *words)
+        assert one.ended() == 2
+        assert "--share needs" in one.said
 
 
 def test_a_key_file_that_others_read_is_refused(service, program, tmp_path):

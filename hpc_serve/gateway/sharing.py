@@ -1,0 +1,133 @@
+"""What it takes to ask a gateway from another account: its address, key and certificate, as files of one folder.
+
+Readers of the folder may ask, so its owner decides who reads it. The folder may be copied as a whole. The certificate
+is the gateway's own and vouches for nothing else.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+import shlex
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.network import LOOPBACK, reachable_addresses
+from hpc_serve.rendezvous.files import make_folders, make_private_folder, write_private
+from hpc_serve.rendezvous.ownership import require
+from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems
+from hpc_serve.trust.self_signed import ensure_self_signed
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+_ENV = """\
+# How to ask this gateway, in bash or zsh: source this file. It works from a copy of its folder, too.
+hpc_serve_shared="$(cd "$(dirname "${{BASH_SOURCE:-$0}}")" && pwd)"
+export OPENAI_BASE_URL={url}
+export OPENAI_API_KEY="$(cat "$hpc_serve_shared/api_key")"
+{trust}
+unset hpc_serve_shared
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The folder with `env.sh`, and a sentence on who can read it."""
+
+    folder: Path
+    readers: str
+
+
+def certificate_file(home: Path) -> Path:
+    """The private file of this host's key and certificate."""
+    return make_private_folder(home / "gateway") / f"{_this_host()}.pem"
+
+
+def ensure_certificate(path: Path, host: str) -> str:
+    """Return the certificate of a gateway that listens on `host`, for this host's names and addresses.
+
+    Raises as `ensure_self_signed` does.
+    """
+    full = socket.getfqdn()
+    names = ["localhost", _this_host(), os.uname().nodename, full if full.startswith(f"{_this_host()}.") else ""]
+    addresses = [LOOPBACK, "::1", *reachable_addresses()]
+    (addresses if _is_address(host) else names).append(host)
+    return ensure_self_signed(path, names=[name for name in names if _NAME.fullmatch(name)], addresses=addresses)
+
+
+def share(folder: Path, *, host: str, port: int, key: str, certificate: str) -> Shared:
+    """Write the files for those who ask the gateway at a host and port. A missing folder is made, for its owner alone.
+
+    A group that may look into the folder may read the files. Raises InvalidRequestError for a folder that everybody can
+    look into or that others can change, and StoreError.
+    """
+    called = f"the folder {folder} to share"
+    try:
+        make_folders(folder)
+        found = folder.stat()
+    except OSError as error:
+        raise InvalidRequestError(f"{called} cannot be made: {error.strerror}.") from error
+    require(folder, "own", called=called, advice="Others could put an address of their own there.")
+    if found.st_mode & stat.S_IRWXO:
+        raise InvalidRequestError(
+            f"{called} is open to everybody (mode {stat.S_IMODE(found.st_mode):04o}), and who reads it has the key. "
+            f"Say who may: chgrp GROUP {shlex.quote(str(folder))} && chmod 2750 {shlex.quote(str(folder))}"
+        )
+    url = f"https://{_reached_by(host)}:{port}/v1"
+    trust = [f'export {name}="$hpc_serve_shared/trusted.pem"' for name in REPLACING_VARIABLES]
+    trust.append(f'export {ADDING_VARIABLE}="$hpc_serve_shared/certificate.pem"')
+    files = {
+        "api_key": f"{key}\n",
+        "certificate.pem": certificate,
+        "trusted.pem": with_systems(certificate),
+        "env.sh": _ENV.format(url=shlex.quote(url), trust="\n".join(trust)),
+    }
+    for name, text in files.items():
+        write_private(folder / name, text)
+        if found.st_mode & stat.S_IRGRP:
+            _open_to_group(folder / name, found.st_gid)
+    return Shared(folder=folder, readers=_readers(folder, found))
+
+
+def _open_to_group(path: Path, group: int) -> None:
+    try:
+        os.chown(path, -1, group)
+        os.chmod(path, 0o640)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be given to the folder's group: {error.strerror}.") from error
+
+
+def _readers(folder: Path, found: os.stat_result) -> str:
+    quoted = shlex.quote(str(folder))
+    if found.st_mode & stat.S_IRGRP:
+        who = f"you, group {_group(found.st_gid)} and whom an ACL names"
+    else:
+        who = f"you alone; to let a group in: chgrp GROUP {quoted} && chmod 2750 {quoted}, and start the gateway again"
+    closed = next((above for above in folder.parents if not above.stat().st_mode & stat.S_IXOTH), None)
+    below = f" It lies below {closed}, which is not open to everybody." if closed is not None else ""
+    return f"Who can read it has the key: {who}.{below}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _reached_by(host: str) -> str:
+    """Return the name or address in a URL by which others reach a gateway on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return os.uname().nodename
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_address(host: str) -> bool:
+    return host.count(":") > 1 or host.replace(".", "").isdigit()
+
+
+def _this_host() -> str:
+    return socket.gethostname().partition(".")[0]

@@ -1,0 +1,70 @@
+"""A certificate that is signed by its own key: who trusts it trusts one endpoint, and nobody else.
+
+A gateway shows it to people of other accounts. The authority of the home would vouch for more than that. Key and
+certificate lie in one private file and stay the same as long as they can, so that copies of the certificate stay good.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_serve.rendezvous.files import read_private, write_private
+from hpc_serve.trust import making
+from hpc_serve.trust.pem import certificates_of
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate, GeneralName
+
+_RENEWED_BEFORE_END = timedelta(days=90)
+
+
+def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collection[str]) -> str:
+    """Return the certificate (PEM) of the key in `path`, for these host names and IP addresses.
+
+    The file holds both, 0600. It is made anew if it is missing, unusable or not secret, lacks a name, or ends within 90
+    days. Raises StoreError, or InvalidRequestError without `cryptography`.
+    """
+    making.require_cryptography()
+    from cryptography import x509
+
+    wanted: list[GeneralName] = [x509.DNSName(name) for name in dict.fromkeys(names)]
+    wanted += [x509.IPAddress(known) for known in dict.fromkeys(map(ipaddress.ip_address, addresses))]
+    try:
+        held = read_private(path, secret=True)
+        (found,) = certificates_of(held)
+        if _is_good(x509.load_pem_x509_certificate(found.encode()), wanted):
+            return found
+    except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
+        pass
+    write_private(path, _make(wanted))
+    (made,) = certificates_of(read_private(path, secret=True))
+    return made
+
+
+def _is_good(certificate: Certificate, wanted: Collection[GeneralName]) -> bool:
+    from cryptography import x509
+
+    held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return certificate.not_valid_after_utc - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held)
+
+
+def _make(names: Collection[GeneralName]) -> str:
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = making.new_key()
+    title = f"hpc-serve gateway {secrets.token_hex(4)}"  # two certificates of one name confuse a search by name
+    builder = making.builder(title, key, ends_at=making.now() + making.RUN_LIFETIME)
+    builder = (
+        builder.issuer_name(making.common_name(title))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(making.key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+    )
+    return making.private_pem(key) + making.sign(builder, key)
