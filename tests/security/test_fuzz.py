@@ -1,7 +1,7 @@
 """Whatever stands in a file or comes over a connection: an error of ours or an answer, no traceback, and no end.
 
-The inputs are right ones with faults by chance. HPC_SERVE_FUZZ_SEED sets the seed (`random`: a new one, printed), and
-HPC_SERVE_FUZZ_CASES how many inputs each test makes.
+The inputs are right ones with faults by chance. Each test runs with a fixed seed and with one made from the day's date.
+A failure prints its seed, and HPC_SERVE_FUZZ_SEED runs that seed alone. HPC_SERVE_FUZZ_CASES is the number of inputs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import functools
 import json
 import os
 import random
-import secrets
 import socket
 from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -36,8 +36,9 @@ from hpc_serve.vllm.arguments import read_args_file
 from tests.support.asgi_server import served
 from tests.support.stubs import make_record, make_submitted
 
-_ASKED_SEED = os.environ.get("HPC_SERVE_FUZZ_SEED") or 20_261_122
-SEED = secrets.randbelow(2**32) if _ASKED_SEED == "random" else int(_ASKED_SEED)
+SEEDS = {"fixed seed": 20_261_122, "seed of the day": int(datetime.now(timezone.utc).strftime("%Y%m%d"))}
+if asked := os.environ.get("HPC_SERVE_FUZZ_SEED"):
+    SEEDS = {"asked seed": int(asked)}
 CASES = int(os.environ.get("HPC_SERVE_FUZZ_CASES") or 200)
 KEY = "k-0123456789abcdef"
 NASTY: tuple[Any, ...] = (
@@ -109,9 +110,11 @@ NASTY_BYTES = (
 )
 
 
-def rng_of(name: str) -> random.Random:
-    print(f"HPC_SERVE_FUZZ_SEED={SEED}")
-    return random.Random(f"{SEED}-{name}")
+@pytest.fixture(params=SEEDS.values(), ids=SEEDS.keys())
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of this test and seed. Pytest shows the printed seed where the test fails."""
+    print(f"HPC_SERVE_FUZZ_SEED={request.param}")
+    return random.Random(f"{request.param}-{request.node.originalname}")
 
 
 def faulty_bytes(rng: random.Random, right: bytes) -> bytes:
@@ -163,7 +166,7 @@ def only_our_errors(use: Callable[[], object], told: object) -> None:
     except HpcServeError:
         return
     except Exception as error:
-        raise AssertionError(f"HPC_SERVE_FUZZ_SEED={SEED}: {type(error).__name__} for {told!r}") from error
+        raise AssertionError(f"{type(error).__name__} for {told!r}") from error
 
 
 RECORD = json.loads(make_record(state="failed", reason="why", last_log_lines=("a", "b"), measured={"x": 1}).to_json())
@@ -180,20 +183,18 @@ def checked_arguments(text: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "right"), [(EndpointRecord, RECORD), (SubmittedJob, SUBMITTED)])
-def test_a_record_is_read_or_refused(kind, right):
-    rng = rng_of(kind.__name__)
+def test_a_record_is_read_or_refused(rng, kind, right):
     for _ in range(CASES):
         text = faulty_json(rng, right).decode("utf-8", "replace")
         only_our_errors(functools.partial(rewritten, kind, text), text)
 
 
-def test_status_of_whatever_lies_in_a_services_folder(tmp_path, monkeypatch, capsys):
+def test_status_of_whatever_lies_in_a_services_folder(rng, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HPC_SERVE_HOME", str(tmp_path / "home"))
     folder = tmp_path / "home" / "services" / "405b"
     (folder / "submitted").mkdir(parents=True)
     for path in (tmp_path / "home", folder.parent, folder, folder / "submitted"):
         path.chmod(0o700)
-    rng = rng_of("status")
     for _ in range(max(CASES // 10, 1)):
         for name in range(5):
             (folder / f"{name}-r0-0.json").write_bytes(faulty_json(rng, {**RECORD, "job_id": str(name)}))
@@ -201,11 +202,11 @@ def test_status_of_whatever_lies_in_a_services_folder(tmp_path, monkeypatch, cap
             (folder / "submitted" / f"{name}.json").write_bytes(faulty_json(rng, submitted))
         only_our_errors(lambda: run(["status", "405b"]), "status")
         shown = capsys.readouterr()
-        assert "unexpected" not in (shown.out + shown.err).lower(), f"HPC_SERVE_FUZZ_SEED={SEED}: {shown}"
+        assert "unexpected" not in (shown.out + shown.err).lower(), shown
         assert "\x1b" not in shown.out + shown.err
 
 
-def test_a_site_file_is_read_or_refused(tmp_path):
+def test_a_site_file_is_read_or_refused(rng, tmp_path):
     right = b"""partition: gpu
 account: 0123
 time: 24:00:00
@@ -221,7 +222,6 @@ venv: ~/envs/serve
 interface: ib0
 log_dir: ~/logs
 """
-    rng = rng_of("site")
     path = tmp_path / "site.yaml"
     for _ in range(CASES):
         content = faulty_bytes(rng, right)
@@ -229,9 +229,8 @@ log_dir: ~/logs
         only_our_errors(lambda: load_site(path), content)
 
 
-def test_a_models_config_is_read_or_refused(tmp_path):
+def test_a_models_config_is_read_or_refused(rng, tmp_path):
     right = find_model("8b").config
-    rng = rng_of("config")
     path = tmp_path / "config.json"
     for _ in range(CASES):
         content = faulty_json(rng, dict(right))
@@ -244,16 +243,14 @@ def test_a_models_config_is_read_or_refused(tmp_path):
         only_our_errors(use, content)
 
 
-def test_a_file_of_arguments_is_read_or_refused():
+def test_a_file_of_arguments_is_read_or_refused(rng):
     right = b"--max-num-seqs 8\n--dtype bfloat16 # why\n--hf-overrides '{\"a\": 1}'\n--enforce-eager\n--seed=1\n"
-    rng = rng_of("args")
     for _ in range(CASES):
         text = faulty_bytes(rng, right).decode("utf-8", "replace")
         only_our_errors(functools.partial(checked_arguments, text), text)
 
 
-def test_the_control_port_takes_launchers_after_whatever_came_before():
-    rng = rng_of("control")
+def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
     hello = {"rank": 1, "name": "n2", "address": "10.0.0.2", "nonce": "0" * 32, "proof": "0" * 64}
     unexpected: list[Any] = []
 
@@ -297,7 +294,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before():
         server.close()
 
     asyncio.run(run())
-    assert unexpected == [], f"HPC_SERVE_FUZZ_SEED={SEED}"
+    assert unexpected == []
 
 
 @contextmanager
@@ -330,7 +327,7 @@ def told(port: int, content: bytes) -> bytes:
     return received
 
 
-def test_nothing_but_the_key_opens_the_gate(tmp_path, monkeypatch):
+def test_nothing_but_the_key_opens_the_gate(rng, tmp_path, monkeypatch):
     (tmp_path / "key").write_text(KEY)
     monkeypatch.setenv("HPC_SERVE_API_KEY_FILE", str(tmp_path / "key"))
     monkeypatch.setattr(connection_limits, "HEADERS_TIMEOUT_S", 0.2)
@@ -347,11 +344,10 @@ def test_nothing_but_the_key_opens_the_gate(tmp_path, monkeypatch):
         b"GET /v1/realtime HTTP/1.1\r\nHost: e\r\n" + upgrade + b"Content-Length: 3\r\n\r\nabc",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ]
-    rng = rng_of("gate")
     with served_engine() as port:
         for _ in range(CASES):
             content = faulty_bytes(rng, rng.choice(rights))
-            assert b"let in" not in told(port, content), f"HPC_SERVE_FUZZ_SEED={SEED}: {content!r}"
+            assert b"let in" not in told(port, content), content
         monkeypatch.setattr(connection_limits, "HEADERS_TIMEOUT_S", 60.0)
         monkeypatch.setattr(connection_limits, "CONNECTION_WITHOUT_KEY_S", 60.0)
         with_key = f"GET /v1/models HTTP/1.1\r\nHost: e\r\nConnection: close\r\nAuthorization: Bearer {KEY}\r\n\r\n"
