@@ -28,6 +28,7 @@ _UNUSABLE = 78
 _NO_ROOM = 69
 _OWN_CODE = {"local_files_only": True, "trust_remote_code": False}  # without the second, transformers asks a terminal
 _MIB, _GIB = 1 << 20, 1 << 30
+_ARGS_FILE = "hpc-serve-args.txt"  # engine arguments by the owner of the model's folder: a copy would be the user's own
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 
 
@@ -51,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def quantize(options: argparse.Namespace) -> None:
-    """Make `options.output`. Raises CannotQuantizeError; then nothing of it is left."""
+    """Make `options.output`. Raises CannotQuantizeError; a model that is not whole is removed then."""
     output = Path(options.output)
     partial = output.with_name(f"{output.name}.partial")
     if output.exists():
@@ -68,10 +69,17 @@ def quantize(options: argparse.Namespace) -> None:
     try:
         _run(options, partial, texts)
         copy_other_files(Path(options.model), partial)
-        after = _weight_bytes(str(partial))
-        os.rename(partial, output)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        raise
+    try:
+        os.rename(partial, output)
+    except OSError as error:
+        raise CannotQuantizeError(
+            f"{partial} holds the quantised model, and cannot be renamed to {output} ({error.strerror}). "
+            "Somebody has made that name meanwhile: rename the folder to another one."
+        ) from error
+    after = _weight_bytes(str(output))
     _say(
         f"{output} holds {after / _MIB:,.1f} MiB of weights, of {before / _MIB:,.1f} MiB before, "
         f"after {time.monotonic() - began_s:.0f} s"
@@ -158,10 +166,12 @@ def _text_of(entry: Any, where: str) -> str:
 
 
 def copy_other_files(model: Path, output: Path) -> None:
-    """Files of the model that are no weights and that were not written anew: processors, chat templates, licences."""
+    """Copy what is no weights and was not written anew: processors, chat templates, licences."""
     weights = {path for pattern in _WEIGHTS for path in model.glob(pattern)}
     for path in model.iterdir():
-        if path.is_file() and path not in weights and not (output / path.name).exists():
+        if path.name == _ARGS_FILE or path in weights:
+            continue
+        if path.is_file() and not (output / path.name).exists():
             # With its mode: behind a link in a model of others may lie what you alone can read.
             shutil.copy(path, output / path.name)
 

@@ -40,6 +40,8 @@ COMPRESSOR = """
 import json, os
 def oneshot(model, recipe, **given):
     given["dataset"] = given.get("dataset")
+    if os.environ.get("SOMEBODY_MAKES"):
+        open(os.environ["SOMEBODY_MAKES"], "w").close()
     print("ONESHOT", json.dumps([[type(one).__name__, one.named] for one in recipe]), json.dumps(given))
 """
 MODIFIER = """
@@ -189,3 +191,21 @@ def test_a_link_in_the_place_of_what_is_made_is_not_followed(model: Path, packag
     assert done.returncode == 78
     assert "out.partial cannot be made: File exists. Remove it, or set --output." in done.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_whole_model_is_kept_where_somebody_takes_its_name_meanwhile(
+    model: Path, packages: Path, tmp_path: Path
+) -> None:
+    done = run(model, packages, "--output", str(tmp_path / "out"), SOMEBODY_MAKES=str(tmp_path / "out"))
+    assert done.returncode == 78
+    assert "out.partial holds the quantised model, and cannot be renamed to" in done.stderr
+    assert (tmp_path / "out.partial" / "tokenizer.json").read_text() == "written"
+
+
+def test_engine_arguments_of_the_models_owner_are_not_copied(model: Path, tmp_path: Path) -> None:
+    """In the output they would belong to the user, and be taken for the user's own words."""
+    (model / "hpc-serve-args.txt").write_text("--max-num-seqs 1")
+    (tmp_path / "out").mkdir()
+    copy_other_files(model, tmp_path / "out")
+    assert not (tmp_path / "out" / "hpc-serve-args.txt").exists()
+    assert (tmp_path / "out" / "LICENSE").exists()
