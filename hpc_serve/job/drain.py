@@ -64,7 +64,10 @@ class Drain:
         _log.info("draining for %.0f s at most: %s", stop.drain_s, stop.reason)
         self._ends_by_itself = self.run_end.was_signalled  # Slurm has signalled the engine as well
         self.keeper.update(state="draining", stage="finishing requests", progress=None, reason=stop.reason)
-        self.gate_file.touch()
+        try:
+            self.gate_file.touch()
+        except OSError as error:  # others may have filled the node's /tmp; clients leave a record that is draining
+            _log.warning("the engine goes on taking requests while it drains: %s", error)
         began = time.monotonic()
         finishing = asyncio.create_task(self._finish())
         interrupted = asyncio.create_task(self.run_end.wait_for_interruption())

@@ -151,6 +151,22 @@ def test_what_is_under_way_is_finished_and_nothing_else_begins(tmp_path):
     assert outcome.reason == "hpc-serve stop; 3 requests under way finished"
 
 
+def test_a_node_without_room_for_a_file_drains_all_the_same(tmp_path, caplog):
+    """A link that leads to itself stands for a /tmp whose inodes a stranger has used up: no file can be made there."""
+
+    async def test(scene):
+        scene.drain.gate_file.symlink_to(scene.drain.gate_file)
+        streams = await scene.begin(2)
+        draining = asyncio.create_task(scene.drain.run(stop()))
+        await scene.go_on()
+        assert [await stream for stream in streams] == [(200, 10)] * 2
+        return await draining
+
+    outcome = in_scene(tmp_path, test, *STREAM)
+    assert outcome.reason == "hpc-serve stop; 2 requests under way finished"
+    assert "the engine goes on taking requests while it drains" in caplog.text
+
+
 def test_an_idle_engine_is_drained_at_once(tmp_path):
     outcome = in_scene(tmp_path, lambda scene: scene.drain.run(stop()))
     assert outcome.reason == "hpc-serve stop; no request was under way"
