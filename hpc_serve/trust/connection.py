@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.pinned import pinned_context
 
+_WRONG_TIME = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
+
 
 class NotOurEngineError(ConnectionError):
     """What answers at the address is not the engine of the record. It was sent nothing secret."""
@@ -67,5 +69,7 @@ def verify_socket(connected: socket.socket, identity: Identity) -> socket.socket
 def tls_refusal(error: ssl.SSLError) -> str:
     """Why a handshake failed, for a person."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _WRONG_TIME:
+            return f"by this host's clock its certificate does not hold ({error.verify_message}): compare the clocks"
         return f"it does not show the certificate of the record ({error.verify_message})"
     return f"it does not speak TLS as the engine of the record does ({error.reason or error})"

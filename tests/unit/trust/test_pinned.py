@@ -15,6 +15,7 @@ import pytest
 from hpc_serve.errors import RecordError
 from hpc_serve.trust import authority, making
 from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.connection import tls_refusal
 from hpc_serve.trust.pinned import pinned_context
 from tests.support.tls_servers import RecordingServer, server_context
 
@@ -95,6 +96,29 @@ def test_an_expired_certificate_is_refused(tmp_path: Path, monkeypatch: pytest.M
     ours = make(tmp_path, "ours")
     with serving(ours) as server, pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         ask(server, ours.certificate)
+    assert server.received == b""
+
+
+@pytest.mark.parametrize("hours", [-600, -20, 20])
+def test_a_certificate_holds_where_clocks_are_hours_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """`hours`: how far the clock of the engine's host is ahead."""
+    made_at = making.now() + timedelta(hours=hours)
+    monkeypatch.setattr(making, "now", lambda: made_at)
+    ours = make(tmp_path, "ours")
+    with serving(ours) as server:
+        assert ask(server, ours.certificate) == 200
+
+
+def test_a_clock_that_is_two_days_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_at = making.now() + timedelta(days=2)
+    monkeypatch.setattr(making, "now", lambda: made_at)
+    ours = make(tmp_path, "ours")
+    with serving(ours) as server, pytest.raises(ssl.SSLCertVerificationError) as refused:
+        ask(server, ours.certificate)
+    said = "by this host's clock its certificate does not hold (certificate is not yet valid): compare the clocks"
+    assert tls_refusal(refused.value) == said
     assert server.received == b""
 
 
