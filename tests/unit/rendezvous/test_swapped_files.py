@@ -1,0 +1,111 @@
+"""Whatever takes a file's place while it is read, a reader gets one of our own files, whole, or an error of ours.
+
+A process renames files over the one that is read, as fast as it can: our own of two lengths, a stranger's, one that
+others can write to, a link to a stranger's, a pipe and a folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
+from hpc_serve.rendezvous.files import read_private
+from hpc_serve.stand_in import find_stand_in
+from hpc_serve.vllm.arguments import ARGS_FILE
+
+STRANGER = 64_999
+CHANGES = 300
+OURS = ("--seed 1", "--seed " + "1" * 3_000)
+THEIRS = "--seed 666"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def make_all(folder: Path) -> list[Callable[[Path], None]]:
+    """Return makers of what takes the file's place, each under a new name."""
+    theirs = folder / "theirs-behind-a-link"
+    theirs.write_text(THEIRS)
+
+    def write(path: Path, text: str, *, mode: int = 0o600, owner: int = 0) -> None:
+        path.write_text(text)
+        path.chmod(mode)
+        os.chown(path, owner, -1)
+
+    os.chown(theirs, STRANGER, -1)
+    return [
+        lambda path: write(path, OURS[0]),
+        lambda path: write(path, THEIRS, owner=STRANGER),
+        lambda path: write(path, OURS[1]),
+        lambda path: write(path, THEIRS, mode=0o666),
+        lambda path: path.symlink_to(theirs),
+        lambda path: write(path, OURS[0]),
+        os.mkfifo,
+        lambda path: path.mkdir(),
+    ]
+
+
+def swap_without_end(path: Path, beside: Path) -> None:
+    for number, make in zip(itertools.count(), itertools.cycle(make_all(beside)), strict=False):
+        made = beside / f"new-{number}"
+        make(made)
+        if path.is_dir() != made.is_dir():  # a rename replaces files by files alone
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        made.rename(path)
+
+
+@contextmanager
+def swapped(path: Path, beside: Path) -> Iterator[Callable[[], bool]]:
+    """Replace `path` without pause; yields whether that still goes on. `beside` is where the replacements are made."""
+    process = multiprocessing.get_context("fork").Process(target=swap_without_end, args=(path, beside))
+    process.start()
+    try:
+        yield process.is_alive
+    finally:
+        process.kill()
+        process.join()
+
+
+def outcomes(read: Callable[[], object], path: Path, beside: Path) -> set[object]:
+    """Return what `read` returned or raised while `path` was swapped, until that has changed often enough."""
+    beside.mkdir()
+    seen: list[object] = [None]
+    with swapped(path, beside) as goes_on:
+        while len(seen) < CHANGES:
+            try:
+                found = read()
+            except (HpcServeError, FileNotFoundError) as error:
+                found = type(error)
+            if found != seen[-1]:
+                seen.append(found)
+            assert goes_on()
+    return set(seen[1:])
+
+
+@needs_root
+def test_a_swapped_file_is_one_of_ours_whole_or_refused(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    found = outcomes(lambda: read_private(home / "record"), home / "record", tmp_path / "beside")
+    assert set(OURS) < found <= {*OURS, RecordError, StoreError, FileNotFoundError}
+
+
+@needs_root
+def test_swapped_words_for_the_engine_are_ours_or_refused(tmp_path: Path) -> None:
+    """A file that is not there, or a pipe with nothing in it, holds no words."""
+    model = tmp_path / "model"
+    model.mkdir(mode=0o755)
+
+    def read() -> object:
+        found = find_stand_in({"HPC_SERVE_MODEL": str(model)})
+        assert found is not None
+        return " ".join(found.args)
+
+    found = outcomes(read, model / ARGS_FILE, tmp_path / "beside")
+    assert set(OURS) < found <= {*OURS, "", InvalidRequestError}
