@@ -13,7 +13,9 @@ import resource
 import socket
 import ssl
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,76 @@ def ask_for_metrics(host: str, ports: str) -> dict[str, list[int]]:
             if status.startswith(b"HTTP/") and status.split()[1] == b"200":
                 found.append(int(port))
     return {"answer": found}
+
+
+def stay_until(enough: str) -> None:
+    """Say that this program listens, and wait until a file is there."""
+    print(json.dumps({"listens": True}), flush=True)
+    while not Path(enough).exists():
+        time.sleep(0.05)
+
+
+def serve_connections(port: str, handle: Callable[[socket.socket], None]) -> None:
+    """Listen on a port that may have been another program's a moment ago, each connection in a thread."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            listener = socket.create_server(("", int(port)), backlog=512)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+    def accept() -> None:
+        while True:
+            threading.Thread(target=handle, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+def record_all(port: str, folder: str, enough: str) -> dict[str, Any]:
+    """Listen on a port in the place of an engine, and write down all that is sent, inside TLS too."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(f"{folder}/node.pem", f"{folder}/node.key")
+    heard, connections = bytearray(), [0]
+
+    def handle(connection: socket.socket) -> None:
+        connections[0] += 1
+        with contextlib.suppress(OSError), contextlib.closing(connection):
+            connection.settimeout(60)
+            if connection.recv(1, socket.MSG_PEEK) == b"\x16":
+                connection = context.wrap_socket(connection, server_side=True)
+            heard.extend(connection.recv(65_536))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+
+    serve_connections(port, handle)
+    stay_until(enough)
+    return {"heard": heard.decode("latin-1"), "connections": connections[0]}
+
+
+def relay(port: str, host: str, target: str, enough: str) -> dict[str, Any]:
+    """Pass every byte on to an engine, and write down all that was sent to it."""
+    heard = bytearray()
+
+    def copy(source: socket.socket, sink: socket.socket, kept: bytearray | None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                if kept is not None:
+                    kept.extend(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def handle(connection: socket.socket) -> None:
+        with connection, socket.create_connection((host, int(target))) as engine:
+            back = threading.Thread(target=copy, args=(engine, connection, None), daemon=True)
+            back.start()
+            copy(connection, engine, heard)
+            back.join()
+
+    serve_connections(port, handle)
+    stay_until(enough)
+    return {"heard": heard.decode("latin-1")}
 
 
 if __name__ == "__main__":

@@ -1,59 +1,22 @@
 """The cluster's second user against real Slurm, Ray and vLLM: he gets nothing, ends nothing, and stops no start.
 
-One engine over two hosts by Ray (TP=2 x PP=2) and one on a single host (TP=2), shared by all tests. What needs no
-engine is tried in the unit tests; `stranger.py` has what he does.
+One engine over two hosts by Ray (TP=2 x PP=2) is shared by all tests; `test_one_host.py` has one on a single host. What
+needs no engine is tried in the unit tests; `stranger.py` has what he does.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster import wait_for
 from tests.e2e.jobs import User, stub_script
+from tests.security.attacks import START_S, STRANGER, answers, listening, tries
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
-
-STRANGER = Path(__file__).with_name("stranger.py")
-ASK = Path(__file__).parents[1] / "e2e" / "ask.py"
-BUSY = {"HPC_SERVE_CANARY_S": "30"}  # ranks that share two cores make a token in seconds
-START_S = 900.0
-
-
-@pytest.fixture(scope="module")
-def alice(cluster, alice_env, tiny_models):
-    return User(cluster, {**alice_env, **BUSY, "HPC_SERVE_MODEL": str(tiny_models / "405b")})
-
-
-@pytest.fixture(scope="module")
-def mallory(cluster, alice_env):
-    return User(cluster, alice_env, name="mallory")
-
-
-def tries(user: User, what: str, *arguments: object, node: str = "n3", timeout: float = 400) -> Any:
-    done = user.run(sys.executable, str(STRANGER), what, *map(str, arguments), node=node, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def listening(user: User, node: str) -> list[tuple[str, int, str]]:
-    """Address, port and program of every TCP socket that this user's processes listen on."""
-    pids = {process.pid for process in user.processes() if process.host == node}
-    seen = user.cluster.run(["ss", "-ltnpH"], user="root", node=node).stdout
-    ours = {int(pid) for pid in user.run("ps", "-u", user.name, "-o", "pid=", node=node).stdout.split()}
-    assert pids
-    found = []
-    for line in seen.splitlines():
-        address, _, port = line.split()[3].rpartition(":")
-        program = re.search(r'\(\("([^"]+)",pid=(\d+)', line)
-        if program and int(program[2]) in ours and program[1] != "srun":  # srun's own are Slurm's business
-            found.append((address.strip("[]").removeprefix("::ffff:"), int(port), program[1]))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -69,50 +32,16 @@ def over_ray(alice):
     alice.wait_until_gone(job_id)
 
 
-@pytest.fixture(scope="module")
-def on_one_host(alice, mallory, tiny_models):
-    """One host, where the stranger holds a port in every 256 while the engine starts."""
-    thief = mallory.cluster.popen(
-        [sys.executable, STRANGER, "take_a_port_in_every_block"], user="mallory", node="n3", env=mallory.environ
-    )
-    assert thief.stdout is not None
-    assert json.loads(thief.stdout.readline())["held"] == 88
-    layout = ("--nodes=1", "--tensor-parallel-size=2", "--nodelist=n3")
-    shared = ("--name", "alone", "--no-exclusive", "--mem", "8G")
-    try:
-        done = alice.hpc_serve(
-            *("submit", "--model=8b", *layout, *shared, "--json"), env={"HPC_SERVE_MODEL": str(tiny_models / "8b")}
-        )
-        assert done.returncode == 0, done.stderr
-        job_id = json.loads(done.stdout)["job_id"]
-        yield alice.wait_until_ready("alone", job_id, START_S)
-        alice.run("scancel", job_id)
-        wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of it")
-    finally:
-        thief.kill()
-        thief.wait()
-
-
-def answers(alice: User, service: str) -> bool:
-    done = alice.run(sys.executable, str(ASK), service)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])["chunks"] >= 2
-
-
-def endpoint(record: dict[str, Any]) -> tuple[str, int, str]:
-    return record["hosts"][0], record["port"], "http" if record["certificate"] is None else "https"
-
-
 def ray_processes(alice: User) -> set[int]:
     return {process.pid for process in alice.processes() if process.argv[0].endswith(("gcs_server", "raylet/raylet"))}
 
 
 class TestRay:
-    def test_a_strangers_calls_are_refused_on_every_port_and_end_nothing(self, alice, mallory, over_ray):
+    def test_a_strangers_calls_are_refused_on_every_port_and_end_nothing(
+        self, alice, mallory, over_ray, own_certificate
+    ):
         before = ray_processes(alice)
         assert len(before) == 3
-        own = mallory.run(sys.executable, "-c", MAKE_OWN, str(mallory.home), "10.77.0.13")
-        assert own.returncode == 0, own.stderr
         for node, host in (("n1", over_ray["nodes"][0]["address"]), ("n2", over_ray["nodes"][1]["address"])):
             # Ray's processes listen on all addresses; torch's store does too, and speaks another language than gRPC.
             seen = listening(alice, node)
@@ -120,7 +49,7 @@ class TestRay:
             others = [port for address, port, _ in seen if address == "*" and port not in rays]
             assert len(rays) >= 2, seen
             assert others
-            for shown in ((), (str(mallory.home / "own"),)):
+            for shown in ((), (own_certificate,)):
                 told = tries(mallory, "call_ray", host, ",".join(map(str, rays)), 120, *shown)
                 assert set(told.values()) == {"UNAVAILABLE"}, (shown, told)
                 told = tries(mallory, "call_ray", host, ",".join(map(str, others)), 10, *shown)
@@ -154,53 +83,6 @@ class TestRay:
             assert pids
             seen = alice.cluster.run(["ss", "-ltnpH"], user="root", node=node).stdout
             assert not [line for line in seen.splitlines() if any(f"pid={pid}," in line for pid in pids)]
-
-
-class TestOneHost:
-    def test_all_but_the_engines_port_are_on_the_loopback_address(self, alice, on_one_host):
-        seen = [entry for entry in listening(alice, "n3") if entry[1] != on_one_host["port"]]
-        assert len(seen) >= 10, seen
-        assert [entry for entry in seen if entry[0] != "127.0.0.1"] == []
-
-    def test_endless_headers_and_half_requests_cost_little(self, alice, mallory, on_one_host):
-        at = endpoint(on_one_host)
-        before = api_server_kib(alice)
-        assert tries(mallory, "endless_headers", *at, 4 << 30, node="n1")["sent"] < 1 << 30
-        told = tries(mallory, "leave_open", *at, "GET /health HTT", 700, node="n1")
-        assert told["closed"] == told["opened"] == 700
-        assert answers(alice, "alone")
-        assert api_server_kib(alice) - before < 200 << 10
-
-    @pytest.mark.parametrize("said", ["", "\x16\x03\x01\x02"], ids=["silent", "a bit of a handshake"])
-    def test_what_begins_no_tls_is_not_waited_for(self, alice, mallory, on_one_host, said):
-        address, port, scheme = endpoint(on_one_host)
-        assert scheme == "https"
-        told = tries(mallory, "leave_open", address, port, "tcp", said, 300, node="n1")
-        assert told["closed"] == told["opened"] == 300
-        assert answers(alice, "alone")
-
-    def test_a_stranger_fills_no_log(self, alice, mallory, on_one_host):
-        log = Path(on_one_host["log_dir"]) / f"{on_one_host['job_id']}-node0.log"
-        before = log.stat().st_size
-        asked = tries(mallory, "flood_log", *endpoint(on_one_host), 1_000, node="n1")["asked"]
-        assert asked == 1_000
-        assert log.stat().st_size - before < 200_000, asked
-
-    def test_the_batch_log_of_sbatch_by_hand_is_the_users_alone(self, alice, on_one_host):
-        script = alice.write("by-hand.sh", stub_script("by-hand"))
-        job_id = alice.sbatch(script)
-        record = alice.wait_until_ready("by-hand", job_id, 300)
-        assert record["state"] == "ready"
-        log = alice.home / f"hpc-serve-by-hand-{job_id}.log"
-        assert log.stat().st_mode & 0o077 == 0
-        alice.cancel(job_id)
-        wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of it")
-
-
-def api_server_kib(alice: User) -> int:
-    """The resident memory of the process that serves HTTP on n3."""
-    pid = alice.run("sh", "-c", "pgrep -o -f '[v]llm serve'", node="n3").stdout.split()[0]
-    return int(alice.run("ps", "-o", "rss=", "-p", pid, node="n3").stdout)
 
 
 def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice, mallory):
@@ -312,13 +194,3 @@ def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, ma
             flood.wait()
         alice.cancel(job_id)
     wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of it")
-
-
-MAKE_OWN = """
-import sys
-from pathlib import Path
-from hpc_serve.trust.peers import make_peer_files
-run = Path(sys.argv[1]) / "run"
-run.mkdir(mode=0o700)
-make_peer_files(run, Path(sys.argv[1]) / "own", addresses=[sys.argv[2]])
-"""
