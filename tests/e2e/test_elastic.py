@@ -92,7 +92,7 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
 
     asking = start_asking(alice, THREADS)
     little = told_at_the_end(asking_little)
-    wait_for(lambda: seen.ready() >= 3, MOST_S, what="three replicas under load")
+    wait_for(lambda: seen.ready() == MOST, MOST_S, what="four replicas under load")
     asking_less = start_asking(alice, 1)  # meanwhile it is not idle
     load = told_at_the_end(asking)
     wait_for(lambda: seen.ready() == 1, MOST_S, what="one replica under less load")

@@ -110,7 +110,7 @@ NASTY_BYTES = (
 )
 
 
-@pytest.fixture(params=SEEDS.values(), ids=SEEDS.keys())
+@pytest.fixture(params=tuple(SEEDS.values()), ids=tuple(SEEDS))
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """Random numbers of this test and seed. Pytest shows the printed seed where the test fails."""
     print(f"HPC_SERVE_FUZZ_SEED={request.param}")

@@ -14,7 +14,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"))
+DOCUMENTS = (
+    *("README.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"),
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))),
+)
 FAULTS = ("faults", "gateway", "vllm-router", "real")
 PARTS = ("ratio", "more", "least", "most")
 QUOTED = re.compile(r"([\d,]*\d(?:\.\d+)?)<!--(\S+ / [^>]+?)-->")

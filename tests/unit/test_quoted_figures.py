@@ -10,13 +10,13 @@ PLACE = "gateway_rate / streams, 16 in flight / gateway / requests/s"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_quoted_figures_are_those_of_their_files(document) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert QUOTED.findall(renewed(text)) == QUOTED.findall(text), "`python -m tests.support.quoted_figures` renews them"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_no_figure_of_a_benchmark_is_quoted_without_its_place(document) -> None:
     assert unheld((ROOT / document).read_text(encoding="utf-8")) == []
 
