@@ -253,11 +253,11 @@ def _load(status: ReplicaStatus, api_key: str) -> ReplicaLoad | None:
 
 
 def _note_starts(seen: Elastic, report: StatusReport, now: float) -> Elastic:
-    """The same, with what has become of the jobs that were added."""
+    """Return `seen` with the ends and the starts of the jobs that were added. A job that was stopped has not failed."""
     replicas = {status.job_id: status for status in report.replicas}
     for job_id in seen.starting:
         status = replicas.get(job_id)
-        if status is not None and status.is_over:
+        if status is not None and status.state == "failed":
             seen = _failed(seen, f"job {job_id}, which was added, {status.sentence}", now)
         elif status is not None and status.state == "ready":
             seen = replace(seen, failures=0, problem="", next_try_at=0.0)

@@ -283,6 +283,20 @@ class TestLeaving:
         assert slurm.cancelled == ["102_0"]
         assert asked_to_drain(store, "101") is None
 
+    def test_an_addition_that_is_cancelled_as_too_many_has_not_failed(self, job, store, slurm, stubs):
+        requests(stubs, 3)
+        until_they_wait(job, 1)
+        go_on(job, 40)
+        assert read_elastic(store, SERVICE).starting == ("102_0",)
+        slurm.job("102_0", "CANCELLED", after_cancel=True, nodes="")
+        assert run_command(["scale", SERVICE, "1:1"]) == 0
+        go_on(job, 15)
+        assert slurm.cancelled == ["102_0"]
+        found = read_elastic(store, SERVICE)
+        assert (found.starting, found.failures, found.problem) == ((), 0, "")
+        assert found.decided[-1].text == "cancelled job 102_0: there were 2, of at most 1"
+        assert "trying again" not in status_line(store)
+
 
 class TestSleep:
     def fall_asleep(self, job: Adjuster) -> None:
