@@ -14,7 +14,10 @@ _LOGS_SHOWN = 4
 
 
 def submission_json(
-    submission: Submission, others: Sequence[ReplicaStatus], differing: Mapping[str, Sequence[str]]
+    submission: Submission,
+    own: Sequence[ReplicaStatus],
+    others: Sequence[ReplicaStatus],
+    differing: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
     """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
     job, plan = submission.job, submission.plan
@@ -42,6 +45,7 @@ def submission_json(
         "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
+        "queue": _queue_words(own),
         **({"ahead": ahead} if ahead else {}),
         "other_jobs": [
             {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
@@ -52,6 +56,7 @@ def submission_json(
 
 def submission_text(
     submission: Submission,
+    own: Sequence[ReplicaStatus] = (),
     others: Sequence[ReplicaStatus] = (),
     differing: Mapping[str, Sequence[str]] = MappingProxyType({}),
     *,
@@ -75,6 +80,7 @@ def submission_text(
         f"  model   {job.model}",
         *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
         *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
+        *([f"  queue   {queue}"] if (queue := _queue_words(own)) else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
         *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
         f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
@@ -95,6 +101,11 @@ def submission_text(
     for job_id, words in differing.items():
         lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
     return "\n".join(lines)
+
+
+def _queue_words(own: Sequence[ReplicaStatus]) -> str:
+    """Return why the job waits, in Slurm's words and ours; "" if Slurm gives no reason yet."""
+    return next((one.reason for one in own if one.pending_reason), "")
 
 
 def _tools_note(model: str, engine_args: Sequence[str]) -> str:

@@ -94,6 +94,9 @@ def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, oth
 def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     if job.is_pending:
         expected = f"; expected to start at {job.start_time}" if job.start_time else ""
+        if job.waits_for_one_of_several_partitions:
+            sentence = f"waiting; one of its partitions ({job.partition}) cannot run it ({job.reason}){expected}"
+            return replace(status, state="pending", reason=sentence)
         sentence = pending_sentence(job.reason) + expected
         return replace(status, state="pending", reason=sentence, pending_reason=job.reason)
     if job.is_over:

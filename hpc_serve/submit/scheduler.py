@@ -102,6 +102,13 @@ def partitions() -> list[Partition]:
     return parse_sinfo(_answer(sinfo_argv()))
 
 
+def partitions_if_known() -> list[Partition]:
+    """Return the site's partitions; none if Slurm does not tell."""
+    with contextlib.suppress(SchedulerError):
+        return partitions()
+    return []
+
+
 def cancel(job_id: str) -> None:
     """End a job; one that is over already is no error. Raises SchedulerError."""
     done = run_slurm(scancel_argv(job_id))

@@ -132,17 +132,20 @@ def _claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
         undo.pop_all()
 
 
-def other_replicas(submission: Submission, *, environ: Mapping[str, str] = os.environ) -> tuple[ReplicaStatus, ...]:
-    """The replicas of the submission's service, without its own, that are not over.
+def own_and_others(
+    submission: Submission, *, environ: Mapping[str, str] = os.environ
+) -> tuple[list[ReplicaStatus], list[ReplicaStatus]]:
+    """Return the submission's own replicas, and the others of its service that are not over.
 
-    It is submitted whatever can be read of them, so where that fails there are none.
+    Both are empty if they cannot be read, since the job is submitted all the same.
     """
     try:
         report = read_status(ServiceStore(default_home(environ)), submission.job.service)
     except HpcServeError:
-        return ()
-    own = {job.job_id for job in submission.jobs}
-    return tuple(one for one in report.replicas if not one.is_over and one.job_id not in own)
+        return [], []
+    ids = {job.job_id for job in submission.jobs}
+    own = [one for one in report.replicas if one.job_id in ids]
+    return own, [one for one in report.replicas if not one.is_over and one.job_id not in ids]
 
 
 def differences(

@@ -18,7 +18,7 @@ _ON_NODES = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
 
-_SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%e|%L|%M|%V|%u|%j"  # the name last: it may hold any character
+_SQUEUE_FIELDS = "%i|%T|%r|%N|%S|%e|%L|%M|%V|%u|%P|%j"  # the name last: it may hold any character
 _SINFO_FIELDS = "%P|%a|%l|%D|%G"
 _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,User,JobName"
 
@@ -32,7 +32,8 @@ class JobState:
     local time, and expected while the job waits; `started_at` is the same in seconds since the epoch, from scontrol.
     `time_left` is D-HH:MM:SS, `run_time_s` is 0 before the job runs.
     `submitted_at` and `ended_at` are seconds since the epoch; `ended_at` is a forecast until the job is over. `detail`
-    says why the state is UNKNOWN.
+    says why the state is UNKNOWN. `partition` may be a list while the job waits. `asks` names its nodes and its time
+    limit; only scontrol tells.
     """
 
     job_id: str
@@ -40,6 +41,8 @@ class JobState:
     reason: str = ""
     name: str = ""
     user: str = ""
+    partition: str = ""
+    asks: str = ""
     node_list: str = ""
     start_time: str | None = None
     run_time_s: float = 0.0
@@ -68,6 +71,11 @@ class JobState:
     def has_begun(self) -> bool:
         """Whether it was given nodes."""
         return bool(self.node_list)
+
+    @property
+    def waits_for_one_of_several_partitions(self) -> bool:
+        """Whether the reason is a limit of one of the job's partitions. The job may start in another."""
+        return "," in self.partition and self.reason.startswith("Partition")
 
     @property
     def is_over(self) -> bool:

@@ -42,14 +42,15 @@ def parse_squeue(stdout: str) -> list[JobState]:
 
 
 def _squeue_line(line: str) -> JobState:
-    job_id, state, reason, node_list, start, end, left, used, submitted, user, name = _fields("squeue", line, 11)
+    job_id, state, reason, nodes, start, end, left, used, submitted, user, partition, name = _fields("squeue", line, 12)
     return JobState(
         job_id=job_id,
         state=state,
         reason=_value(reason) or "",
         name=name,
         user=user,
-        node_list=_value(node_list) or "",
+        partition=partition,
+        node_list=_value(nodes) or "",
         start_time=_value(start),
         run_time_s=duration_s(used),
         time_left=_value(left),
@@ -71,6 +72,8 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
                 reason=(_value(values.get("Reason", "")) or "").replace("_", " "),
                 name=values.get("JobName", ""),
                 user=values.get("UserId", "").partition("(")[0],
+                partition=values.get("Partition", ""),
+                asks=f"--nodes={values.get('NumNodes', '').partition('-')[0]} --time={values.get('TimeLimit', '')}",
                 node_list=_value(values.get("NodeList", "")) or "",
                 start_time=_value(values.get("StartTime", "")),
                 submitted_at=_seconds(values.get("SubmitTime", "")),

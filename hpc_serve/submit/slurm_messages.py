@@ -47,7 +47,7 @@ _PENDING_REASONS = {
 _NEVER_BY_ITSELF = {
     "DependencyNeverSatisfied": "Submit it without that dependency.",
     "ReservationDeleted": "Submit it with another --reservation, or without one.",
-    "PartitionConfig": "Submit it with fewer --nodes or --gpus-per-node, or to another --partition.",
+    "PartitionConfig": "Submit it with fewer --nodes, a shorter --time, or to another --partition.",
     "PartitionNodeLimit": "Submit it with fewer --nodes, or to another --partition.",
     "PartitionTimeLimit": "Submit it with a shorter --time, or to another --partition.",
     "AccountNotAllowed": "Submit it with another --account or --partition: `sacctmgr show associations user=$USER`.",
@@ -60,6 +60,7 @@ _NEVER_BY_ITSELF = {
     "launch failed requeued held": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
     "JobHoldMaxRequeue": "See `scontrol show job {job}`; `scontrol release {job}` tries once more.",
 }
+_BEYOND_PARTITION = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
 # Limits of what one job may have: no other job's end makes room for it.
 _PER_JOB_LIMIT = re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min\w+)(Limit)?|QOSMin\w+|MaxMemPerLimit")
 # Hours of a budget that are used up; those of running jobs (RunMinutes) come free as these end.
@@ -114,11 +115,23 @@ def pending_cure(reason: str, job_id: str, partitions: Sequence[Partition] = ())
         cure = "Submit it with what the limit allows (--nodes, --time, --mem), or with another --qos or --account."
     if not cure and _USED_UP_BUDGET.fullmatch(reason):
         cure = "Submit it with another --account or --qos, or ask your site for more hours."
-    if reason == "PartitionTimeLimit" and partitions:
+    if reason in ("PartitionTimeLimit", "PartitionConfig") and partitions:
         cure += f" Time limits here: {_time_limits(partitions)}."
-    elif reason.startswith("Partition") and cure:
-        cure += f" {_offers(partitions)}"
+    if reason in ("PartitionNodeLimit", "PartitionConfig"):
+        cure += f" {_offers(partitions)}`scontrol show partition` lists MaxNodes and MinNodes."
     return cure.format(job=job_id).strip()
+
+
+def refusal(job: JobState, partitions: Sequence[Partition]) -> str:
+    """Return why a job that Slurm took will never start, and a cure; "" if Slurm does not say so.
+
+    Only limits of a single job count. A budget comes back, and a partition that is down comes up.
+    """
+    is_beyond = job.reason in _BEYOND_PARTITION or _PER_JOB_LIMIT.fullmatch(job.reason)
+    if not (job.is_pending and is_beyond) or job.waits_for_one_of_several_partitions:
+        return ""
+    sentence = pending_sentence(job.reason).replace("; it will not start by itself", "")
+    return f"{sentence}. It asks for {job.asks}. {pending_cure(job.reason, job.job_id, partitions)}"
 
 
 def ended_sentence(job: JobState) -> str:

@@ -5,14 +5,12 @@ A job that waits in the queue for a reason that only a person can change ends th
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.errors import (
     InvalidRequestError,
-    SchedulerError,
     ServiceAsleepError,
     ServiceFailedError,
     WaitTimeoutError,
@@ -24,7 +22,7 @@ from hpc_serve.submit.elastic_sentence import asleep_sentence
 from hpc_serve.submit.job_logs import with_batch_log
 from hpc_serve.submit.job_status import never_starts, without_successors
 from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.slurm import UNKNOWN, Partition
+from hpc_serve.submit.slurm import UNKNOWN
 from hpc_serve.submit.slurm_messages import pending_cure
 from hpc_serve.submit.status_reader import is_of_job, is_same_replica, not_found_error, read_status
 
@@ -113,10 +111,7 @@ def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
 
 def _never_starts_report(status: ReplicaStatus) -> str:
     """Why a job stays in the queue for ever, and what to do."""
-    partitions: Sequence[Partition] = ()
-    with contextlib.suppress(SchedulerError):
-        partitions = scheduler.partitions()
-    cure = pending_cure(status.pending_reason, status.job_id, partitions)
+    cure = pending_cure(status.pending_reason, status.job_id, scheduler.partitions_if_known())
     return (
         f"{status.service} (job {status.name}) waits in the queue, and {status.reason}. {cure} "
         f"End this one: hpc-serve stop {status.job_id}"

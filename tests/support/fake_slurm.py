@@ -17,7 +17,7 @@ id=$(($(cat last_id) + 1)); echo $id > last_id
 for script; do :; done; cp "$script" script-$id
 array=$(printf '%s\\n' "$@" | sed -n 's/^--array=0-//p'); array=${array:-$(sed -n 's/^#SBATCH --array=0-//p' "$script")}
 for job in $([[ -z $array ]] && echo $id || seq -f "${id}_%g" 0 "$array"); do
-    echo "$job|PENDING|Resources||N/A|N/A|12:00:00|0:00|2026-11-21T05:04:02|me|hpc-serve-x" >> queue
+    echo "$job|PENDING|Resources||N/A|N/A|12:00:00|0:00|2026-11-21T05:04:02|me|gpu|hpc-serve-x" >> queue
 done
 echo "$*" >> sbatch-words
 echo "Submitted batch job $id"
@@ -47,10 +47,19 @@ fi
 """
 
 
-def _line(job_id: str, state: str, reason: str, *, name: str, nodes: str = "n1", run_time: str = "0:10") -> str:
+def _line(
+    job_id: str,
+    state: str,
+    reason: str,
+    *,
+    name: str,
+    nodes: str = "n1",
+    run_time: str = "0:10",
+    partition: str = "gpu",
+) -> str:
     begin_and_end = "N/A|N/A" if state == "PENDING" else "2026-11-21T05:04:02|2026-11-21T05:09:02"
     times = f"{begin_and_end}|1:00:00|{run_time}|2026-11-21T05:04:00"
-    return f"{job_id}|{state}|{reason}|{nodes}|{times}|me|{name}\n"
+    return f"{job_id}|{state}|{reason}|{nodes}|{times}|me|{partition}|{name}\n"
 
 
 class FakeSlurm:
@@ -68,9 +77,15 @@ class FakeSlurm:
         (folder / "ended-lines").mkdir()
         self.queue()
 
-    def queue(self, *jobs: tuple[str, str, str], name: str = "hpc-serve-x", run_time: str = "0:10") -> None:
+    def queue(
+        self,
+        *jobs: tuple[str, str, str],
+        name: str = "hpc-serve-x",
+        run_time: str = "0:10",
+        partition: str = "gpu",
+    ) -> None:
         """What squeue lists of jobs that wait or run: (job id, state, reason)."""
-        lines = (_line(job_id, state, reason, name=name, run_time=run_time) for job_id, state, reason in jobs)
+        lines = (_line(*job, name=name, run_time=run_time, partition=partition) for job in jobs)
         (self._folder / "queue").write_text("".join(lines))
 
     def name_in_queue(self, job_id: str, name: str) -> None:
@@ -89,12 +104,14 @@ class FakeSlurm:
         name: str = "hpc-serve-x",
         nodes: str = "n1",
         log: str = "",
+        reason: str = "None",
+        partition: str = "gpu",
     ) -> None:
         """What scontrol shows of a job, now or once it was cancelled; squeue lists it too if it is over."""
         array, _, task = job_id.partition("_")
         ids = f"JobId=9{array} ArrayJobId={array} ArrayTaskId={task}" if task else f"JobId={job_id}"
-        line = f"{ids} JobName={name} UserId={user_name()}(1) JobState={state} Reason=None"
-        line += f" Restarts={restart} ExitCode={exit_code}"
+        line = f"{ids} JobName={name} UserId={user_name()}(1) JobState={state} Reason={reason}"
+        line += f" Restarts={restart} ExitCode={exit_code} TimeLimit=12:00:00 Partition={partition} NumNodes=1-1"
         shown = self._folder / f"{'ended' if after_cancel else 'job'}-{job_id}"
         shown.write_text(f"{line} NodeList={nodes} StdOut={log}\n")
         if state not in ("PENDING", "RUNNING"):

@@ -174,6 +174,7 @@ def test_submit_as_json(capsys, place, store, tmp_path):
         "pipeline_parallel_size": 1,
         "replicas_wanted": 1,
         "weights_note": NO_WEIGHTS.format(tmp_path / "hf" / "hub"),
+        "queue": "waiting for free nodes (Resources)",
         "other_jobs": [],
     }
     assert "\n            --seed 1" in place.scripts[0]

@@ -57,7 +57,7 @@ class TestSubmit:
         assert f"#SBATCH --output={store.log_dir('8b')}/%A_%a.log\n" in script
         assert {job.log_path for job in done.jobs} == {str(store.log_dir("8b") / f"101_{n}.log") for n in range(3)}
         assert states(store) == {f"101_{task}": "pending" for task in range(3)}
-        assert services.other_replicas(done) == ()
+        assert services.own_and_others(done)[1] == []
 
     def test_one_replica_is_a_job_as_before(self, store, slurm):
         assert submit(replicas=1).job.job_id == "101"

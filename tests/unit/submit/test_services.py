@@ -124,16 +124,16 @@ class TestSubmit:
 
     def test_what_the_service_has_already_is_told(self, store, slurm, environ):
         first = services.submit(request(), environ=environ)
-        assert services.other_replicas(first, environ=environ) == ()
+        assert services.own_and_others(first, environ=environ)[1] == []
         slurm.name_in_queue("55", "hpc-serve-8b")  # submitted by hand
         second = services.submit(request(), environ=environ)
-        others = services.other_replicas(second, environ=environ)
+        _, others = services.own_and_others(second, environ=environ)
         assert sorted((one.job_id, one.state) for one in others) == [("101", "pending"), ("55", "pending")]
         slurm.queue()
         slurm.job("101", "CANCELLED")
         slurm.job("102", "FAILED", exit_code="1:0")
         third = services.submit(request(), environ=environ)
-        assert services.other_replicas(third, environ=environ) == ()
+        assert services.own_and_others(third, environ=environ)[1] == []
 
     def test_a_refused_job_leaves_no_claim_and_no_note(self, store, slurm, environ):
         slurm.refuse("sbatch: error: Batch job submission failed: Invalid qos specification")
@@ -142,6 +142,45 @@ class TestSubmit:
         assert files(store.service_dir("8b")) == {"api_key"}
         (slurm.bin.parent / "refusal").unlink()
         services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+
+    @pytest.mark.parametrize(
+        ("reason", "words"),
+        [
+            ("PartitionConfig", ["--nodes=1 --time=12:00:00", "gpu 1-00:00:00", "gpu: 3 nodes with gpu:h100:8"]),
+            ("PartitionNodeLimit", ["more nodes than its partition allows (PartitionNodeLimit)", "gpu: 3 nodes"]),
+            ("PartitionTimeLimit", ["more time than its partition allows", "Time limits here: gpu 1-00:00:00"]),
+            ("QOSMaxWallDurationPerJobLimit", ["QOS does not allow one job so much", "--time"]),
+        ],
+    )
+    def test_a_job_that_slurm_says_will_never_start_is_refused(self, store, slurm, environ, reason, words):
+        slurm.job("101", "PENDING", reason=reason)
+        with pytest.raises(SubmissionRefusedError, match="never start the job, so it was cancelled") as refused:
+            services.submit(request(), environ=environ)
+        assert all(word in str(refused.value) for word in words)
+        assert slurm.cancelled == ["101"]
+        assert files(store.service_dir("8b")) == {"api_key"}
+        services.submit(request(model="70b"), environ=environ)  # the name is free for another model
+        slurm.job("103", "PENDING", reason=reason)
+        with pytest.raises(SubmissionRefusedError):
+            services.add_replicas(store, "8b", 1)
+        assert [job.job_id for job in store.read_submitted("8b")] == ["102"]
+
+    @pytest.mark.parametrize(
+        ("reason", "partition"),
+        [
+            *((reason, "gpu") for reason in ("Resources", "PartitionDown", "AssocGrpCPUMinutesLimit", "JobHeldUser")),
+            ("PartitionNodeLimit", "gpu,small"),
+            ("PartitionConfig", "small,gpu"),
+        ],
+    )
+    def test_one_that_may_start_after_all_is_left_in_the_queue(self, store, slurm, environ, reason, partition):
+        slurm.job("101", "PENDING", reason=reason, partition=partition)
+        assert services.submit(request(), environ=environ).job_id == "101"
+        assert slurm.cancelled == []
+
+    def test_a_controller_that_falls_silent_after_sbatch_refuses_nothing(self, store, slurm, environ):
+        (slurm.bin / "scontrol").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        assert services.submit(request(), environ=environ).job_id == "101"
 
     def test_what_cannot_be_written_down_is_not_left_running(self, store, slurm, environ, monkeypatch):
         def full(*_):
@@ -660,6 +699,12 @@ class TestWait:
         submitted_job(store)
         slurm.queue(("7", "PENDING", reason))
         with pytest.raises(WaitTimeoutError):
+            wait.wait(store, "8b", timeout_s=0)
+
+    def test_a_limit_of_one_of_several_partitions_does_not_end_the_wait(self, store, slurm):
+        submitted_job(store)
+        slurm.queue(("7", "PENDING", "PartitionNodeLimit"), partition="gpu,small")
+        with pytest.raises(WaitTimeoutError, match=r"one of its partitions \(gpu,small\) cannot run it"):
             wait.wait(store, "8b", timeout_s=0)
 
     def test_another_job_of_the_service_is_waited_for(self, store, slurm):
