@@ -25,19 +25,17 @@ def forget_command(targets: Sequence[str], ended: bool) -> None:
     shown for a day, with `status --all` for a week.
     """
     from hpc_serve.submit.forget import forget
-    from hpc_serve.submit.status_reader import find, read_status
+    from hpc_serve.submit.status_reader import find_report, read_status, replicas_here
 
     if bool(targets) == ended:
         raise click.UsageError("Name services or jobs, or write --ended alone.")
     store = ServiceStore(default_home(os.environ))
-    found = list(read_status(store).replicas) if ended else []
+    found = list(read_status(store).everywhere) if ended else []
     for target in targets:
-        named = find(store, target)
+        named = replicas_here(store, find_report(store, target))
         found += named if any(status.service != target for status in named) else _over(named)
     gone = forget(store, _over(found) if ended else found)
     click.echo(f"Forgotten: {', '.join(gone)}." if gone else "There is nothing to forget.")
-    if by_slurm := dict.fromkeys(status.name for status in found if status.is_over and status.job_id not in gone):
-        click.echo(f"{', '.join(by_slurm)}: Slurm alone knows of it, and forgets by itself within minutes.")
 
 
 def _over(found: Sequence[ReplicaStatus]) -> list[ReplicaStatus]:

@@ -58,7 +58,7 @@ class Looks:
             report = read_status(self._store, slurm=self._slurm)
         except HpcServeError as error:
             return Frame(problems=(str(error),), at=time.time())
-        replicas = tuple(one for one in report.replicas if not one.is_over and self._is_named(one.service))
+        replicas = tuple(one for one in report.everywhere if not one.is_over and self._is_named(one.service))
         missing = [f"{name} has no replica" for name in self._services - {one.service for one in replicas}]
         works = tuple(self._works.look(replicas))
         return Frame(replicas=replicas, works=works, problems=(*report.problems, *sorted(missing)), at=time.time())

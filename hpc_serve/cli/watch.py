@@ -49,11 +49,12 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
         watch_status(store, service, lambda replicas: list(_latest(replicas, _A_DAY_S)))
         return
     report = read_status(store, service)
-    if service is not None and not report.replicas:
-        report, everything = replace(report, replicas=tuple(find(store, service))), True
+    shown = report.everywhere
+    if service is not None and not shown:
+        shown, everything = tuple(find(store, service)), True
     if not everything:
-        within_s = math.inf if service else _A_DAY_S
-        report = replace(report, replicas=tuple(_latest(report.replicas, within_s)))
+        shown = tuple(_latest(shown, math.inf if service else _A_DAY_S))
+    report = replace(report, replicas=shown, elsewhere=())
     from hpc_serve.client.engine_work import look_for
 
     works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
@@ -157,17 +158,22 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
     """End services, or single jobs, and wait until they have ended.
 
     A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
-    them, nor if it has begun to.
+    them, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
     """
     from hpc_serve.submit.service_bounds import note_stop_of
-    from hpc_serve.submit.status_reader import find
-    from hpc_serve.submit.stop import stop
+    from hpc_serve.submit.status_reader import elsewhere_sentence, find_report, replicas_here
 
     if not targets and not replicas:
         raise click.UsageError("Name a service or a job, or --replica JOB.")
     store = _store()
     for target in targets or replicas:
-        named = find(store, target)
+        report = find_report(store, target)
+        foreign = report.live_elsewhere
+        if now and foreign and all(status.service != target for status in foreign):
+            click.echo(f"There is no record of job {target} in {store.home}: it is ended without a drain.")
+            _stop(store, foreign, timeout_s=timeout, drain_s=0.0)
+            continue
+        named = replicas_here(store, report)
         found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
         if not found:
             raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
@@ -175,10 +181,20 @@ def stop_command(targets: Sequence[str], replicas: Sequence[str], now: bool, dra
         if not live:
             click.echo(f"{target} is not running.")
         note_stop_of(store, found)
-        for status in live:
+        _stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain)
+        for status in foreign:
+            click.echo(elsewhere_sentence(store, status))
+
+
+def _stop(store: ServiceStore, found: Sequence[ReplicaStatus], *, timeout_s: float, drain_s: float) -> None:
+    """End replicas, and say so."""
+    from hpc_serve.submit.stop import stop
+
+    for status in found:
+        if not status.is_over:
             click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
-        for status in stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain):
-            click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
+    for status in stop(store, found, timeout_s=timeout_s, drain_s=drain_s):
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
 
 
 @click.command("scale")
@@ -196,12 +212,14 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float) 
     """
     from hpc_serve.submit.scale import scale
     from hpc_serve.submit.service_bounds import set_bounds
+    from hpc_serve.submit.status_reader import find_report, replicas_here
 
     def say(status: ReplicaStatus) -> None:
         click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...")
 
     store, (count, most) = _store(), replicas
     if most is not None:
+        replicas_here(store, find_report(store, service))
         set_bounds(store, service, count, most)
         click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.")
         return

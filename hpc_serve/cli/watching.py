@@ -40,7 +40,7 @@ def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Repl
         service = find(store, target)[0].service
 
     def look() -> Replicas:
-        replicas = read_status(store, service, slurm=slurm).replicas
+        replicas = read_status(store, service, slurm=slurm).everywhere
         return choose([one for one in replicas if target in (None, one.service, one.job_id, one.name)])
 
     console = PlainConsole()

@@ -113,6 +113,15 @@ def successor_file_name(job_id: str, replica: int) -> str:
     return f"{validate_job_id(job_id)}-{replica}.successor"
 
 
+def forgotten_file_name(job_id: str) -> str:
+    """Return the name of the file that says that a job is not to be shown any more.
+
+    >>> forgotten_file_name("123_4")
+    '123_4.forgotten'
+    """
+    return f"{validate_job_id(job_id)}.forgotten"
+
+
 def is_record_file_name(name: str) -> bool:
     """Whether a file of that name in a service's folder is a record."""
     return _RECORD_FILE.fullmatch(name) is not None

@@ -24,6 +24,7 @@ from hpc_serve.rendezvous.files import (
 from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import (
     array_of,
+    forgotten_file_name,
     is_record_file_name,
     is_service_name,
     preflight_file_name,
@@ -32,7 +33,7 @@ from hpc_serve.rendezvous.names import (
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 
 WEEK_S = 7 * 24 * 3600.0
-_BESIDE_RECORDS = (".drain", ".successor", ".preflight")
+_BESIDE_RECORDS = (".drain", ".successor", ".preflight", ".forgotten")
 
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
@@ -166,10 +167,14 @@ class ServiceStore:
         except FileNotFoundError:
             raise StoreError(f"{service} has no API key yet: {path} is made when it is first submitted.") from None
 
-    def forget(self, service: str, job_ids: Set[str]) -> Set[str]:
-        """Remove what is written about jobs that are over, not their logs; returns the ids of those that had anything
-        written about them. Raises StoreError."""
-        folder, found = self.service_dir(service), self.read(service)
+    def forget(self, service: str, job_ids: Set[str]) -> None:
+        """Remove what is written about jobs that are over, not their logs. Raises StoreError.
+
+        An empty file stays for each, so that nobody shows the job again while Slurm lists it.
+        """
+        folder, found = self.ensure_service(service), self.read(service)
+        for job_id in job_ids:
+            write_private(folder / forgotten_file_name(job_id), "")
         records = [record for record in found.records if record.job_id in job_ids]
         submitted = [job for job in found.submitted if job.job_id in job_ids]
         removed = [folder / record.name for record in records]
@@ -177,13 +182,16 @@ class ServiceStore:
         removed += [folder / preflight_file_name(one.job_id, one.restart, one.replica) for one in records]
         for path in removed:
             remove_file(path)
-        return {record.job_id for record in records} | {job.job_id for job in submitted}
+
+    def is_forgotten(self, service: str, job_id: str) -> bool:
+        """Whether `forget` was told of a job lately."""
+        return (self.service_dir(service) / forgotten_file_name(job_id)).exists()
 
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:
         """Remove records that were not renewed for `older_than_s`, temporary files of writers that died,
-        requests to drain that nobody took back, and what is written about successors and preflights.
+        requests to drain that nobody took back, and what is written about successors, preflights and forgotten jobs.
 
         A submitted job of that age is removed only if `is_over` says so: it may still wait in the queue. Returns the
         number of files removed. Raises StoreError.
@@ -202,10 +210,7 @@ class ServiceStore:
             parent / name
             for parent in (folder, folder / "submitted")
             for name in list_folder(parent)
-            if (
-                name.endswith((".drain", ".successor", ".preflight"))
-                or (name.startswith(".") and name.endswith(".tmp"))
-            )
+            if (name.endswith(_BESIDE_RECORDS) or (name.startswith(".") and name.endswith(".tmp")))
             and _modified_at(parent / name) < oldest
         ]
         for path in removed:

@@ -14,7 +14,7 @@ from hpc_serve.submit.status_reader import read_status
 
 
 def forget(store: ServiceStore, found: Sequence[ReplicaStatus]) -> tuple[str, ...]:
-    """Forget the jobs of `found` that are over; returns the ids of those that had anything written about them.
+    """Forget the jobs of `found`, which are over, and return their ids. Slurm may list them a while longer.
 
     Raises InvalidRequestError for a job with a replica that is not over, and for a service that is asleep.
     """
@@ -31,9 +31,6 @@ def forget(store: ServiceStore, found: Sequence[ReplicaStatus]) -> tuple[str, ..
             raise InvalidRequestError(
                 f"{status.service} (job {status.name}) is {status.state}, not over: hpc-serve stop {status.name} first."
             )
-    gone = {
-        (service, job_id)
-        for service in {service for service, _ in jobs}
-        for job_id in store.forget(service, {job_id for of, job_id in jobs if of == service})
-    }
-    return tuple(job_id for service, job_id in jobs if (service, job_id) in gone)
+    for service in {service for service, _ in jobs}:
+        store.forget(service, {job_id for of, job_id in jobs if of == service})
+    return tuple(job_id for _, job_id in jobs)

@@ -49,7 +49,7 @@ def end_of(store: ServiceStore, status: ReplicaStatus) -> Callable[[], bool]:
     def is_over() -> bool:
         nonlocal asked_s, over
         if not over and time.monotonic() - asked_s > _SCHEDULER_S:
-            found = read_status(store, status.service, slurm=slurm).replicas
+            found = read_status(store, status.service, slurm=slurm).everywhere
             over = all(one.is_over for one in found if is_same_replica(one, status))
             asked_s = time.monotonic()
         return over

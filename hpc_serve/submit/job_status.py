@@ -31,14 +31,26 @@ _KEPT_FOR_NEXT_RUN = (
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReport:
-    """All replicas that were found, and `problems`: files that are not trusted, a scheduler that does not answer.
+    """The replicas of a home, and `problems`: files that are not trusted, a scheduler that does not answer.
 
-    `elastic` says what the jobs of a service, by its name, decided of their number.
+    `elsewhere` are jobs that only Slurm knows: they carry a service's name, and have no record in this home. They are
+    shown, and nothing is done to them. `elastic` says what the jobs of a service, by its name, decided of their number.
     """
 
     replicas: tuple[ReplicaStatus, ...]
+    elsewhere: tuple[ReplicaStatus, ...] = ()
     problems: tuple[str, ...] = ()
     elastic: Mapping[str, Elastic] = field(default_factory=dict)
+
+    @property
+    def everywhere(self) -> tuple[ReplicaStatus, ...]:
+        """The replicas of this home and those elsewhere, oldest first."""
+        return tuple(sorted((*self.replicas, *self.elsewhere), key=lambda status: status.began_or_ended_at))
+
+    @property
+    def live_elsewhere(self) -> tuple[ReplicaStatus, ...]:
+        """The jobs elsewhere that are not over."""
+        return tuple(status for status in self.elsewhere if not status.is_over)
 
 
 def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:
@@ -132,7 +144,7 @@ def _ended(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
     """A job that is over although no record says so."""
     return replace(
         status,
-        state="stopped" if job.state == "CANCELLED" else "failed",
+        state="stopped" if job.state in ("CANCELLED", "COMPLETED") else "failed",
         stage="",
         progress=None,
         reason=ended_sentence(job),

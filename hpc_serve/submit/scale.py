@@ -12,7 +12,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.job_status import without_successors
 from hpc_serve.submit.service_bounds import set_fixed
 from hpc_serve.submit.services import add_replicas
-from hpc_serve.submit.status_reader import find
+from hpc_serve.submit.status_reader import find_report, replicas_here
 from hpc_serve.submit.stop import stop
 
 # Those that serve nobody yet end first.
@@ -44,9 +44,8 @@ def scale(
     """
     if replicas < 1:
         raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
-    live = without_successors(
-        status for status in find(store, service) if not status.is_over and status.state != "draining"
-    )
+    found = replicas_here(store, find_report(store, service))
+    live = without_successors(status for status in found if not status.is_over and status.state != "draining")
     more = replicas - len(live)
     newest_first = live[::-1]
     by_use = sorted(newest_first, key=lambda status: _SPARED_FIRST.index(status.state))

@@ -145,7 +145,7 @@ def own_and_others(
         return [], []
     ids = {job.job_id for job in submission.jobs}
     own = [one for one in report.replicas if one.job_id in ids]
-    return own, [one for one in report.replicas if not one.is_over and one.job_id not in ids]
+    return own, [one for one in report.everywhere if not one.is_over and one.job_id not in ids]
 
 
 def differences(

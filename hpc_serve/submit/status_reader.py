@@ -47,36 +47,71 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
-    replicas += _by_hand(store, slurm, service, known={status.job_id for status in replicas})
+    known = {status.job_id for status in replicas}
+    elsewhere = [_with_logs(store, status) for status in _by_hand(store, slurm, service, known=known)]
     submitted = [job for records in found for job in records.submitted]
     replicas = [_with_logs(store, status) for status in _with_successors(store, replicas, submitted)]
-    replicas.sort(key=lambda status: status.began_or_ended_at)
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
     elastic = {records.service: read_elastic_or_none(store, records.service) for records in found}
-    bounds = {name: one for name, one in elastic.items() if one is not None}
-    return StatusReport(replicas=tuple(replicas), problems=tuple(problems), elastic=bounds)
+    return StatusReport(
+        replicas=tuple(sorted(replicas, key=lambda status: status.began_or_ended_at)),
+        elsewhere=tuple(elsewhere),
+        problems=tuple(problems),
+        elastic={name: one for name, one in elastic.items() if one is not None},
+    )
 
 
-def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
-    """The replicas of a service, of a job or an array by its id, or one of a job by its name, oldest first.
+def find_report(store: ServiceStore, target: str) -> StatusReport:
+    """Return the report on a service, on a job or an array by its id, or on one replica of a job by its name.
 
     Raises ServiceNotFoundError.
     """
-    if replicas := read_status(store, target).replicas:
-        return list(replicas)
-    if of_job := [status for status in read_status(store).replicas if is_of_job(status, target)]:
-        return of_job
+    report = read_status(store, target)
+    if report.everywhere:
+        return report
+    report = read_status(store)
+    here, elsewhere = (
+        tuple(one for one in found if is_of_job(one, target)) for found in (report.replicas, report.elsewhere)
+    )
+    if here or elsewhere:
+        return replace(report, replicas=here, elsewhere=elsewhere)
     raise not_found_error(store, target)
+
+
+def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
+    """Return what `find_report` finds, to be shown: oldest first, other homes included. Raises ServiceNotFoundError."""
+    return list(find_report(store, target).everywhere)
+
+
+def replicas_here(store: ServiceStore, report: StatusReport) -> list[ReplicaStatus]:
+    """Return the replicas of the report that a command may change: those of this home, and what is over.
+
+    Raises ServiceNotFoundError, with the home to set, if all are jobs that live elsewhere.
+    """
+    found = [status for status in report.everywhere if status not in report.live_elsewhere]
+    if not found:
+        raise ServiceNotFoundError("\n".join(elsewhere_sentence(store, status) for status in report.live_elsewhere))
+    return found
+
+
+def elsewhere_sentence(store: ServiceStore, status: ReplicaStatus) -> str:
+    """Say why nothing is done to a job without a record in this home, and what to do. Slurm is asked for its home."""
+    home = _other_home(store, scheduler.job_state(status.job_id), status.service)
+    setting = f"HPC_SERVE_HOME={home}" if home else "the HPC_SERVE_HOME that it was submitted with"
+    return (
+        f"{status.service} (job {status.name}) has no record in {store.home}, so it is left as it is: set {setting}, "
+        f"or end it without a drain: hpc-serve stop {status.name} --now"
+    )
 
 
 def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
     """The error that lists the services there are."""
     report, home = read_status(store), str(store.home)
-    names = dict.fromkeys(status.service for status in report.replicas)
+    names = dict.fromkeys(status.service for status in report.everywhere)
     others = [
-        ServiceStatus(service=name, home=home, replicas=tuple(one for one in report.replicas if one.service == name))
+        ServiceStatus(service=name, home=home, replicas=tuple(one for one in report.everywhere if one.service == name))
         for name in names
     ]
     missing = ServiceStatus(service=target, home=home, problems=report.problems)
@@ -207,14 +242,14 @@ def _by_hand(
             continue
         if service not in (None, name) or job.job_id in known:
             continue
+        if job.is_over and store.is_forgotten(name, job.job_id):
+            continue
         if job.is_over:
             detail = slurm.state(job.job_id, submitted_at=job.submitted_at)  # exit code, and where its output is
             job = replace(detail, ended_at=job.ended_at) if detail.state == job.state else job
         elif job.run_time_s > RECORD_EXPECTED_WITHIN_S:
             job = replace(job, batch_log=slurm.batch_log(job.job_id))
-        other_home = _home_of(job, name)
-        if other_home is not None and other_home.resolve() == store.home.resolve():
-            other_home = None
+        other_home = _other_home(store, job, name)
         if other_home is not None and job.is_over:
             continue
         status = ReplicaStatus(
@@ -227,10 +262,13 @@ def _by_hand(
         yield explain_job_by_hand(add_job_state(status, job), job, home=store.home, other_home=other_home)
 
 
-def _home_of(job: JobState, service: str) -> Path | None:
-    """The HPC_SERVE_HOME that `submit` handed the job over from, where its output lies in the service's own folder."""
+def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None:
+    """Return another HPC_SERVE_HOME that `submit` handed the job over from, as far as the place of its output tells."""
     parts = Path(job.batch_log or "").parent.parts
-    return Path(*parts[:-3]) if parts[-3:] == ("services", service, "logs") else None
+    if parts[-3:] != ("services", service, "logs"):
+        return None
+    home = Path(*parts[:-3])
+    return None if home.resolve() == store.home.resolve() else home
 
 
 def _with_logs(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:

@@ -52,7 +52,7 @@ def wait(
     ended_at_s: float | None = None
     while True:
         report = read_status(store, service, slurm=slurm)
-        found = [one for one in report.replicas if job_id is None or is_of_job(one, job_id)]
+        found = [one for one in report.everywhere if job_id is None or is_of_job(one, job_id)]
         if not found:
             raise not_found_error(store, job_id or service)
         ready = [one for one in found if one.state == "ready"]
@@ -137,5 +137,5 @@ def _slurm_is_done_with(status: ReplicaStatus) -> bool:
 
 def _read_end_again(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
     """The same end with the cause, which Slurm can tell once it has cleared the job away."""
-    now = read_status(store, status.service).replicas
+    now = read_status(store, status.service).everywhere
     return next((one for one in now if is_same_replica(one, status) and one.is_over), status)

@@ -19,7 +19,7 @@ from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.live_replicas import live_replicas
 from hpc_serve.submit.services import add_replicas
-from hpc_serve.submit.status_reader import find
+from hpc_serve.submit.status_reader import find_report, replicas_here
 
 _MOST_TRIES = 10
 
@@ -39,7 +39,7 @@ def wake(store: ServiceStore, service: str) -> Woken:
     """
     for _ in range(_MOST_TRIES):
         seen = read_elastic(store, service)
-        found = find(store, service)
+        found = replicas_here(store, find_report(store, service))
         if seen is not None and seen.is_submitting(time.time()):
             return Woken(note=f"another program submits {seen.submitting} of it at the moment")
         claimed, live = _claim(store, service, seen, found)

@@ -154,10 +154,34 @@ def test_what_is_not_over_stays(store, slurm, capsys):
     assert [job.job_id for job in store.read_submitted("8b")] == ["9"]
 
 
-def test_what_slurm_alone_knows_is_left_to_it(slurm, capsys):
+def test_what_slurm_alone_knows_can_be_forgotten_too(slurm, capsys):
     slurm.job("9", "FAILED", exit_code="1:0", name="hpc-serve-8b")
     assert run(["forget", "8b"]) == 0
-    assert "9: Slurm alone knows of it" in capsys.readouterr().out
+    assert capsys.readouterr().out == "Forgotten: 9.\n"
+    assert run(["status", "--all"]) == 0
+    assert "No services" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--ended"], ["7"], ["8b"]])
+def test_what_is_forgotten_is_hidden_while_slurm_lists_it(store, slurm, capsys, words):
+    failed_job(store, state="stopped", reason="it was stopped: no request was under way")
+    slurm.job("7", "COMPLETED", name="hpc-serve-8b")
+    slurm.queue(("11", "RUNNING", "None"), name="hpc-serve-8b")
+    assert run(["forget", *words]) == 0
+    for command in (["status", "--all"], ["status", "8b", "--all"], ["doctor", "8b"], ["logs", "8b"]):
+        run(command)
+        said = "".join(capsys.readouterr())
+        assert "ended without an error" not in said
+        assert "job 7" not in said
+    slurm.queue(("7", "PENDING", "Resources"), name="hpc-serve-8b")  # somebody has requeued it
+    assert run(["status", "8b"]) == 0
+    assert "8b  job 7" in capsys.readouterr().out
+
+
+def test_a_script_that_slurm_saw_end_without_an_error_has_not_failed(slurm, capsys):
+    slurm.job("7", "COMPLETED", name="hpc-serve-8b")
+    assert run(["status", "8b"]) == 0
+    assert "stopped: its script ended without an error (COMPLETED)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["forget"], ["forget", "8b", "--ended"]])

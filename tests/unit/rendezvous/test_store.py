@@ -347,6 +347,17 @@ def test_a_job_whose_end_is_written_down_awaits_no_record(store):
     assert store.sweep("405b") == 1
 
 
+def test_a_job_stays_forgotten_for_a_week(store):
+    store.write(make_record(job_id="1_2", state="stopped"))
+    store.forget("405b", {"1_2", "7"})
+    assert store.read("405b").records == ()
+    assert [store.is_forgotten("405b", job_id) for job_id in ("1_2", "7", "1")] == [True, True, False]
+    old = time.time() - WEEK_S - 60
+    os.utime(store.service_dir("405b") / "7.forgotten", (old, old))
+    assert store.sweep("405b") == 1
+    assert [store.is_forgotten("405b", job_id) for job_id in ("1_2", "7")] == [True, False]
+
+
 def test_sweeping_a_service_that_is_not_there_is_nothing(store):
     assert store.sweep("405b") == 0
     assert not store.home.exists()

@@ -94,7 +94,7 @@ def record(store: ServiceStore, job_id: str = "7", **fields):
 
 
 def the_one(store: ServiceStore) -> ReplicaStatus:
-    (status,) = read_status(store).replicas
+    (status,) = read_status(store).everywhere
     return status
 
 
@@ -432,7 +432,7 @@ class TestStatus:
         slurm.name_in_queue("11", "hpc-serve-not a name")
         status = the_one(store)
         assert (status.service, status.job_id, status.state) == ("70b", "9", "pending")
-        assert read_status(store, "8b").replicas == ()
+        assert read_status(store, "8b").everywhere == ()
 
     def test_a_job_submitted_by_hand_that_failed_before_it_could_say_so_is_known(self, store, slurm, tmp_path):
         log = tmp_path / "hpc-serve-70b-9.log"
@@ -467,7 +467,7 @@ class TestStatus:
         )
         slurm.queue()
         slurm.job("9", "FAILED", name="hpc-serve-70b", log="/elsewhere/services/70b/logs/9.log")
-        assert read_status(store).replicas == ()
+        assert read_status(store).everywhere == ()
         slurm.job("9", "FAILED", name="hpc-serve-70b", log=str(store.log_dir("70b") / "9.log"))
         assert the_one(store).state == "failed"
 
@@ -481,7 +481,7 @@ class TestStatus:
 
     def test_without_slurm_there_is_nothing_to_complain_about(self, store, monkeypatch):
         monkeypatch.setenv("PATH", "/nonexistent")
-        assert read_status(store).replicas == ()
+        assert read_status(store).everywhere == ()
         assert read_status(store).problems == ()
 
     def test_an_engine_is_asked_before_it_is_called_ready(self, store, slurm):
