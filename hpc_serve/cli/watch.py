@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -27,11 +26,13 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 
 @click.command("status")
 @click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
-@click.option("--all", "everything", is_flag=True, help="Also what ended before.")
+@click.option("--all", "everything", is_flag=True, help="Also what ended before the last day.")
 @click.option("--watch", "-w", "watched", is_flag=True, help="Go on showing it, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
     """Show all services, or all about one, and what their engines do: tokens/s are those of one second.
+
+    It shows what is not over and the ends of the last day; of a SERVICE without either, its last end.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
     requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine; or a job runs
@@ -43,17 +44,17 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     store = _store()
     if watched:
         if as_json or everything:
-            raise click.UsageError("--watch shows what is not over, for people: leave out --json and --all.")
+            raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")
         from hpc_serve.cli.watching import watch_status
 
-        watch_status(store, service, lambda replicas: list(_latest(replicas, _A_DAY_S)))
+        watch_status(store, service, _recent)
         return
     report = read_status(store, service)
     shown = report.everywhere
     if service is not None and not shown:
         shown, everything = tuple(find(store, service)), True
     if not everything:
-        shown = tuple(_latest(shown, math.inf if service else _A_DAY_S))
+        shown = _recent(shown) or (shown[-1:] if service is not None else ())
     report = replace(report, replicas=shown, elsewhere=())
     from hpc_serve.client.engine_work import look_for
 
@@ -254,13 +255,12 @@ def _store() -> ServiceStore:
     return ServiceStore(default_home(os.environ))
 
 
-def _latest(statuses: Sequence[ReplicaStatus], within_s: float) -> Iterator[ReplicaStatus]:
-    """What is not over, and of a service that has ended its last replica, if that was within `within_s` seconds."""
-    last = {status.service: status for status in statuses}
-    for status in statuses:
-        ended_s = status.updated_at or status.submitted_at or time.time()
-        if not status.is_over or (status is last[status.service] and time.time() - ended_s < within_s):
-            yield status
+def _recent(statuses: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
+    """Return what is not over, and what has ended within a day."""
+    a_day_ago = time.time() - _A_DAY_S
+    return tuple(
+        status for status in statuses if not status.is_over or (status.began_or_ended_at or time.time()) > a_day_ago
+    )
 
 
 def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:

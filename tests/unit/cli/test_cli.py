@@ -405,13 +405,18 @@ def test_status_as_json_has_stable_keys(live, capsys, place):
     assert report["services"][0]["state"] == "ready"
 
 
-def test_status_shows_what_is_live_and_the_last_end_only(store, capsys, place):
+def test_status_shows_what_is_live_and_the_ends_of_the_last_day(store, capsys, place):
     now = time.time()
-    for job_id, age_s in (("1", 300), ("2", 200)):
-        store.write(make_record(service="8b", job_id=job_id, state="failed", reason="x", started_at=now - age_s))
-    old = make_record(service="old", job_id="3", state="stopped", started_at=now - 9e5, updated_at=now - 9e5)
-    store.write(old)
-    for argv, jobs in ((["status"], ["2"]), (["status", "--all"], ["3", "1", "2"]), (["status", "old"], ["3"])):
+    for service, job_id, ago_s in (("old", "3", 9e5), ("8b", "4", 2 * 86400), ("8b", "1", 300), ("8b", "2", 200)):
+        at = {"started_at": now - ago_s, "updated_at": now - ago_s}
+        store.write(make_record(service=service, job_id=job_id, state="failed", reason="x", **at))
+    for argv, jobs in (
+        (["status"], ["1", "2"]),
+        (["status", "8b"], ["1", "2"]),
+        (["status", "--all"], ["3", "4", "1", "2"]),
+        (["status", "8b", "--all"], ["4", "1", "2"]),
+        (["status", "old"], ["3"]),
+    ):
         assert run([*argv, "--json"]) == 0
         assert [status["job_id"] for status in json.loads(capsys.readouterr().out)["services"]] == jobs
 
