@@ -114,12 +114,12 @@ def successor_file_name(job_id: str, replica: int) -> str:
 
 
 def forgotten_file_name(job_id: str) -> str:
-    """Return the name of the file that says that a job is not to be shown any more.
+    """Return the name of the file that says that a job is not to be shown any more. An id may be Slurm's `9_[0-2]`.
 
     >>> forgotten_file_name("123_4")
     '123_4.forgotten'
     """
-    return f"{validate_job_id(job_id)}.forgotten"
+    return f"{job_id.replace('/', '_')}.forgotten"
 
 
 def is_record_file_name(name: str) -> bool:

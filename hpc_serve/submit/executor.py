@@ -99,8 +99,6 @@ class ScriptLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]
 def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> SubmittedScript:
     """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
 
-    A job that sbatch takes and that Slurm says will never start is cancelled, and counts as refused.
-
     `options` of sbatch win over those in the script.
 
     Raises SchedulerUnavailableError, SubmissionRefusedError with sbatch's own words, StoreError.
@@ -110,10 +108,6 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
         # submitit prints what sbatch said and raises it too: hide the first, so that it is said once.
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
             job = executor._submit_command("")
-        if why := _why_it_never_starts(job.job_id):
-            scheduler.cancel(job.job_id)
-            job.paths.submission_file.unlink(missing_ok=True)
-            raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
     except FileNotFoundError:
         raise scheduler.command_missing("sbatch") from None
     except FailedJobError as error:
@@ -138,7 +132,7 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScr
     return SubmittedScript(job_id=job.job_id, script=executor.script, pid=job._process.pid)
 
 
-def _why_it_never_starts(job_id: str) -> str:
+def why_it_never_starts(job_id: str) -> str:
     """Return Slurm's own reason for which a job that sbatch took can never start, with a cure; "" if there is none.
 
     Slurm knows the reason at once, and knows what a comparison before sbatch does not: plugins, QOS, reservations.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.errors import HpcServeError, InvalidRequestError, SubmissionRefusedError
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.elastic import Elastic
@@ -24,6 +24,7 @@ from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_p
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
+from hpc_serve.submit import scheduler
 from hpc_serve.submit.chain import begins_after_min
 from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.engine_words import engine_words
@@ -212,7 +213,8 @@ def _submit_to_slurm(
     """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
 
     A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
-    `options` are further words for sbatch.
+    `options` are further words for sbatch. Raises SubmissionRefusedError where Slurm will never start the jobs; they
+    are cancelled and not shown.
     """
     from hpc_serve.submit import executor
 
@@ -222,6 +224,11 @@ def _submit_to_slurm(
     done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
     is_array = anew or count > 1
     job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
+    if why := executor.why_it_never_starts(done.job_id):
+        scheduler.cancel(done.job_id)
+        done.script.unlink(missing_ok=True)
+        store.forget(job.service, {done.job_id, *job_ids})
+        raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
     jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
     return done.job_id, _written(store, done.job_id, jobs)
 

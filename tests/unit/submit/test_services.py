@@ -158,7 +158,9 @@ class TestSubmit:
             services.submit(request(), environ=environ)
         assert all(word in str(refused.value) for word in words)
         assert slurm.cancelled == ["101"]
-        assert files(store.service_dir("8b")) == {"api_key"}
+        assert files(store.service_dir("8b")) == {"api_key", "101.forgotten"}
+        slurm.job("101", "CANCELLED", name="hpc-serve-8b", nodes="", log=str(store.log_dir("8b") / "101.log"))
+        assert read_status(store).everywhere == ()
         services.submit(request(model="70b"), environ=environ)  # the name is free for another model
         slurm.job("103", "PENDING", reason=reason)
         with pytest.raises(SubmissionRefusedError):
