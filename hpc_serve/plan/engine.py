@@ -31,15 +31,20 @@ _POSITIVE = (
     "max_loras",
     "max_lora_rank",
 )
-_OBJECTS = ("limit_mm_per_prompt", "speculative_config", "kv_transfer_config")
-_OF_SPECULATION: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("method", lambda value: isinstance(value, str), "a text"),
-    ("model", lambda value: isinstance(value, str), "a text"),
-    (
-        "num_speculative_tokens",
-        lambda value: type(value) is int and 1 <= value <= 1000,
-        "a whole number from 1 to 1000",
-    ),
+_OBJECTS = (
+    *("limit_mm_per_prompt", "speculative_config", "kv_transfer_config"),
+    *("compilation_config", "eplb_config", "hf_overrides"),
+)
+_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+_IN_OBJECTS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    ("speculative_config", "method", lambda value: isinstance(value, str), "a text"),
+    ("speculative_config", "model", lambda value: isinstance(value, str), "a text"),
+    ("speculative_config", "num_speculative_tokens", lambda one: _is_count(one, 1), "a whole number from 1 to 1000"),
+    ("eplb_config", "num_redundant_experts", lambda value: _is_count(value, 0), "a whole number from 0 to 1000"),
+    ("compilation_config", "mode", lambda value: type(value) in (int, str), "a number from 0 to 3, or its name"),
+    ("compilation_config", "cudagraph_mode", lambda value: str(value).upper() in _MODES, ", ".join(_MODES)),
+    ("compilation_config", "cudagraph_capture_sizes", lambda value: _are_sizes(value), "a list of sizes"),
+    ("compilation_config", "max_cudagraph_capture_size", lambda value: _are_sizes([value]), "a size"),
 )
 _SIZES_GIB = ("cpu_offload_gb", "kv_offloading_size")
 _LARGEST_GIB = 1_000_000
@@ -78,6 +83,14 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | None = field(default=None, hash=False)
     kv_transfer_config: Mapping[str, Any] | None = field(default=None, hash=False)
     kv_offloading_size: float | None = None
+    compilation_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    optimization_level: str | None = None
+    disable_hybrid_kv_cache_manager: bool = False
+    mamba_ssm_cache_dtype: str = "auto"
+    enable_eplb: bool = False
+    eplb_config: Mapping[str, Any] | None = field(default=None, hash=False)
+    runner: str = "auto"
+    hf_overrides: Mapping[str, Any] | None = field(default=None, hash=False)
     vllm_version: str = PINNED_VERSION
     use_v1: bool | None = None
     uncounted: tuple[str, ...] = ()
@@ -91,10 +104,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise InvalidRequestError(f"{name} is {str(value)[:40]}: it must be a JSON object, as {{...}}.")
-        for name, is_right, wanted in _OF_SPECULATION:
-            value = (self.speculative_config or {}).get(name)
+        for within, name, is_right, wanted in _IN_OBJECTS:
+            value = (getattr(self, within) or {}).get(name)
             if value is not None and not is_right(value):
-                raise InvalidRequestError(f"speculative_config's {name} is {str(value)[:40]}: it must be {wanted}.")
+                raise InvalidRequestError(f"{within}'s {name} is {str(value)[:40]}: it must be {wanted}.")
+        if self.optimization_level not in (None, "0", "1", "2", "3"):
+            raise InvalidRequestError(f"optimization_level is {self.optimization_level[:40]}: it must be from 0 to 3.")
         for name in _SIZES_GIB:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= _LARGEST_GIB:
@@ -123,7 +138,7 @@ class EngineConfig:
     @property
     def saves_windows(self) -> bool:
         """Whether layers with a sliding window cache only the window: V1's hybrid cache manager, on since 0.10."""
-        return not self.is_v0 and self.version >= (0, 10)
+        return not self.is_v0 and self.version >= (0, 10) and not self.disable_hybrid_kv_cache_manager
 
     @property
     def keeps_expert_workspaces(self) -> bool:
@@ -132,8 +147,12 @@ class EngineConfig:
 
     @property
     def caches_state_prefixes(self) -> bool:
-        """Whether hybrids hold a second state per request for prefix caching: mamba_cache_mode "align"."""
-        return self.version >= (0, 20) and self.enable_prefix_caching is not False
+        """Whether hybrids hold a second state per request for prefix caching: mamba_cache_mode "align".
+
+        They cache prefixes by default since 0.26: `is_prefix_caching_supported` in vLLM's config/model.py.
+        """
+        default = self.version >= (0, 26) and not self.is_pooling
+        return default if self.enable_prefix_caching is None else self.enable_prefix_caching
 
     @property
     def lora_slots(self) -> int:
@@ -175,18 +194,31 @@ class EngineConfig:
 
     @property
     def subtracts_cuda_graphs(self) -> bool:
-        """Whether the cache leaves room for CUDA graphs: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, on since 0.21."""
-        return self.version >= (0, 21)
-
-    @property
-    def counts_state_blocks(self) -> bool:
-        """Whether CUDA graphs of hybrids need a cache block for each sequence of a step: config/compilation.py."""
-        return self.version >= (0, 20) and not self.enforce_eager
+        """Whether the cache leaves room for CUDA graphs: VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, on since 0.20."""
+        return self.version >= (0, 20)
 
     @property
     def prints_request_tokens(self) -> bool:
         """Whether vLLM prints "KV cache size" as concurrency x context. Before, it is blocks per group x block size."""
-        return self.version >= (0, 20)
+        return self.version >= (0, 21)
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine makes embeddings, scores or classes, and no text."""
+        return self.runner == "pooling"
+
+    @property
+    def redundant_experts(self) -> int:
+        """Copies of experts in each layer beside the model's own, of which --enable-eplb makes use."""
+        return int((self.eplb_config or {}).get("num_redundant_experts") or 0)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= 1000
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= 2**20 for size in value)
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -73,6 +73,14 @@ class AcceleratorSpec:
         """What people call one of them: GPU, chip, socket."""
         return _UNITS[self.kind]
 
+    def has_custom_all_reduce(self, ranks: int) -> bool:
+        """Whether vLLM's own all-reduce runs among so many in a node: not over PCIe, and of bridges between two alone.
+
+        Source: `CustomAllreduce` in vLLM's distributed/device_communicators.
+        """
+        over_pcie = (self.link or "PCIe").startswith("PCIe")
+        return not over_pcie and (self.link_topology != "pairs" or ranks == 2)
+
     def node_size(self, num_nodes: int) -> int:
         """How many each of so many nodes has. A single TPU host may have more chips than the hosts of a larger slice.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import (
     EngineConfig,
     gpu_memory_utilization,
@@ -19,11 +19,13 @@ from hpc_serve.plan.engine import (
 )
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.memory.cache_groups import CacheLayout
+from hpc_serve.plan.memory.cuda_graphs import cuda_graph_bytes, needs_state_blocks
 from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, cuda_graph_bytes, non_torch_bytes
+from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, non_torch_bytes
 from hpc_serve.plan.memory.rocm import row_padding_bytes
 from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.scheduling import batches_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class MemoryEstimate:
 
     `weight_bytes` are those of the checkpoint, `model_loading_bytes` is vLLM's "Model loading took". `kv_cache_tokens`
     is its "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
-    `blocks_per_request`. Where `graphs_outside` (vLLM before 0.21), the budget does not count `cuda_graph_bytes`. vLLM
+    `blocks_per_request`. Where `graphs_outside` (vLLM before 0.20), the budget does not count `cuda_graph_bytes`. vLLM
     refuses fewer blocks than `least_blocks`, which is `max_num_seqs` where each sequence has a state in a block.
     """
 
@@ -91,7 +93,8 @@ def estimate_memory(
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     layout = cache_layout(model, engine, tensor_parallel_size, kind=accelerator.kind)
     batched_tokens = max_num_batched_tokens(engine, accelerator, max_model_len)
-    per_request = layout.blocks_per_request(max_model_len, batched_tokens * _batches(engine, pipeline_parallel_size))
+    batches = batches_in_flight(engine, accelerator.kind, pipeline_parallel_size)
+    per_request = layout.blocks_per_request(max_model_len, batched_tokens * batches)
     estimates = [
         _stage_estimate(run, stage, layout, per_request)
         for stage, run in profile_runs(
@@ -109,6 +112,8 @@ def profile_runs(
     Raises DoesNotFitError where vLLM refuses the layout.
     """
     tensor, pipeline = sizes
+    if engine.enable_eplb and (tensor == 1 or accelerator.kind != "gpu"):
+        raise DoesNotFitError("vLLM refuses it: EPLB requires tensor parallelism, and GPUs")
     expert_parallel = engine.enable_expert_parallel and bool(model.num_experts)
     return [
         (
@@ -133,7 +138,7 @@ def profile_runs(
 def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, per_request: int) -> MemoryEstimate:
     engine, total = run.engine, run.accelerator.total_bytes
     sequences = max_num_seqs(engine, run.accelerator)
-    counts_blocks = run.model.has_states and engine.counts_state_blocks and run.accelerator.kind == "gpu"
+    counts_blocks = run.model.has_states and needs_state_blocks(engine) and run.accelerator.kind == "gpu"
     requested = math.ceil(total * gpu_memory_utilization(engine))
     activation, graphs = activation_bytes(run), cuda_graph_bytes(run)
     non_torch = non_torch_bytes(run)
@@ -172,11 +177,3 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
         least_blocks=sequences if counts_blocks else 0,
         graphs_outside=not engine.subtracts_cuda_graphs,
     )
-
-
-def _batches(engine: EngineConfig, pipeline_parallel_size: int) -> int:
-    """Batches that are computed at once: one per stage, and since 0.15 one more, as scheduling is asynchronous.
-
-    Source: `max_concurrent_batches` in vLLM's config/vllm.py.
-    """
-    return pipeline_parallel_size + (1 if engine.version >= (0, 15) else 0)

@@ -14,8 +14,11 @@ from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
 
 _WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+_STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _READS_VIDEO = ("Qwen",)
 """Architectures whose tower reads videos too begin so."""
+_PREDICTS_ONE = ("Qwen3Next", "Qwen3_5", "Step3p")
+"""Architectures with one prediction layer where the config has no number: vLLM's models/*_mtp.py, speculative.py."""
 _ADAPTS_VOCABULARY = (
     *("Llama", "Mistral", "Mixtral", "Ministral", "Phi3For", "PhiMoE", "Qwen3For", "Qwen3Moe", "Qwen3_5", "Granite"),
     *("Nemotron", "Cohere", "Exaone", "FalconH1", "Jamba", "Lfm2", "MiniCPM", "Solar", "Ernie4_5For", "DeciLM"),
@@ -31,6 +34,14 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
     """
     if model.images and _is_text_only(model, engine):
         model = replace(model, everywhere=Block(), images=None)
+    elif model.images and _is_left_out("video", engine):
+        model = replace(model, images=replace(model.images, frame_pairs=0, kept_tokens_0_11=0))
+    if engine.is_pooling:
+        model = replace(model, head=None)
+    if engine.mamba_ssm_cache_dtype != "auto":
+        model = _with_state_type(model, _STATE_BYTES[engine.mamba_ssm_cache_dtype])
+    if engine.enable_eplb or engine.redundant_experts:
+        model = _with_redundant_experts(model, engine)
     if engine.speculates_with_own_layers:
         model = _with_prediction_layers(model)
     if draft is not None:
@@ -68,6 +79,16 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
             f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
             "memory, and each step reads them over PCIe (4.0 x16 is assumed). Ask for that memory with --mem."
         )
+    if engine.is_pooling:
+        yield (
+            "--runner pooling: neither an output head nor sampling is counted. The speed is that of a model that "
+            "generates; of it the time to the first token counts."
+        )
+    if model.images and model.images.frame_pairs and not _is_left_out("video", engine):
+        yield (
+            "vLLM profiles this tower with a video as long as the context. Where no videos come, "
+            "-- --limit-mm-per-prompt '{\"video\": 0}' leaves that memory to the cache."
+        )
     if engine.limit_mm_per_prompt and model.images and not _is_text_only(model, engine):
         yield (
             "--limit-mm-per-prompt: a step holds as many images as its tokens allow, whatever the limit. The tower is "
@@ -92,13 +113,53 @@ def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
     It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
     """
     kinds = ("image", "video") if model.architecture.startswith(_READS_VIDEO) else ("image",)
-    limits = engine.limit_mm_per_prompt or {}
-    return engine.language_model_only or all(_count(limits.get(kind)) == 0 for kind in kinds)
+    return engine.language_model_only or all(_is_left_out(kind, engine) for kind in kinds)
 
 
-def _count(limit: object) -> object:
-    """The number in a limit, which is a number or {"count": …} with sizes. None: vLLM's own."""
-    return limit.get("count") if isinstance(limit, dict) else limit
+def _is_left_out(kind: str, engine: EngineConfig) -> bool:
+    """Whether the limit of a kind of input, which is a number or {"count": …} with sizes, is 0."""
+    limit = (engine.limit_mm_per_prompt or {}).get(kind)
+    return (limit.get("count") if isinstance(limit, dict) else limit) == 0
+
+
+def _with_state_type(model: ModelSpec, element_bytes: int) -> ModelSpec:
+    """The model with recurrent states of this type. The first tensor of a state is the convolution's, and stays."""
+    known: dict[int, DecoderLayer] = {}
+    for layer in model.layers:
+        cache = layer.cache
+        if cache is not None and id(layer) not in known:
+            state = cache.state[:1] + tuple((elements, element_bytes) for elements, _ in cache.state[1:])
+            known[id(layer)] = replace(layer, cache=replace(cache, state=state))
+    return replace(model, layers=tuple(known.get(id(layer), layer) for layer in model.layers))
+
+
+def _with_redundant_experts(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
+    """The model with further copies of experts in each layer, and a buffer of one layer's experts.
+
+    Raises InvalidRequestError for what vLLM refuses: `ParallelConfig` in config/parallel.py. The buffer is
+    `expert_buffer` in distributed/eplb/eplb_state.py.
+    """
+    if not engine.enable_eplb:
+        raise InvalidRequestError("vLLM refuses redundant experts (--eplb-config) without --enable-eplb: add it.")
+    if not engine.enable_expert_parallel:
+        raise InvalidRequestError("vLLM refuses --enable-eplb without --enable-expert-parallel: add it.")
+    if not model.num_experts:
+        raise InvalidRequestError(f"{model.name} has no experts: leave out --enable-eplb.")
+    more = engine.redundant_experts
+    model = model.with_weights(
+        lambda weights: tuple(
+            replace(weight, copies=weight.copies + more) if _is_expert(weight) else weight for weight in weights
+        )
+    )
+    layers = list(model.layers)
+    last = max(index for index, layer in enumerate(layers) if any(map(_is_expert, layer.block.weights)))
+    buffer = filter(_is_expert, layers[last].block.weights)
+    layers[last] = replace(layers[last], derived=Block(weights=(*layers[last].derived.weights, *buffer)))
+    return replace(model, layers=tuple(layers))
+
+
+def _is_expert(weight: Weight) -> bool:
+    return isinstance(weight, Linear) and weight.is_expert
 
 
 def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
@@ -107,7 +168,8 @@ def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
     A layer is like the last one, with a projection of two inputs and three norms (vLLM's deepseek_mtp.py). It shares
     embedding and head with the model (`_maybe_share_embeddings` and `_maybe_share_lm_head` in v1/spec_decode).
     """
-    if not model.prediction_layers:
+    count = model.prediction_layers or (1 if model.architecture.startswith(_PREDICTS_ONE) else 0)
+    if not count:
         raise InvalidRequestError(
             f"--speculative-config asks for the model's own prediction layers (mtp), and the config of {model.name} "
             "has none: name a draft model, or leave it out."
@@ -118,7 +180,6 @@ def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
         Vector(name="mtp.norms", size=3 * hidden, element_bytes=model.dtype_bytes),
     )
     layer = replace(last, block=Block(weights=(*last.block.weights, *ends)))
-    count = model.prediction_layers
     return replace(model, layers=(*model.layers, *(layer,) * count), prediction_layers=0, draft_layers=count)
 
 

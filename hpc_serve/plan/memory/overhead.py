@@ -1,4 +1,4 @@
-"""What a rank takes beside weights and KV cache: activations, CUDA graphs, and memory that torch does not see.
+"""What a rank takes beside weights, KV cache and CUDA graphs: activations, and memory that torch does not see.
 
 Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. Each number that is not
 arithmetic has a name here, and its source.
@@ -39,12 +39,6 @@ FILTER_BUFFER_BYTES = 80 * MIB
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """torch's cuBLAS workspace on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
-GRAPH_BYTES_PER_DENSE_LAYER = MIB * 26 // 100
-GRAPH_BYTES_PER_EXPERT_LAYER = MIB * 4 // 10
-"""The driver's memory for one captured graph, per layer. Layers with experts launch more kernels. Published totals
-divided by layers and graphs: Llama-3.1-8B 0.26-0.29 MiB, Qwen3-4B 0.23, with experts Qwen3-Next 0.38, GLM-5.2 0.39.
-Kept out of this: vLLM's own estimate for Qwen2.5-7B is 0.25 (0.22), for Qwen3.5-9B, a hybrid, 0.29 (0.19)."""
-
 NON_TORCH_BASE_BYTES = GIB * 13 // 100
 NON_TORCH_LATER_BASE_BYTES = GIB * 25 // 100
 """How much CUDA context and kernels grow during the profile run: 0.13 GiB on H100 (0.03-0.10 on older GPUs), 0.25 in
@@ -53,8 +47,12 @@ vLLM 0.19 (49 runs in docs/accuracy of the llm-d-planner repository) and in 0.31
 NCCL_PER_PEER_BYTES = GIB * 27 // 100
 HOPPER_ALL_REDUCE_BYTES = GIB * 185 // 100
 """NCCL's buffers for tensor parallelism. They grow with each further rank: with the base 2 GPUs take 0.55 GiB, 4 GPUs
-0.95, 8 GPUs 2.1 (in 2026 2 RTX 5090 take 0.75, 4 GB200 0.95). On Hopper they are one sum since 0.13, which sets up
+0.95, 8 GPUs 2.1 (in 2026 4 GB200 take 0.95). On Hopper they are one sum since 0.13, which sets up
 all-reduces over symmetric memory there: 2 GPUs take 2.07 GiB, 4 GPUs 2.13 (the same 49 runs)."""
+
+NCCL_PER_PLAIN_PEER_BYTES = GIB // 100
+"""The same where V1 has no all-reduce of its own, as over PCIe. With the base 8 L40S take 0.21 GiB in 0.10, and 4 L40S
+about 0.15 in 0.18. Two RTX 5090 take 0.75, for which no source says why."""
 
 MLA_WORKSPACE_TOKENS = 64 * 1024
 """The most rows of context that latent attention expands at once: `determine_chunked_prefill_workspace_size`."""
@@ -106,17 +104,26 @@ def activation_bytes(run: ProfileRun) -> int:
 def image_bytes(run: ProfileRun) -> tuple[int, int]:
     """(bytes at the peak of the vision tower, bytes of its outputs).
 
-    A step holds as many of the largest images as fit, and at least one (`MultiModalBudget` in vLLM's
+    A step holds as many of the largest images or videos as fit, and at least one (`MultiModalBudget` in vLLM's
     multimodal/encoder_budget.py). Model runner V2 encodes images on the first stage only.
     """
     images = run.model.images
     if images is None or (_has_new_runner(run) and not run.is_first):
         return 0, 0
-    tokens = max(1, run.tokens // images.image_tokens) * images.image_tokens
-    element = run.model.dtype_bytes
+    element, tokens = run.model.dtype_bytes, visual_tokens(run)
     patch = images.patch_elements + images.split_patch_elements // run.ranks
-    rows = tokens * images.output_rows + run.tokens * (images.output_rows - 1)
+    kept = max(tokens, images.kept_tokens_0_11 if run.engine.version == (0, 11) else 0)
+    rows = kept * images.output_rows + run.tokens * (images.output_rows - 1)
     return tokens * images.patches_per_token * patch * element, rows * _row_bytes(run)
+
+
+def visual_tokens(run: ProfileRun) -> int:
+    """Tokens of the images, or of the video, that the profile run encodes at once. 0 without a tower."""
+    images = run.model.images
+    if images is None:
+        return 0
+    largest = max(images.image_tokens, images.largest_video(run.max_model_len))
+    return max(1, run.tokens // largest) * largest
 
 
 def _row_bytes(run: ProfileRun) -> int:
@@ -193,7 +200,9 @@ def _latent_expansion_bytes(run: ProfileRun) -> int:
 
 
 def sampling_bytes(run: ProfileRun) -> int:
-    """The peak of sampling for as many sequences as a step may hold."""
+    """The peak of sampling for as many sequences as a step may hold. A pooling model does not sample."""
+    if run.engine.is_pooling:
+        return 0
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
     hidden = (run.tokens + sequences) * _row_bytes(run)
     logits = sequences * run.model.vocab_size * 4
@@ -218,47 +227,6 @@ def _has_new_runner(run: ProfileRun) -> bool:
     return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
 
 
-def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
-    """Batch sizes for which vLLM captures CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
-
-    >>> len(capture_sizes(512))
-    51
-    """
-    sizes = [size for size in (1, 2, 4) if size <= limit]
-    sizes += range(8, min(limit + 1, 256), 8)
-    return sizes + list(range(256, limit + 1, step_above_256))
-
-
-def graph_count(run: ProfileRun) -> int:
-    """How many CUDA graphs vLLM captures: piecewise for mixed batches, full for decoding. Before V1 only full.
-
-    With LoRA each has a second graph, with adapters (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
-    """
-    if run.engine.enforce_eager or run.accelerator.kind != "gpu":
-        return 0
-    sequences = max_num_seqs(run.engine, run.accelerator)
-    if run.engine.is_v0:
-        return len(capture_sizes(min(sequences, 256)))
-    step = 16 if run.engine.version >= (0, 12) else 8
-    limit = min(2 * sequences, run.accelerator.max_cuda_graph_batch, run.tokens)
-    sizes = capture_sizes(limit, step_above_256=step)
-    cases = 2 if run.engine.enable_lora else 1
-    return cases * (len(sizes) + sum(size <= sequences for size in sizes))
-
-
-def cuda_graph_bytes(run: ProfileRun) -> int:
-    """Memory of all CUDA graphs."""
-    per_graph = sum(
-        count * (GRAPH_BYTES_PER_EXPERT_LAYER if _has_experts(layer) else GRAPH_BYTES_PER_DENSE_LAYER)
-        for layer, count in run.distinct_layers
-    )
-    return graph_count(run) * per_graph
-
-
-def _has_experts(layer: DecoderLayer) -> bool:
-    return any(isinstance(weight, Linear) and weight.is_expert for weight in layer.block.weights)
-
-
 def non_torch_bytes(run: ProfileRun) -> int:
     """Memory that torch does not see: CUDA context and kernels, and NCCL's buffers."""
     return context_bytes(run) + nccl_bytes(run)
@@ -279,5 +247,6 @@ def nccl_bytes(run: ProfileRun) -> int:
         return 0
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:
         return HOPPER_ALL_REDUCE_BYTES
-    buffers = (run.ranks - 1) * NCCL_PER_PEER_BYTES
+    is_custom = run.engine.is_v0 or run.accelerator.has_custom_all_reduce(run.ranks)
+    buffers = (run.ranks - 1) * (NCCL_PER_PEER_BYTES if is_custom else NCCL_PER_PLAIN_PEER_BYTES)
     return max(RCCL_BYTES, buffers) if is_rocm(run.accelerator) else buffers

@@ -155,7 +155,8 @@ def _mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCach
         builder.vector(f"{prefix}.norm", inner.size, split=True),
         builder.linear(f"{prefix}.out_proj", inner, [builder.hidden_size], "row", bias=bias),
     ]
-    state = ((convolved * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder)))
+    # vLLM 0.32 keeps this state in 32 bit where the config does not say: NemotronHForCausalLMConfig in models/config.py
+    state = ((convolved * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or 4))
     return weights, LayerCache(kind="state", state=state)
 
 

@@ -89,7 +89,9 @@ class ImageEncoder:
 
     `image_tokens` is the most tokens that one image becomes, each from `patches_per_token` patches. At the peak of the
     tower a patch needs `patch_elements` elements on every rank and `split_patch_elements` divided among the ranks.
-    `output_rows` are rows of output per token: more than one where inner layers feed the decoder too.
+    `output_rows` are rows of output per token: more than one where inner layers feed the decoder too. A video is
+    profiled with as many pairs of frames as the context holds, at most `frame_pairs`, each of `image_tokens`; 0: no
+    video is larger than an image. vLLM 0.11 keeps `kept_tokens_0_11` for the largest video.
     """
 
     image_tokens: int
@@ -97,6 +99,20 @@ class ImageEncoder:
     patch_elements: int
     split_patch_elements: int
     output_rows: int = 1
+    frame_pairs: int = 0
+    kept_tokens_0_11: int = 0
+
+    def largest_video(self, max_model_len: int) -> int:
+        """Tokens of the largest video: `get_num_frames_with_most_features` in vLLM's models/qwen2_vl.py.
+
+        >>> qwen = ImageEncoder(
+        ...     image_tokens=16384, patches_per_token=4, patch_elements=1, split_patch_elements=1, frame_pairs=7
+        ... )
+        >>> qwen.largest_video(32768), qwen.largest_video(131072)
+        (32768, 114688)
+        """
+        pairs = min(self.frame_pairs, max(1, max_model_len // self.image_tokens))
+        return pairs * self.image_tokens
 
     def __post_init__(self) -> None:
         if self.image_tokens < 1:

@@ -6,6 +6,7 @@ Each pipeline stage holds the tower. Tensor parallelism divides it as it divides
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hpc_serve.plan.model.layers import block
@@ -17,8 +18,12 @@ Tower: TypeAlias = Callable[[Mapping[str, Any], int], tuple[Block, ImageEncoder]
 _PIXTRAL_IMAGE_SIZE = 1540
 _LLAMA4_TILES = 17
 _QWEN_IMAGE_TOKENS = 16384
+_QWEN2_FRAME_PAIRS = 7
+_QWEN3_KEPT_TOKENS_0_11 = 153_600 + 12_288
 """The largest inputs that the models' own preprocessors make: Mistral's longest edge in pixels, Llama 4's 16 tiles and
-overview, Qwen's 16,777,216 pixels (vLLM prints "Encoder cache will be initialized with a budget of 16384 tokens")."""
+overview, Qwen's 16,777,216 pixels (vLLM prints "Encoder cache will be initialized with a budget of 16384 tokens"),
+Qwen2.5-VL's videos of 14 frames ("114688 tokens"). vLLM 0.11 kept Qwen3-VL's video of 12,288 tokens beside a copy of
+12.5 times as many."""
 
 
 def rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int = 1) -> ImageEncoder:
@@ -144,7 +149,8 @@ def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, 
         linear("visual.merger.mlp.0", merged, [merged], "column", bias=True),
         linear("visual.merger.mlp.2", merged, [config["out_hidden_size"]], "row", bias=True),
     ]
-    return block(layers, ends), rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge)
+    images = rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge)
+    return block(layers, ends), replace(images, frame_pairs=_QWEN2_FRAME_PAIRS)
 
 
 def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
@@ -166,7 +172,7 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
             linear("visual.merger.linear_fc2", merged, [output], "row", bias=True),
         ]
     images = rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge, output_rows=1 + len(fed))
-    return block(layers, ends), images
+    return block(layers, ends), replace(images, kept_tokens_0_11=_QWEN3_KEPT_TOKENS_0_11)
 
 
 def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:

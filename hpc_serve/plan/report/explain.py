@@ -9,7 +9,7 @@ from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_seqs
-from hpc_serve.plan.memory import overhead
+from hpc_serve.plan.memory import cuda_graphs, overhead
 from hpc_serve.plan.memory.estimate import MemoryEstimate, profile_runs
 from hpc_serve.plan.memory.kv_cache import full_context_bytes, kv_cache_dtype
 from hpc_serve.plan.memory.overhead import ProfileRun
@@ -131,8 +131,7 @@ def _activation_text(run: ProfileRun) -> str:
     forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
     encoder, _ = overhead.image_bytes(run)
     if run.model.images and encoder > max(forward, sampling):
-        size = run.model.images.image_tokens
-        return f"images of {size:,} tokens, {max(1, run.tokens // size)} at once, through the vision tower"
+        return f"{overhead.visual_tokens(run):,} tokens of images, or of a video, through the vision tower"
     if forward >= sampling:
         return (
             f"a step of {run.tokens:,} tokens x {overhead.elements_per_token(run):,} elements "
@@ -144,11 +143,11 @@ def _activation_text(run: ProfileRun) -> str:
 
 
 def _graph_text(run: ProfileRun) -> str:
-    graphs = overhead.graph_count(run)
+    graphs = cuda_graphs.graph_count(run)
     if not graphs:
         return "none"
     layers = sum(count for _, count in run.distinct_layers)
-    each = overhead.cuda_graph_bytes(run) / graphs / max(1, layers) / MIB
+    each = cuda_graphs.cuda_graph_bytes(run) / graphs / max(1, layers) / MIB
     return f"{graphs} graphs x {layers} layers x {each:.2f} MiB"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from hpc_serve.plan.memory.cuda_graphs import graph_mode
 from hpc_serve.plan.model.spec import ModelSpec, distinct_blocks
 from hpc_serve.plan.model.weights import Linear
 from hpc_serve.plan.speed.step import Roofline
@@ -60,4 +61,4 @@ def wide_classes(roofline: Roofline) -> tuple[str, ...]:
 
 
 def _is_eager(roofline: Roofline) -> bool:
-    return roofline.engine.enforce_eager and roofline.accelerator.kind == "gpu"
+    return graph_mode(roofline.engine) == "NONE" and roofline.accelerator.kind == "gpu"

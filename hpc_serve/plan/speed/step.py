@@ -16,16 +16,13 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import EngineConfig, max_num_batched_tokens, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.model.spec import ModelSpec
+from hpc_serve.plan.scheduling import is_async
 from hpc_serve.plan.speed.work import ALL_REDUCES_PER_LAYER, ModelWork, StageWork, model_work
 
 ASSUMED_LINK_BYTES_PER_S = 32e9
 """PCIe 4.0 x16: assumed where no source confirms a rate between the GPUs of a node."""
 ASSUMED_NETWORK_BYTES_PER_S = 12.5e9
 """100 Gb/s for each GPU: assumed where no source confirms a network."""
-
-ASYNC_SINCE = {"one stage": (0, 14), "stages": (0, 32)}
-"""The version of vLLM since which scheduling is asynchronous by default. Pull request 27614 left out pipeline stages,
-vllm/config/vllm.py of 0.32 includes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +109,7 @@ class StepTime:
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
-    With async scheduling the host works on a step while the device computes the last one (`ASYNC_SINCE`).
+    With async scheduling the host works on a step while the device computes the last one (`is_async` in scheduling.py).
     Raises InvalidRequestError for an accelerator whose FLOP/s or bandwidth no source confirms.
     """
 
@@ -128,8 +125,7 @@ class Roofline:
                 f"{accelerator.product}: no source confirms its FLOP/s and bandwidth, so no speed can be estimated."
             )
         self.model, self.accelerator, self.engine, self.layout = model, accelerator, engine, layout
-        default = engine.version >= ASYNC_SINCE["stages" if layout.pipeline_parallel_size > 1 else "one stage"]
-        self.async_scheduling = default if engine.async_scheduling is None else engine.async_scheduling
+        self.async_scheduling = is_async(engine, accelerator.kind, layout.pipeline_parallel_size)
         self.work: ModelWork = model_work(model, accelerator, engine, layout)
         self.bandwidth: float = accelerator.bandwidth_bytes_per_s
         self.link_bytes_per_s = link_rate(accelerator, layout)

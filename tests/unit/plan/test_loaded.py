@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan import (
     EngineConfig,
     MemoryEstimate,
@@ -96,6 +96,77 @@ def test_prediction_layers_are_weights_and_cache_on_the_last_stage() -> None:
     assert added == pytest.approx(2 * (model.layers[-1].block.parameters / 8 + 2 * model.hidden_size**2), rel=0.02)
     with pytest.raises(InvalidRequestError, match="has none"):
         loaded_model(spec("8b"), EngineConfig(speculative_config=speculation))
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.8-27B", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
+def test_models_whose_config_counts_no_prediction_layers_have_one(name: str) -> None:
+    """As vLLM takes it: `num_mtp_layers` in its models/qwen3_5_mtp.py and qwen3_next_mtp.py."""
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    config = {key: value for key, value in resolve(name).config.items() if "mtp" not in key}
+    if "text_config" in config:
+        config["text_config"] = {key: value for key, value in config["text_config"].items() if "mtp" not in key}
+    silent = model_from_config(config, name=name)
+    assert silent.prediction_layers == 0
+    drafting = loaded_model(silent, EngineConfig(speculative_config=speculation))
+    assert (drafting.draft_layers, len(drafting.layers)) == (1, len(silent.layers) + 1)
+    assert planned_layers(spec(name), speculation) == planned_layers(silent, speculation)
+
+
+def planned_layers(model: ModelSpec, speculation: dict[str, Any]) -> int:
+    return loaded_model(model, EngineConfig(speculative_config=speculation)).draft_layers
+
+
+BALANCED: dict[str, Any] = {"enable_eplb": True, "enable_expert_parallel": True}
+
+
+def test_redundant_experts_are_weights_of_each_layer_and_a_buffer_of_one() -> None:
+    name, redundant = "Qwen/Qwen3-30B-A3B", {"num_redundant_experts": 16}
+    plain = estimate(name, 4, enable_expert_parallel=True)
+    balanced = estimate(name, 4, **BALANCED)
+    more = estimate(name, 4, **BALANCED, eplb_config=redundant)
+    expert = 3 * 2048 * 768 * 2
+    assert balanced.weight_bytes == plain.weight_bytes
+    assert balanced.model_loading_bytes - plain.model_loading_bytes == 128 // 4 * expert
+    assert more.weight_bytes - plain.weight_bytes == 48 * 16 // 4 * expert
+    assert spec(name).active_parameters == loaded_model(spec(name), EngineConfig(**BALANCED)).active_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("Qwen/Qwen3-30B-A3B", {"enable_eplb": True}, "without --enable-expert-parallel: add it"),
+        ("Qwen/Qwen3-30B-A3B", {"eplb_config": {"num_redundant_experts": 2}}, "without --enable-eplb: add it"),
+        ("8b", BALANCED, "has no experts: leave out --enable-eplb"),
+    ],
+)
+def test_experts_that_vllm_does_not_balance_are_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        loaded_model(spec(name), EngineConfig(**options))
+    with pytest.raises(DoesNotFitError, match="EPLB requires tensor parallelism"):
+        estimate("Qwen/Qwen3-30B-A3B", 1, **BALANCED)
+
+
+def test_a_pooling_model_has_no_output_head_and_samples_nothing() -> None:
+    plain, pooling = estimate("8b"), estimate("8b", runner="pooling")
+    assert plain.weight_bytes - pooling.weight_bytes == 128256 * 4096 * 2
+    assert pooling.cuda_graph_bytes < plain.cuda_graph_bytes
+    many: dict[str, Any] = {"max_num_batched_tokens": 2048, "vllm_version": "0.23.0"}
+    assert estimate("8b", runner="pooling", **many).activation_bytes < estimate("8b", **many).activation_bytes / 2
+
+
+def test_the_type_of_states_is_the_one_asked_for() -> None:
+    name = "Qwen/Qwen3.5-27B"
+    blocks = {kind: estimate(name, mamba_ssm_cache_dtype=kind).block_size for kind in ("auto", "float32", "bfloat16")}
+    assert blocks["auto"] == blocks["float32"] > blocks["bfloat16"]
+    assert estimate("8b", mamba_ssm_cache_dtype="bfloat16") == estimate("8b")
+
+
+def test_without_the_hybrid_manager_windows_are_cached_as_a_whole() -> None:
+    steps: dict[str, Any] = {"max_num_batched_tokens": 512}
+    plain = estimate("gemma-3-27b", **steps)
+    whole = estimate("gemma-3-27b", disable_hybrid_kv_cache_manager=True, **steps)
+    assert whole.kv_cache_tokens < plain.kv_cache_tokens
+    assert whole.kv_cache_tokens == whole.num_blocks * 16
 
 
 EAGLE_HEAD: dict[str, Any] = {
@@ -192,6 +263,7 @@ def test_without_prefix_caching_hybrids_hold_one_state_a_request() -> None:
         ({"kv_offloading_size": 32.0}, "Not counted: .*--kv-offloading-size"),
         ({"enable_lora": True, "max_loras": 2}, "2 slots of rank 16 counted"),
         ({"cpu_offload_gb": 4.0}, "stay in the node's memory"),
+        ({"runner": "pooling"}, "neither an output head nor sampling is counted"),
     ],
 )
 def test_what_is_counted_in_part_or_not_at_all_is_said(options: dict[str, Any], says: str) -> None:
@@ -228,6 +300,20 @@ def test_a_plans_own_options_are_the_words_after_the_dashes(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert planned(capsys, "8b", *words) == planned(capsys, "8b", "--", *words)
+
+
+def test_overrides_of_the_config_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen2.5's card gives these words for contexts beyond 32,768 tokens."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    overrides = json.dumps({"rope_parameters": scaling, "max_position_embeddings": 131072})
+    words = ["Qwen/Qwen2.5-7B-Instruct", "--max-model-len", "131072"]
+    assert run(["plan", *words]) == 2
+    assert "has at most 32768 positions" in capsys.readouterr().err
+    found = planned(capsys, *words, "--", "--hf-overrides", overrides)
+    assert found["max_model_len"] == 131072
+    assert overrides in found["vllm_args"]
+    assert run(["render", "--model", *words, "--", "--hf-overrides", overrides]) == 0
+    assert f"--hf-overrides '{overrides}'" in capsys.readouterr().out
 
 
 def test_words_after_the_dashes_come_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,11 @@ from hpc_serve.plan import (
     resolve,
 )
 from hpc_serve.plan.choice.planner import NoLayoutError
+from hpc_serve.plan.memory.cuda_graphs import capture_sizes, graph_mode
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.memory.overhead import capture_sizes
+from hpc_serve.plan.memory.loaded import loaded_model
 from hpc_serve.plan.memory.stages import pipeline_stages
+from hpc_serve.plan.scheduling import batches_in_flight
 from hpc_serve.sizes import GIB
 
 ENGINES = json.loads((DATA / "vllm_engine_runs.json").read_text())
@@ -223,7 +225,10 @@ def test_what_real_engines_on_cpu_held_and_printed(run: dict[str, Any]) -> None:
     found = estimate_memory(
         model,
         accelerator("cpu-spr", total_bytes=24 * GIB),
-        EngineConfig(kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"]),
+        EngineConfig(
+            kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"],
+            max_num_batched_tokens=4096 * run["tp"] * run["pp"],  # the default of vLLM's LLM class on CPUs
+        ),
         tensor_parallel_size=run["tp"],
         pipeline_parallel_size=run["pp"],
         max_model_len=ENGINES["max_model_len"],
@@ -313,7 +318,10 @@ def test_images_count_in_the_activation_peak() -> None:
     [
         ("h100-80gb", 1, "0.32.0", 0.25),
         ("h100-80gb", 4, "0.32.0", 2.10),
-        ("rtx-5090", 2, "0.32.0", 0.52),
+        ("rtx-5090", 2, "0.32.0", 0.26),
+        ("l40s", 8, "0.10.0", 0.20),
+        ("h100-94gb", 2, "0.11.0", 0.40),
+        ("h100-94gb", 4, "0.11.0", 0.16),
         ("h100-80gb", 4, "0.11.0", 0.94),
         ("v5e", 4, "0.32.0", 0),
     ],
@@ -321,3 +329,156 @@ def test_images_count_in_the_activation_peak() -> None:
 def test_memory_torch_does_not_see(gpu: str, tp: int, version: str, gib: float) -> None:
     found = estimate("8b", tp=tp, gpu=accelerator(gpu), vllm_version=version)
     assert found.non_torch_bytes / GIB == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("version", "share", "graphs_outside", "by_blocks"),
+    [("0.19.0", 0.9, True, True), ("0.20.0", 0.92, False, True), ("0.21.0", 0.92, False, False)],
+)
+def test_when_vllm_began_to_count_graphs_and_to_print_tokens_of_requests(
+    version: str, share: float, graphs_outside: bool, by_blocks: bool
+) -> None:
+    """Read in the wheels of these versions: envs.py, config/cache.py and v1/core/kv_cache_utils.py."""
+    found = estimate("gemma-3-27b", vllm_version=version)
+    assert found.requested_bytes == pytest.approx(share * found.total_bytes, abs=1)
+    assert found.graphs_outside == graphs_outside
+    groups = 7  # of Gemma 3 27B: 52 layers with windows and 10 without
+    assert (found.kv_cache_tokens == found.num_blocks // groups * 16) == by_blocks
+
+
+@pytest.mark.parametrize(
+    ("batches", "kind", "stages", "options"),
+    [
+        (2, "gpu", 1, {}),
+        (3, "gpu", 2, {}),
+        (1, "cpu", 1, {}),
+        (1, "gpu", 1, {"async_scheduling": False}),
+        (1, "gpu", 1, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        (2, "gpu", 1, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
+        (1, "gpu", 1, {"runner": "pooling"}),
+        (1, "gpu", 1, {"vllm_version": "0.23.0"}),
+        (1, "gpu", 2, {"vllm_version": "0.25.0"}),
+        (2, "gpu", 2, {"vllm_version": "0.26.0"}),
+    ],
+)
+def test_batches_in_flight(batches: int, kind: Any, stages: int, options: dict[str, Any]) -> None:
+    assert batches_in_flight(EngineConfig(**options), kind, stages) == batches
+
+
+def test_an_engine_on_cpus_keeps_one_batch_beside_a_window() -> None:
+    """A real engine of 0.32 with steps of 2,048 tokens printed 40,800 tokens, and 10.20 requests of 4,000."""
+    model = model_from_config(ENGINES["configs"]["mistral"], name="mistral")
+    found = estimate_memory(
+        model,
+        accelerator("cpu-spr", total_bytes=24 * GIB),
+        EngineConfig(kv_cache_memory_bytes=ENGINES["kv_cache_memory_bytes"], max_num_batched_tokens=2048),
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        max_model_len=ENGINES["max_model_len"],
+    )
+    assert (found.kv_cache_tokens, round(found.max_concurrency, 2)) == (40_800, 10.20)
+
+
+NEMOTRON = "nvidia/Nemotron-H-56B-Base-8K"
+
+
+def test_states_of_nemotron_are_in_32_bit_where_the_config_is_silent() -> None:
+    """NemotronHForCausalLMConfig in vLLM's models/config.py."""
+    states = {layer.cache.state for layer in spec(NEMOTRON).layers if layer.cache and layer.cache.kind == "state"}
+    assert states == {(((256 * 64 + 2 * 8 * 256) * 3, 0), (256 * 64 * 256, 4))}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options"),
+    [
+        (2, {}),
+        (1, {"enable_prefix_caching": False}),
+        (1, {"vllm_version": "0.23.0"}),
+        (2, {"vllm_version": "0.23.0", "enable_prefix_caching": True}),
+        (1, {"runner": "pooling"}),
+    ],
+)
+def test_state_blocks_of_a_request(blocks: int, options: dict[str, Any]) -> None:
+    """Hybrids cache prefixes by default since 0.26: `is_prefix_caching_supported` in vLLM's config/model.py."""
+    assert cache_layout(spec(NEMOTRON), EngineConfig(**options), 8).state_blocks == blocks
+
+
+QWEN_VL_7B: dict[str, Any] = {
+    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584},
+    **{"intermediate_size": 18944, "max_position_embeddings": 128000, "num_attention_heads": 28},
+    **{"num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152064},
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+}
+QWEN3_VL_30B: dict[str, Any] = {
+    **{"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe"},
+    "text_config": {
+        **{"head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144},
+        **{"moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"num_hidden_layers": 48, "num_key_value_heads": 4, "vocab_size": 151936},
+    },
+    "vision_config": {
+        **{"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+        **{"in_channels": 3, "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16},
+        **{"spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
+}
+
+
+def profiled(config: dict[str, Any], gpu: str, tp: int, length: int, **options: Any) -> MemoryEstimate:
+    engine = EngineConfig(**options)
+    return estimate_memory(
+        loaded_model(model_from_config(config, name="vl"), engine),
+        accelerator(gpu),
+        engine,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=1,
+        max_model_len=length,
+    )
+
+
+def test_the_largest_video_is_profiled() -> None:
+    """A public log of 0.22 or 0.23 on an A100 of 80 GB: weights 15.67 GiB, a video of 114,688 tokens, graphs 0.53,
+    -14.28 GiB left of 17.43 for the cache."""
+    options = {"vllm_version": "0.23.0", "gpu_memory_utilization": 0.22}
+    found = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, **options)
+    assert (found.requested_bytes - found.kv_cache_bytes) / GIB == pytest.approx(17.43 + 14.28, rel=0.07)
+    short = profiled(QWEN_VL_7B, "a100-80gb", 1, 20000, **options)
+    images = profiled(QWEN_VL_7B, "a100-80gb", 1, 128000, limit_mm_per_prompt={"video": 0}, **options)
+    assert short.activation_bytes == images.activation_bytes < found.activation_bytes / 6
+
+
+def test_vllm_0_11_kept_many_tokens_for_a_video() -> None:
+    """A public log of 0.11.0 on four RTX 3090: a budget of 153,600 tokens, 2.31 GiB left for the cache."""
+    found = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.11.0")
+    assert found.kv_cache_bytes / GIB == pytest.approx(2.31, rel=0.15)
+    later = profiled(QWEN3_VL_30B, "rtx-3090", 4, 65536, vllm_version="0.13.0")
+    assert later.activation_bytes < found.activation_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("FULL_AND_PIECEWISE", {}),
+        ("NONE", {"enforce_eager": True}),
+        ("NONE", {"optimization_level": "0"}),
+        ("PIECEWISE", {"optimization_level": "1"}),
+        ("PIECEWISE", {"runner": "pooling"}),
+        ("FULL_DECODE_ONLY", {"compilation_config": {"mode": 0}}),
+        ("NONE", {"compilation_config": {"mode": "none", "cudagraph_mode": "piecewise"}}),
+        ("FULL", {"compilation_config": {"cudagraph_mode": "full"}, "optimization_level": "0"}),
+    ],
+)
+def test_which_graphs_there_are(mode: str, options: dict[str, Any]) -> None:
+    assert graph_mode(EngineConfig(**options)) == mode
+
+
+def test_graphs_take_what_their_sizes_say() -> None:
+    every = estimate("8b").cuda_graph_bytes
+    pieces = estimate("8b", compilation_config={"cudagraph_mode": "PIECEWISE"}).cuda_graph_bytes
+    decoding = estimate("8b", compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}).cuda_graph_bytes
+    assert pieces + decoding == every
+    few = estimate("8b", compilation_config={"cudagraph_capture_sizes": [1, 8, 64]}).cuda_graph_bytes
+    assert few == every * 6 // 102
+    hybrid = "Qwen/Qwen3.5-27B"
+    assert estimate(hybrid).least_blocks == 1024
+    assert estimate(hybrid, compilation_config={"cudagraph_mode": "PIECEWISE"}).least_blocks == 0

@@ -13,8 +13,9 @@ from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import max_num_batched_tokens
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.hardware.cluster import cluster_named
+from hpc_serve.plan.memory.cuda_graphs import graph_count
 from hpc_serve.plan.memory.estimate import profile_runs
-from hpc_serve.plan.memory.overhead import graph_count, nccl_bytes
+from hpc_serve.plan.memory.overhead import nccl_bytes
 from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, link_rate
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.render import render_script
