@@ -21,6 +21,7 @@ from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.local_weights import cached_folder
 from hpc_serve.needed_files import is_plain_path
 from hpc_serve.plan import ModelSpec, catalog, model_from_config
+from hpc_serve.plan.model.architectures import with_overrides
 from hpc_serve.plan.model.checkpoint import StoredTensor, holds_what_is_loaded, loaded_bytes, match_checkpoint
 from hpc_serve.plan.model.quantization import QUANTIZATION_FILE, with_quantization_file
 from hpc_serve.sizes import MIB
@@ -103,6 +104,7 @@ def find_spec(
     *,
     dtype: str = "auto",
     quantization: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
     stand_in: str | None = None,
     allow_unknown_keys: bool = False,
     environ: Mapping[str, str] | None = None,
@@ -111,14 +113,18 @@ def find_spec(
     """A model and what it is made of; where its weights are at hand, as heavy as their files say.
 
     With `stand_in`, the name of another model, the one found keeps its own names and is made of what that one is.
-    Raises what `find_model` and `model_from_config` raise.
+    `hf_overrides` change its config, as vLLM's option does. Raises what `find_model` and `model_from_config` raise.
     """
     found = find_model(name, environ=environ, transport=transport)
     if stand_in is not None:
         loaded = find_model(stand_in, environ=environ, transport=transport)
         found = replace(found, config=loaded.config, folder=loaded.folder)
     spec = model_from_config(
-        found.config, name=found.name, dtype=dtype, quantization=quantization, allow_unknown_keys=allow_unknown_keys
+        with_overrides(found.config, hf_overrides),
+        name=found.name,
+        dtype=dtype,
+        quantization=quantization,
+        allow_unknown_keys=allow_unknown_keys,
     )
     if found.folder is None or spec.quantization.is_assumed:
         return found, spec

@@ -82,6 +82,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
         asked.model,
         dtype=engine.dtype,
         quantization=engine.quantization,
+        hf_overrides=engine.hf_overrides,
         stand_in=stand_in,
         allow_unknown_keys=asked.allow_unknown_config_keys,
     )

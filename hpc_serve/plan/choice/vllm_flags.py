@@ -34,15 +34,20 @@ _FIELDS = (
     "async_scheduling",
     *("enable_lora", "max_loras", "max_lora_rank", "fully_sharded_loras", "lora_target_modules"),
     *("cpu_offload_gb", "enable_prefix_caching", "language_model_only", "limit_mm_per_prompt"),
-    *("speculative_config", "kv_transfer_config", "kv_offloading_size"),
+    *("speculative_config", "kv_transfer_config", "kv_offloading_size", "compilation_config", "optimization_level"),
+    *("disable_hybrid_kv_cache_manager", "mamba_ssm_cache_dtype"),
+    *("enable_eplb", "eplb_config", "runner", "hf_overrides"),
 )
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _SWITCHES = (
     *("enforce_eager", "enable_expert_parallel", "async_scheduling", "enable_lora", "fully_sharded_loras"),
-    *("enable_prefix_caching", "language_model_only"),
+    *("enable_prefix_caching", "language_model_only", "disable_hybrid_kv_cache_manager", "enable_eplb"),
 )
 _DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
-_JSON = ("limit_mm_per_prompt", "speculative_config", "kv_transfer_config")
+_JSON = (
+    *("limit_mm_per_prompt", "speculative_config", "kv_transfer_config"),
+    *("compilation_config", "eplb_config", "hf_overrides"),
+)
 _ONLINE = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
@@ -71,11 +76,12 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
         "max_lora_rank",
         "cpu_offload_gb",
         "kv_offloading_size",
+        "optimization_level",
     ):
         value = getattr(engine, name)
         if value is not None:
             args += [_flag(name), str(value)]
-    for name in ("dtype", "kv_cache_dtype"):
+    for name in ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype", "runner"):
         if getattr(engine, name) != "auto":
             args += [_flag(name), getattr(engine, name)]
     method = _quantization_flag(engine, model)

@@ -65,6 +65,28 @@ _DEFAULTS = {
 }
 
 
+_NESTED = ("text_config", "vision_config")
+_ROPE = ("rope_scaling", "rope_parameters")
+
+
+def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
+
+    Fields of the decoder's or of the tower's config are changed one by one, every other field is replaced.
+
+    >>> with_overrides({"text_config": {"a": 1, "b": 2}, "c": 3}, {"text_config": {"a": 4}})
+    {'text_config': {'a': 4, 'b': 2}, 'c': 3}
+    """
+    changed = dict(config)
+    for name, value in (overrides or {}).items():
+        if name in _ROPE:
+            changed = {key: kept for key, kept in changed.items() if key not in _ROPE}
+        inner = changed.get(name)
+        is_nested = name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping)
+        changed[name] = with_overrides(inner, value) if is_nested else value
+    return changed
+
+
 def model_from_config(
     config: Mapping[str, Any],
     *,

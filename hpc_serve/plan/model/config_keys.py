@@ -81,6 +81,7 @@ _BLOCKS = ("num_mtp_modules", "shared_intermediate_size", "use_gemma_norm", "qk_
 _CHOICE = ("sparse_local_block", "sparse_init_block", "sparse_score_type")
 """How tokens are chosen."""
 _OF_MINIMAX_M3 = (*_BLOCKS, *(f"sparse_attention_config.{name}" for name in _CHOICE))
+_LFM2 = ("block_dim", "conv_dim_out", "num_heads", "theta", "block_mlp_init_scale", "block_out_init_scale")
 _OF_EAGLE3 = ("draft_vocab_size", "eagle_config", "target_layer_count")
 _OF_FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -121,10 +122,11 @@ _OF_FAMILIES: dict[str, tuple[str, ...]] = {
         *("vision_config.num_attention_heads", "img_token_compression_config"),
         *(f"text_config.{name}" for name in _OF_MINIMAX_M3),
     ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2,
     "Lfm2VlForConditionalGeneration": (
         *("encoder_patch_size", "min_image_tokens", "max_image_tokens", "min_tiles", "max_pixels_tolerance"),
-        *("text_config.block_dim", "text_config.conv_dim_out", "text_config.num_heads"),
-        *("text_config.block_mlp_init_scale", "text_config.block_out_init_scale"),
+        *(f"text_config.{name}" for name in _LFM2),
     ),
     "MiMoV2FlashForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),
     "MiMoV2ForCausalLM": ("sliding_window_size", "attention_chunk_size", "attention_value_scale"),

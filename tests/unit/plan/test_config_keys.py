@@ -225,6 +225,19 @@ def test_fields_that_published_configs_have_beside_transformers(name: str, extra
     assert built({**config, **extra}) == built(config)
 
 
+def test_a_text_config_of_lfm2_names_sizes_twice() -> None:
+    """LiquidAI/LFM2-1.2B has these fields; transformers makes 1,170,340,608 parameters of them."""
+    config = {
+        **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536, "conv_L_cache": 3},
+        **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_ff_dim": 12288, "block_multiple_of": 256},
+        **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
+    }
+    said = {"block_dim": 2048, "conv_dim": 2048, "conv_dim_out": 2048, "num_heads": 32, "theta": 1000000.0}
+    assert built({**config, **said, "block_out_init_scale": 1.0}) == built(config)
+    assert built(config).parameters == 1_170_340_608
+
+
 def test_one_size_by_two_names_must_be_one() -> None:
     config = resolve("Qwen/Qwen3-30B-A3B").config
     with pytest.raises(InvalidRequestError, match="num_experts is 128 and its num_local_experts is 64: they must be"):

@@ -17,12 +17,15 @@ from hpc_serve.plan.choice.vllm_flags import read_fields
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
+from hpc_serve.plan.model.architectures import with_overrides
 from hpc_serve.vllm.allowed import check_arguments, classes
 from hpc_serve.vllm.options import load_data
 
 PASSED_OVER = load_data("uncounted.json")
 MTP = '{"method": "mtp", "num_speculative_tokens": 1}'
 LORA = ("--enable-lora",)
+EXPERTS = ("--enable-expert-parallel", "--tensor-parallel-size", "4")
+NO_GRAPHS = '{"cudagraph_mode": "NONE"}'
 COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     # option: model, values of which each gives another plan, what else must be given
     "--tensor-parallel-size": ("8b", ["2", "4", "8"], ()),
@@ -51,6 +54,18 @@ COUNTED: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     "--speculative-config": ("zai-org/GLM-4.6", [MTP], ()),
     "--kv-transfer-config": ("8b", ['{"kv_connector": "NixlConnector"}'], ()),
     "--kv-offloading-size": ("8b", ["32"], ()),
+    "--compilation-config": (
+        "8b",
+        [NO_GRAPHS, '{"cudagraph_mode": "PIECEWISE"}', '{"max_cudagraph_capture_size": 8}'],
+        (),
+    ),
+    "--optimization-level": ("8b", ["0", "1"], ()),
+    "--disable-hybrid-kv-cache-manager": ("gemma-3-27b", [""], ()),
+    "--mamba-ssm-cache-dtype": ("Qwen/Qwen3.5-27B", ["bfloat16"], ()),
+    "--enable-eplb": ("gpt-oss-120b", [""], EXPERTS),
+    "--eplb-config": ("gpt-oss-120b", ['{"num_redundant_experts": 4}'], (*EXPERTS, "--enable-eplb")),
+    "--runner": ("8b", ["pooling"], ()),
+    "--hf-overrides": ("8b", ['{"max_position_embeddings": 262144}', '{"num_hidden_layers": 16}'], ()),
 }
 """--async-scheduling is on in the pinned version, so that its negation is what changes a plan."""
 NEGATED = ("--async-scheduling", "--enable-prefix-caching")
@@ -65,7 +80,7 @@ def said(model: str, words: tuple[str, ...]) -> tuple[Any, ...]:
         PlanRequest(model=model, engine=EngineConfig(**given), workload=Workload(max_model_len=length)),
         FoundParts(
             model=model_from_config(
-                resolve(model).config,
+                with_overrides(resolve(model).config, given.get("hf_overrides")),
                 name=model,
                 dtype=given.get("dtype", "auto"),
                 quantization=given.get("quantization"),
@@ -103,12 +118,12 @@ def test_what_is_not_counted_is_said(option: str) -> None:
 
 
 def test_a_plan_says_by_name_what_it_does_not_count() -> None:
-    words = ("--attention-backend", "FLASHINFER", "-O1", "--hf-overrides", json.dumps({"num_hidden_layers": 2}))
+    words = ("--attention-backend", "FLASHINFER", "--stream-interval", "4", "--convert", "none")
     *figures, reasons = said("8b", words)
     *plain, _ = said("8b", ())
     assert figures == plain
     (note,) = [reason for reason in reasons if reason.startswith("Not counted")]
-    assert note.startswith("Not counted: --attention-backend, --hf-overrides, --optimization-level. vLLM may need")
+    assert note.startswith("Not counted: --attention-backend, --convert, --stream-interval. vLLM may need")
     assert not any(reason.startswith("Not counted") for reason in said("8b", ("--seed", "1"))[-1])
 
 
@@ -123,6 +138,9 @@ IN_OBJECTS = {
     "--speculative-config": ("method", "model", "num_speculative_tokens"),
     "--limit-mm-per-prompt": ("image",),
     "--kv-transfer-config": ("kv_connector",),
+    "--compilation-config": ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    "--eplb-config": ("num_redundant_experts",),
+    "--hf-overrides": ("max_position_embeddings", "rope_parameters", "text_config", "architectures"),
 }
 
 
