@@ -46,6 +46,7 @@ def submission_json(
         "replicas_wanted": plan.replicas,
         "weights_note": submission.weights_note,
         "queue": _queue_words(own),
+        "machines_note": submission.machines_note,
         **({"ahead": ahead} if ahead else {}),
         "other_jobs": [
             {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
@@ -88,8 +89,7 @@ def submission_text(
     ]
     if tools := _tools_note(job.model, job.engine_args):
         lines.append(f"  tools   {tools}")
-    if submission.weights_note:
-        lines.append(f"  note    {submission.weights_note}")
+    lines += [f"  note    {note}" for note in (submission.weights_note, submission.machines_note) if note]
     if gpu_note and job.cluster == "slurm":
         lines.append(f"  note    {gpu_note}")
     if others:

@@ -23,13 +23,16 @@ _VLLM_OPTIONS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
 def render_command(output: Path | None, **options: Any) -> None:
-    from hpc_serve.submit.planning import plan_service
+    from hpc_serve.submit.planning import idle_gpus_note, on_whole_nodes, plan_service
     from hpc_serve.submit.render import render_script
 
     request = make_request(options)
-    script = render_script(request, plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL")))
-    if note := assumed_gpu_note():
-        click.echo(f"note: {note}", err=True)
+    plan = plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL"))
+    request = on_whole_nodes(request, plan)
+    script = render_script(request, plan)
+    for note in (assumed_gpu_note(), idle_gpus_note(request, plan)):
+        if note:
+            click.echo(f"note: {note}", err=True)
     if output is None:
         click.echo(script, nl=False)
         return

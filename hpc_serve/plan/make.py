@@ -144,6 +144,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     cluster, engine, workload = inputs.cluster, inputs.engine, inputs.workload
     try:
         if asked.target is not None:
+            if asked.engines_per_node == 1:
+                inputs = replace(inputs, cluster=replace(inputs.cluster, is_whole=False))
             cluster, engine, workload, speed = _for_target(inputs, traffic, parse_speed_target(asked.target))
             reasons += speed
             traffic = replace(traffic, concurrency=workload.concurrency)
@@ -258,8 +260,7 @@ def _for_target(
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
     """
-    cluster, workload = replace(inputs.cluster, is_whole=False), inputs.workload
-    inputs = replace(inputs, cluster=cluster)
+    cluster, workload = inputs.cluster, inputs.workload
     if workload.replicas is not None:
         raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
     try:

@@ -6,6 +6,8 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.hub import find_model, find_spec
 from hpc_serve.plan import ModelSpec
@@ -44,6 +46,49 @@ def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = No
         if (per_job := request.replicas_per_job) > 1:
             error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error}",)
         raise
+
+
+def on_whole_nodes(request: ServeRequest, plan: ServePlan) -> ServeRequest:
+    """Return the request with the replicas that --target chose sharing the nodes that --exclusive asks for.
+
+    The request stays as it is where the replicas do not fill nodes evenly, or cannot share a job.
+    """
+    is_chosen = request.target is not None and request.replicas_per_job == 1
+    return (_sharing(request, plan) if is_chosen else None) or request
+
+
+def idle_gpus_note(request: ServeRequest, plan: ServePlan) -> str | None:
+    """Say how many GPUs of its node a job leaves idle that has the node alone. None: none."""
+    idle, size = _idle_gpus(request, plan), _node_size(request, plan)
+    if not idle:
+        return None
+    shared = _sharing(request, plan) if request.replicas_per_job == 1 else None
+    fill = f"; --replicas-per-job {shared.replicas_per_job} fills the node with replicas" if shared else ""
+    return f"{idle} of {size} GPUs of each node stay idle (--exclusive): --no-exclusive leaves them to others{fill}."
+
+
+def _sharing(request: ServeRequest, plan: ServePlan) -> ServeRequest | None:
+    """The request with as many replicas in each job as fill its node. None where that cannot be."""
+    size, used = _node_size(request, plan), plan.layout.gpus_per_node
+    count = request.replicas or (plan.replicas if request.target else size // used)
+    if not _idle_gpus(request, plan) or size % used or count % (size // used):
+        return None
+    each = -(-request.concurrency // plan.replicas)
+    try:
+        return replace(request, replicas_per_job=size // used, replicas=count, num_nodes=None, concurrency=each)
+    except InvalidRequestError:
+        return None
+
+
+def _idle_gpus(request: ServeRequest, plan: ServePlan) -> int:
+    """GPUs of a node that a job with one node, which it has alone, does not use."""
+    is_alone = request.slurm.exclusive and request.cluster == "slurm" and plan.accelerator.kind == "gpu"
+    used = plan.layout.gpus_per_node * request.replicas_per_job
+    return max(0, _node_size(request, plan) - used) if is_alone and plan.layout.num_nodes == 1 else 0
+
+
+def _node_size(request: ServeRequest, plan: ServePlan) -> int:
+    return request.gpus_per_node or plan.accelerator.gpus_per_node
 
 
 def _plan_request(request: ServeRequest) -> PlanRequest:

@@ -11,7 +11,6 @@ _JOBS_OF_ONE = (
     "put several on a node"
 )
 _NOT_TOGETHER = {
-    "--target": "it chooses how many GPUs an engine has, and several replicas in a job divide the node",
     "--keep-up": "each replica hands over for itself, and those of one job have one time limit",
     "--replicas MIN:MAX": "whole jobs are added and leave, one replica at a time",
     "--idle-stop": "each job looks after one replica",

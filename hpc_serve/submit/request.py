@@ -190,7 +190,7 @@ class ServeRequest:
         check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
         port = value_of(read_arguments(self.engine_args), "--port")
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
-        check_shared_job(self.replicas_per_job, {"--target": self.target, "--port": port} | asked)
+        check_shared_job(self.replicas_per_job, {"--port": port} | asked)
         for option in [option for option, value in asked.items() if value]:
             check_jobs_can_submit(
                 option,

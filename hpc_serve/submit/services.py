@@ -30,7 +30,7 @@ from hpc_serve.submit.elastic import windows_of
 from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.local import process_start_time
 from hpc_serve.submit.planned_speed import speed_figures
-from hpc_serve.submit.planning import plan_service_with_inputs
+from hpc_serve.submit.planning import idle_gpus_note, on_whole_nodes, plan_service_with_inputs
 from hpc_serve.submit.preflight import check_before_plan, check_parsers, check_weights
 from hpc_serve.submit.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.request import ServeRequest
@@ -47,7 +47,7 @@ class Submission:
     """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together.
 
     `elastic` is there if the jobs of the service decide how many there are. `weights_note` says that weights are not
-    here yet.
+    here yet, `machines_note` that GPUs stay idle.
     """
 
     job_id: str
@@ -55,6 +55,7 @@ class Submission:
     plan: ServePlan
     elastic: Elastic | None = None
     weights_note: str | None = None
+    machines_note: str | None = None
 
     @property
     def job(self) -> SubmittedJob:
@@ -77,6 +78,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     check_before_plan(request, environ)
     windows_of(environ)
     plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
+    request = on_whole_nodes(request, plan)
     check_parsers(request, plan, {**environ, **request.env})
     weights_note = check_weights(request, plan, {**environ, **request.env}, ask_hub=ask_hub)
 
@@ -98,7 +100,10 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
             own_ids = [one.job_id for one in jobs] if request.chain > 1 else [job_id]
             with _ended_if_it_fails(own_ids, jobs[0]):
                 elastic = note_submission(store, request, jobs_of(request, plan), environ)
-    return Submission(job_id=job_id, jobs=jobs, plan=plan, elastic=elastic, weights_note=weights_note)
+    idle = idle_gpus_note(request, plan)
+    return Submission(
+        job_id=job_id, jobs=jobs, plan=plan, elastic=elastic, weights_note=weights_note, machines_note=idle
+    )
 
 
 def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | None = None) -> tuple[SubmittedJob, ...]:

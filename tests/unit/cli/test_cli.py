@@ -173,6 +173,7 @@ def test_submit_as_json(capsys, place, store, tmp_path):
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "replicas_wanted": 1,
+        "machines_note": None,
         "weights_note": NO_WEIGHTS.format(tmp_path / "hf" / "hub"),
         "queue": "waiting for free nodes (Resources)",
         "other_jobs": [],
@@ -211,6 +212,50 @@ def test_submit_starts_the_replicas_of_a_target(capsys, place):
     out = capsys.readouterr().out
     assert "8b: submitted as job 102 (8 replicas, each 1 node x 1 GPUs, TP=1 PP=1)" in out
     assert "8b has 16 replicas now; it had 8 before" in out
+
+
+def script_of(capsys, *words):
+    """The script that `render` prints for the 8b on H100, and its notes."""
+    assert run(["render", "--model", "8b", *words]) == 0
+    printed = capsys.readouterr()
+    return printed.out, " ".join(printed.err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "per_job", "tensor", "array"),
+    [
+        (("--target", "throughput", "--exclusive"), 8, 1, None),
+        (("--target", "throughput", "--exclusive", "--nodes", "2"), 8, 1, "0-1"),
+        (("--target", "throughput", "--exclusive", "--replicas", "24"), 8, 1, "0-2"),
+        (("--target", "throughput", "--replicas-per-job", "4"), 4, 2, None),
+        (("--target", "tpot=30ms", "--replicas-per-job", "2", "--exclusive"), 2, 4, None),
+    ],
+)
+def test_replicas_of_a_target_share_whole_nodes(words, per_job, tensor, array, capsys, place):
+    script, said = script_of(capsys, *words)
+    assert f"--tensor-parallel-size {tensor} " in script
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert f"each on 1/{per_job} of 1 node x 8 GPUs" in script
+    assert (f"#SBATCH --array={array}\n" in script) if array else ("--array" not in script)
+    assert "stay idle" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--exclusive",), "7 of 8 GPUs of each node stay idle .*--replicas-per-job 8 fills the node"),
+        (("--target", "throughput", "--exclusive", "--replicas", "2"), "7 of 8 GPUs .* leaves them to others.$"),
+        (("--exclusive", "--keep-up"), "7 of 8 GPUs of each node stay idle .* leaves them to others.$"),
+    ],
+)
+def test_gpus_that_stay_idle_are_said_with_what_submit_accepts(words, says, capsys, place):
+    _, said = script_of(capsys, *words)
+    assert re.search(says, said)
+    cures = [["--no-exclusive"]] + [["--replicas-per-job", "8"]] * ("--replicas-per-job" in said)
+    for cure in cures:
+        assert "stay idle" not in script_of(capsys, *words, *cure)[1]
+    assert run(["submit", "8b", "--json", *words]) == 0
+    assert re.search(says, json.loads(capsys.readouterr().out)["machines_note"])
 
 
 def test_the_replicas_asked_for_win_over_the_target_s(capsys, place):

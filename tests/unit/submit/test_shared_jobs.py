@@ -181,7 +181,6 @@ class TestShell:
         ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
         ({"replicas": 2}, r"use --replicas 4\."),
         ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
-        ({"target": "throughput"}, "--target and --replicas-per-job 4 do not go together"),
         (
             {"keep_up": True},
             "--keep-up and --replicas-per-job 4 do not go together: each replica hands over.*with --no-exclusive,"
