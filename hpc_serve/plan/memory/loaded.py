@@ -146,11 +146,13 @@ def _with_redundant_experts(model: ModelSpec, engine: EngineConfig) -> ModelSpec
     if not model.num_experts:
         raise InvalidRequestError(f"{model.name} has no experts: leave out --enable-eplb.")
     more = engine.redundant_experts
-    model = model.with_weights(
-        lambda weights: tuple(
-            replace(weight, copies=weight.copies + more) if _is_expert(weight) else weight for weight in weights
-        )
-    )
+
+    def grown(weight: Weight) -> Weight:
+        if isinstance(weight, Linear) and weight.is_expert:
+            return replace(weight, copies=weight.copies + more)
+        return weight
+
+    model = model.with_weights(lambda weights: tuple(map(grown, weights)))
     layers = list(model.layers)
     last = max(index for index, layer in enumerate(layers) if any(map(_is_expert, layer.block.weights)))
     buffer = filter(_is_expert, layers[last].block.weights)

@@ -82,8 +82,9 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | Non
         if name in _ROPE:
             changed = {key: kept for key, kept in changed.items() if key not in _ROPE}
         inner = changed.get(name)
-        is_nested = name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping)
-        changed[name] = with_overrides(inner, value) if is_nested else value
+        if name in _NESTED and isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = with_overrides(inner, value)
+        changed[name] = value
     return changed
 
 
