@@ -172,7 +172,7 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
             linear("visual.merger.linear_fc2", merged, [output], "row", bias=True),
         ]
     images = rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge, output_rows=1 + len(fed))
-    return block(layers, ends), replace(images, kept_tokens_0_11=_QWEN3_KEPT_TOKENS_0_11)
+    return block(layers, ends), replace(images, kept_tokens_0_11=_QWEN3_KEPT_TOKENS_0_11 if fed else 0)
 
 
 def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
