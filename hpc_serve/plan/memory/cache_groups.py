@@ -6,10 +6,36 @@ Which bytes a layer takes is kv_cache.py's. Follows vLLM's v1/core/kv_cache_util
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.model.spec import LayerCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPage:
+    """One layer's part of a block: `page_bytes` for `block_size` tokens. `cache` has the heads of one rank."""
+
+    cache: LayerCache
+    block_size: int
+    page_bytes: int
+
+    @property
+    def type(self) -> tuple[str, int]:
+        """Kind and window, or a state's bytes: layers with the same need as many tokens (`is_uniform_type` in vLLM)."""
+        if self.cache.kind == "state":
+            return "state", self.page_bytes
+        return "full" if self.cache.kind == "mla" else self.cache.kind, self.cache.window
+
+    def raised_to(self, page_bytes: int) -> LayerPage:
+        """Return the page with so many bytes: of more tokens, or padded where the ratio is no whole number.
+
+        A state has no tokens, so it is padded. Source: `unify_kv_cache_spec_page_size`.
+        """
+        ratio, rest = divmod(page_bytes, self.page_bytes)
+        tokens = self.block_size if rest or self.cache.kind == "state" else self.block_size * ratio
+        return replace(self, page_bytes=page_bytes, block_size=tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,36 +93,55 @@ class CacheLayout:
         )
 
 
-def groups_by_kind(
-    caches: Sequence[LayerCache | None], pages: Sequence[int], block_size: int, *, windows_saved: bool
-) -> tuple[CacheGroup, ...]:
-    """Groups of equally many layers of one kind. Where all layers are of one kind, they are one group."""
-    kinds: dict[tuple[str, int], list[int]] = {}
-    for index, cache in enumerate(caches):
-        if cache is not None:
-            is_full = not windows_saved and cache.kind in ("sliding", "chunked")
-            kinds.setdefault(("full", 0) if is_full else (cache.kind, cache.window), []).append(index)
-    if len(kinds) == 1:
-        ((kind, window), layers) = kinds.popitem()
-        return (_group(kind, window, layers, pages, block_size),)
-    buckets: dict[tuple[str, int, int], list[int]] = {}
-    for (kind, window), layers in kinds.items():
-        for layer in layers:
-            buckets.setdefault((kind, window, pages[layer]), []).append(layer)
+def grouped(pages: Sequence[LayerPage | None]) -> tuple[CacheGroup, ...]:
+    """Return the groups of a model's layers, which all take blocks of equally many bytes a layer.
+
+    Layers that need equally many tokens at all times are one group, whatever their pages. Otherwise pages are made
+    equal, and a group has layers of one kind and size, about as many as each other group. Raises DoesNotFitError where
+    vLLM cannot make pages equal.
+    """
+    found = {index: page for index, page in enumerate(pages) if page is not None}
+    if len({page.type for page in found.values()}) == 1:
+        return (_group(found),)
+    largest = max((page.page_bytes for page in found.values()), default=0)
+    if any(page.cache.kind == "mla" and largest % page.page_bytes for page in found.values()):
+        return (_group(_all_kept(found)),)
+    buckets: dict[LayerPage, list[int]] = {}
+    for index, page in found.items():
+        buckets.setdefault(page.raised_to(largest), []).append(index)
     counts = [len(layers) for layers in buckets.values()] or [1]
     group_size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     groups = []
-    for (kind, window, _), layers in buckets.items():
+    for page, layers in buckets.items():
         number = -(-len(layers) // group_size)
-        groups += [_group(kind, window, layers[start::number], pages, block_size) for start in range(number)]
+        groups += [_group(dict.fromkeys(layers[start::number], page)) for start in range(number)]
     return tuple(groups)
 
 
-def _group(kind: str, window: int, layers: Sequence[int], pages: Sequence[int], block_size: int) -> CacheGroup:
+def _all_kept(pages: Mapping[int, LayerPage]) -> dict[int, LayerPage]:
+    """Return pages of layers with windows as if they kept all tokens, for vLLM cannot pad pages of a latent cache.
+
+    Source: `_try_get_full_allocation_fallback_groups`, which knows sliding windows alone.
+    """
+    kinds = {page.cache.kind for page in pages.values()}
+    if "sliding" not in kinds or kinds & {"chunked", "state"}:
+        sizes = ", ".join(f"{size:,}" for size in sorted({page.page_bytes for page in pages.values()}))
+        raise DoesNotFitError(
+            f"vLLM refuses it: pages of a latent cache do not divide the largest page (pages of {sizes} bytes); "
+            "use another --tensor-parallel-size or --block-size"
+        )
+    return {
+        index: replace(page, cache=replace(page.cache, kind="full", window=0)) if page.cache.window else page
+        for index, page in pages.items()
+    }
+
+
+def _group(pages: Mapping[int, LayerPage]) -> CacheGroup:
+    first = next(iter(pages.values()))
     return CacheGroup(
-        kind=kind,
-        window=window,
-        layers=tuple(layers),
-        page_bytes=tuple(pages[layer] for layer in layers),
-        block_size=block_size,
+        kind=first.cache.kind,
+        window=first.cache.window,
+        layers=tuple(pages),
+        page_bytes=tuple(page.page_bytes for page in pages.values()),
+        block_size=first.block_size,
     )

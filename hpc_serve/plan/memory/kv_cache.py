@@ -7,10 +7,12 @@ keep several tensors are in packed_cache.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig, default_block_size
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind
-from hpc_serve.plan.memory.cache_groups import CacheLayout, groups_by_kind
+from hpc_serve.plan.memory.cache_groups import CacheLayout, LayerPage, grouped
 from hpc_serve.plan.memory.packed_cache import packed_groups
 from hpc_serve.plan.model.spec import LayerCache, ModelSpec
 from hpc_serve.plan.model.weights import Part, round_up
@@ -18,6 +20,8 @@ from hpc_serve.plan.model.weights import Part, round_up
 _PER_TOKEN_HEAD_SCALE_BYTES = 4
 _PACKED_LATENT_BYTES = 656
 """DeepSeek's packed format of a latent in fp8 with its scales, in which vLLM's FlashMLA keeps sparse attention's."""
+_LATENT_HYBRID_TOKENS = 128
+"""The multiple that vLLM's blocks of a latent cache beside states are: `_align_hybrid_block_size` in platforms/."""
 _ELEMENT_BYTES = {
     "bfloat16": 2.0,
     "float16": 2.0,
@@ -81,23 +85,42 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
     block_size = engine.block_size or default_block_size(engine, kind, is_mla=model.is_mla)
     state_dtype_bytes = 4 if kind == "cpu" else model.dtype_bytes
     states = {cache: _state_bytes(cache, ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
+    own = max(per_token[: len(per_token) - model.draft_layers], default=0)
     if states:
-        if not any(known.values()):
+        if not own:
             raise InvalidRequestError(
                 f"{model.name} has layers with a state and none with attention: vLLM's cache for that is not known."
             )
-        block_size = _block_size_for_states(block_size, max(states.values()), max(known.values()))
-    page = block_size * max(per_token, default=0)
-    pages = tuple(
-        0 if cache is None else page if cache.kind == "state" else block_size * size
-        for cache, size in zip(caches, per_token)
-    )
+        unit = max(block_size, _LATENT_HYBRID_TOKENS) if model.is_mla else block_size
+        block_size = unit * -(-max(states.values()) // (unit * own))
+    pages = {
+        cache: LayerPage(
+            cache=_on_rank(cache, model, engine, ranks), block_size=block_size, page_bytes=block_size * (size or own)
+        )
+        for cache, size in known.items()
+    }
+    groups = grouped([None if cache is None else pages[cache] for cache in caches])
     return CacheLayout(
-        groups=groups_by_kind(caches, pages, block_size, windows_saved=engine.saves_windows),
-        block_size=block_size,
+        groups=groups,
+        block_size=min((group.block_size for group in groups), default=block_size),
         bytes_per_token=per_token,
         state_blocks=(2 if engine.caches_state_prefixes else 1) + engine.speculative_tokens,
     )
+
+
+def _on_rank(cache: LayerCache, model: ModelSpec, engine: EngineConfig, ranks: int) -> LayerCache:
+    """Return what one rank keeps of a layer: its heads, and all tokens where the engine does not save windows.
+
+    Several layers for multi-token prediction keep as many tokens before a window as they read ahead:
+    `extra_retained_tokens` in vLLM.
+    """
+    kind, window = cache.kind, cache.window
+    if not engine.saves_windows and kind in ("sliding", "chunked"):
+        kind, window = "full", 0
+    if kind == "sliding" and engine.speculates_with_own_layers and model.draft_layers > 1:
+        window += engine.speculative_tokens - 1
+    heads = cache.kv_heads and Part(cache.kv_heads, 1, replicate=True).per_rank(ranks, "the KV cache")
+    return replace(cache, kind=kind, window=window, kv_heads=heads)
 
 
 def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ...], asked: str) -> CacheLayout:
@@ -157,8 +180,3 @@ def _state_bytes(cache: LayerCache, ranks: int, dtype_bytes: int) -> int:
             raise DoesNotFitError(f"{ranks} ranks do not divide a layer's state of {elements} elements")
         total += elements // ranks * (element_bytes or dtype_bytes)
     return total
-
-
-def _block_size_for_states(block_size: int, state_bytes: int, token_bytes: int) -> int:
-    """Tokens of a block, so that a page of attention holds a state: `_align_hybrid_block_size` in platforms/."""
-    return max(block_size, block_size * -(-state_bytes // (block_size * token_bytes)))
