@@ -88,7 +88,7 @@ class LayerBuilder:
             outputs=tuple(part if isinstance(part, Part) else Part(part) for part in outputs),
             split=split,
             bias=bias,
-            scheme=self.quantization.plain if plain else self.quantization.scheme_of(name),
+            scheme=self.quantization.plain if plain else self.quantization.scheme_of(name, is_fused=len(outputs) > 1),
         )
 
     def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.model.gptq import DynamicRules, dynamic_rules, dynamic_scheme
 from hpc_serve.plan.model.modelopt import from_layers, mixed_precision, modelopt_scheme
 from hpc_serve.plan.model.scheme import (
     BNB_INT4,
@@ -34,7 +35,7 @@ class Quantization:
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
     the checkpoint does not have it. Where `by_module` is given, it names all quantised modules, from "layers." on, the
-    experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be.
+    experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be, gptq.py what `dynamic` is.
     """
 
     method: str
@@ -46,15 +47,21 @@ class Quantization:
     kv_cache_dtype: str | None = None
     is_assumed: bool = False
     by_module: Mapping[str, Scheme] | None = None
+    dynamic: DynamicRules = ()
 
-    def scheme_of(self, module: str, *, is_expert: bool = False) -> Scheme:
-        """The scheme of a linear module, by its name in the checkpoint."""
+    def scheme_of(self, module: str, *, is_expert: bool = False, is_fused: bool = False) -> Scheme:
+        """The scheme of a linear module, by its name in the checkpoint. `is_fused`: vLLM makes one of several.
+
+        Raises InvalidRequestError where a checkpoint has them in several schemes.
+        """
         if self.by_module is not None:
             return self.by_module.get(from_layers(module), self.plain)
         scheme = self.experts if is_expert else self.linear
-        if scheme is self.plain or not self.skipped:
+        if scheme is self.plain or (self.skipped and is_skipped(module, self.skipped)):
+            return self.plain
+        if not self.dynamic:
             return scheme
-        return self.plain if is_skipped(module, self.skipped) else scheme
+        return dynamic_scheme(self.dynamic, scheme, self.plain, module, is_fused=is_fused or is_expert)
 
 
 def quantization_from_config(
@@ -81,6 +88,9 @@ def quantization_from_config(
         head = by_module.get("lm_head", plain)
     else:
         linear, experts, head = _schemes(method, config, plain)
+    dynamic = dynamic_rules(config, plain)
+    if dynamic and head is not plain:
+        head = dynamic_scheme(dynamic, head, plain, "lm_head", is_fused=False)
     return Quantization(
         method=method,
         plain=plain,
@@ -91,6 +101,7 @@ def quantization_from_config(
         kv_cache_dtype=_kv_cache_dtype(config),
         is_assumed=is_assumed,
         by_module=by_module,
+        dynamic=dynamic,
     )
 
 
@@ -123,13 +134,9 @@ _SKIP_KEYS = (
 
 
 def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of modules that are not quantised, under the key of each method, and the "-:" patterns of GPTQModel."""
+    """Names of modules that are not quantised, under the key of each method."""
     inner = config.get("quantization") or {}
-    names = [str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ()]
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping):
-        raise InvalidRequestError("The config's quantization_config.dynamic must be an object.")
-    return (*names, *(f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")))
+    return tuple(str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ())
 
 
 def _same_method(declared: str, override: str) -> bool:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from hpc_serve.errors import InvalidRequestError
 
 _LONGEST_EXPRESSION = 1000
-_MOST_EXPRESSIONS = 1000
+MOST_EXPRESSIONS = 1000
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPETITION = re.compile(r"[*+{]")
 _MOST_REPETITIONS = 4
@@ -40,20 +40,20 @@ def _matchers(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str
     for pattern in patterns:
         if not pattern.startswith("re:") and "*" not in pattern:
             names.add(pattern.strip("."))
-        elif len(expressions) == _MOST_EXPRESSIONS:
+        elif len(expressions) == MOST_EXPRESSIONS:
             raise InvalidRequestError(
-                f"quantization_config skips modules by more than {_MOST_EXPRESSIONS:,} patterns with * or re:."
+                f"quantization_config skips modules by more than {MOST_EXPRESSIONS:,} patterns with * or re:."
             )
         elif pattern.startswith("re:"):
-            expressions.append(f"(?:^(?:{_checked(pattern[3:])}))")
+            expressions.append(f"(?:^(?:{checked_expression(pattern[3:])}))")
         else:
-            text = re.escape(_checked(pattern, is_text=True).strip("."))
+            text = re.escape(checked_expression(pattern, is_text=True).strip("."))
             expressions.append(r"(?:^|\.)" + re.sub(r"(?:\\\*)+", ".*", text) + r"(?:\.|$)")
     return frozenset(names), re.compile("|".join(expressions)) if expressions else None
 
 
-def _checked(expression: str, *, is_text: bool = False) -> str:
-    """The expression. Raises InvalidRequestError where it is none, or may take for ever to match."""
+def checked_expression(expression: str, *, is_text: bool = False) -> str:
+    """Return the expression. Raises InvalidRequestError where it is none, or may take for ever to match."""
     try:
         repeats = len(_REPETITION.findall(expression)) > _MOST_REPETITIONS
         if repeats or len(expression) > _LONGEST_EXPRESSION or (not is_text and _REPEATED_GROUP.search(expression)):
@@ -64,7 +64,7 @@ def _checked(expression: str, *, is_text: bool = False) -> str:
             re.compile(expression)
     except (re.error, OverflowError, RecursionError) as error:
         raise InvalidRequestError(
-            f"quantization_config skips modules by {expression[:40]!r}, which this planner does not match: {error}."
+            f"quantization_config names modules by {expression[:40]!r}, which this planner does not match: {error}."
         ) from None
     return expression
 

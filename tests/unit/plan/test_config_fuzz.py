@@ -374,7 +374,7 @@ def test_nonsense_is_an_error_in_words() -> None:
 @pytest.mark.parametrize(
     ("patterns", "says"),
     [
-        (["re:("], r"skips modules by '\(', which this planner does not match: missing \)"),
+        (["re:("], r"names modules by '\(', which this planner does not match: missing \)"),
         (["re:(\\w+)+x"], "it repeats a group"),
         (["re:(([a-z_.]+)?[a-z_.]?)+X$"], "it repeats a group"),
         (["re:" + ".*" * 20 + "X"], "or 5 parts"),
