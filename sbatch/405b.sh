@@ -1,6 +1,6 @@
 #!/bin/bash
 # Serves meta-llama/Llama-3.1-405B-Instruct as "405b": 2 nodes x 8 GPUs (h100-80gb), TP=8 x PP=2.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model 405b --nodes 2
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 405b --nodes 2 --gpu h100-80gb --time 12:00:00 --signal B:USR1@120
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-405b
 #SBATCH --nodes=2

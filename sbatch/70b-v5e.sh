@@ -1,7 +1,7 @@
 #!/bin/bash
 # Serves meta-llama/Llama-3.3-70B-Instruct as "70b": 4 nodes x 4 chips (v5e:4x4), TP=16 x PP=1.
 # Rendered, not run here: the tests of hpc-serve have no Google chip. Reports are welcome.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model 70b --gpu v5e:4x4
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 70b --gpu v5e:4x4 --time 12:00:00 --signal B:USR1@120
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-70b
 #SBATCH --nodes=4

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Serves meta-llama/Llama-3.3-70B-Instruct as "70b": 1 node x 4 GPUs (h100-80gb), TP=4 x PP=1.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model 70b
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 70b --gpu h100-80gb --time 12:00:00 --signal B:USR1@120
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-70b
 #SBATCH --nodes=1

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Serves meta-llama/Llama-3.1-8B-Instruct as "8b": 1 node x 1 GPU (h100-80gb), TP=1 x PP=1.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model 8b
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model 8b --gpu h100-80gb --time 12:00:00 --signal B:USR1@120
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-8b
 #SBATCH --nodes=1

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Serves meta-llama/Llama-2-7b-chat-hf as "llama-2-7b": 1 node x 2 sockets (cpu-spr-2s), TP=2 x PP=1.
-# Rendered by hpc-serve 0.1.0: hpc-serve render --model llama-2-7b --gpu cpu-spr-2s --gpu-memory 256GiB -- --dtype bfloat16
+# Rendered by hpc-serve 0.1.0: hpc-serve render --model llama-2-7b --gpu cpu-spr-2s --gpu-memory 256GiB --time 12:00:00 --signal B:USR1@120 -- --dtype bfloat16
 # Change what you like below and submit it by hand: it needs no file but itself, and an environment (HPC_SERVE_ENV).
 #SBATCH --job-name=hpc-serve-llama-2-7b
 #SBATCH --nodes=1

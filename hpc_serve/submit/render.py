@@ -14,7 +14,6 @@ import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.sizes import format_size
 from hpc_serve.submit.engine_words import engine_words
@@ -93,7 +92,7 @@ def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
         least = replicas_of(request, plan)
         words += ["--replicas", f"{least}:{request.max_replicas or least}"]
     if request.idle_stop_s is not None:
-        words += ["--idle-stop-s", f"{request.idle_stop_s:g}"]
+        words += ["--idle-stop-s", f"{request.idle_stop_s:.15g}"]
     return words
 
 
@@ -171,16 +170,18 @@ def _exports(request: ServeRequest) -> dict[str, str]:
 
 
 def render_argv(request: ServeRequest) -> tuple[str, ...]:
-    """The `hpc-serve render` command that gives this script again (site defaults apart)."""
+    """The `hpc-serve render` command that gives this script again, with the same site file and environment."""
     words = ["hpc-serve", "render", "--model", request.model]
     named = {
         "--name": request.service if request.service != request.model else None,
         "--replicas": _asked_replicas(request),
         "--replicas-per-job": request.replicas_per_job if request.replicas_per_job > 1 else None,
-        "--idle-stop": f"{request.idle_stop_s:g}s" if request.idle_stop_s is not None else None,
+        "--chain": request.chain if request.chain > 1 else None,
+        "--overlap": _seconds(request.overlap_s),
+        "--idle-stop": _seconds(request.idle_stop_s),
         "--nodes": request.num_nodes,
         "--gpus-per-node": request.gpus_per_node,
-        "--gpu": request.gpu if request.gpu != DEFAULT_GPU else None,
+        "--gpu": request.gpu,
         "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
         "--tensor-parallel-size": request.tensor_parallel_size,
         "--pipeline-parallel-size": request.pipeline_parallel_size,
@@ -194,6 +195,8 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
         "--backend": request.backend if request.backend != "auto" else None,
         "--cluster": request.cluster if request.cluster != "slurm" else None,
         "--engine-restarts": request.engine_restarts,
+        "--log-dir": request.log_dir,
+        "--site": request.site,
     }
     for option, value in named.items():
         if value is not None:
@@ -201,13 +204,20 @@ def render_argv(request: ServeRequest) -> tuple[str, ...]:
     flags = {
         "--keep-up": request.keep_up,
         "--tools": request.tools,
-        "--stage": request.settings.stage is not None,
+        "--stage": request.settings.stage not in (None, "off"),
+        "--no-stage": request.settings.stage == "off",
         OVERRULE: request.allow_unknown_vllm_options,
         ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
     }
     words += [option for option, is_set in flags.items() if is_set]
+    words += request.slurm.option_words()
     words += [word for name, value in request.env.items() for word in ("--env", f"{name}={value}")]
     return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
+
+
+def _seconds(duration_s: float | None) -> str | None:
+    """A duration as options take it. None stays None."""
+    return None if duration_s is None else f"{duration_s:.15g}s"
 
 
 def _asked_replicas(request: ServeRequest) -> str | int | None:

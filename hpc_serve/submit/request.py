@@ -104,7 +104,8 @@ class ServeRequest:
     so many jobs are submitted ahead, each of which begins `overlap_s` before the end of the one before (None: half an
     hour). The jobs decide how many there are, up to `max_replicas`; after `idle_stop_s` without a request all end.
     An engine that was ready is started again in place `engine_restarts` times (None: as often as the launcher does).
-    `log_dir` None: the service's own folder. `templates_dir` wins over our own.
+    `log_dir` None: the service's own folder. `site` is the site file that was named, if any. `templates_dir` wins over
+    our own.
     With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
     With `preflight_only` the job looks at its nodes, and ends before it starts an engine.
     `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. With `offline_nodes` a job
@@ -146,6 +147,7 @@ class ServeRequest:
     settings: JobSettings = field(default_factory=JobSettings)
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | None = None
+    site: str | None = None
     templates_dir: str | None = None
     memory_folders: tuple[str, ...] = ()
     offline_nodes: bool = False

@@ -140,6 +140,16 @@ class SlurmOptions(SbatchOptions):
         gpus = f"{self.gres_type}:{count}" if self.gres_type else f"{count}"
         return f"--gres=gpu:{gpus}" if self.gpu_directive == "gres" else f"--{self.gpu_directive}={gpus}"
 
+    def option_words(self) -> list[str]:
+        """The options of `render` that give these again; the site's `gpu_directive` and `gres_type` have none."""
+        words = [f"--sbatch={word}" for word in self.extra]
+        for option in fields(self):
+            value, name = getattr(self, option.name), option.name.replace("_", "-")
+            if "help" in option.metadata and value is not None:
+                switch = {True: f"--{name}", False: f"--no-{name}"}
+                words += [switch[value]] if isinstance(value, bool) else [f"--{name}", str(value)]
+        return words
+
     def lines(self, group: str) -> list[str]:
         """`--name=value` of the options of one group that are set, in order."""
         values = {option.name: getattr(self, option.name) for option in _of_group(group)}

@@ -494,7 +494,7 @@ class TestRequest:
         words = "--service 8b --keep-up --notice-s 120 --replicas 2:4 --idle-stop-s 1800 &\n"
         assert f"python -m hpc_serve.submit.service_keeper {words}" in text
         assert "#SBATCH --array=0-1\n" in text
-        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --keep-up\n" in text
+        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
 
     def test_an_idle_stop_of_a_fixed_number(self, store, slurm):
         services.submit(ServeRequest(model="8b", service=SERVICE, replicas=2, idle_stop_s=60.0))

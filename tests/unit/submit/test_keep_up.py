@@ -400,7 +400,7 @@ class TestScript:
     def test_the_program_is_started_once_and_ended_with_the_script(self):
         text = self.script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
         assert "python -m hpc_serve.submit.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
-        assert "hpc-serve render --model 8b --keep-up\n" in text
+        assert "hpc-serve render --model 8b --gpu h100-80gb --keep-up --time 12:00:00 --signal B:USR1@300\n" in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         without = self.script(slurm=SlurmOptions(signal="B:USR1@300"))
         assert "keeper" not in without

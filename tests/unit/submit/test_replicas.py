@@ -78,7 +78,7 @@ class TestSubmit:
     def test_the_rendered_command_gives_the_same_script(self, capsys, slurm):
         assert run(["render", "8b", "--replicas", "2"]) == 0
         script = capsys.readouterr().out
-        assert "hpc-serve render --model 8b --replicas 2\n" in script
+        assert "hpc-serve render --model 8b --replicas 2 " in script
         assert "2 replicas, each on 1 node" in script
         assert "#SBATCH --output=%x-%A_%a.log\n" in script
 

@@ -73,7 +73,7 @@ class TestScript:
         text = script(replicas=8)
         assert "--array=0-1" in directives(text)
         assert "8 replicas, each on 1/4 of 1 node" in text
-        assert "hpc-serve render --model 8b --replicas 8 --replicas-per-job 4\n" in text
+        assert "hpc-serve render --model 8b --replicas 8 --replicas-per-job 4 " in text
 
     def test_the_memory_of_a_cpu_node_is_divided(self):
         socket = plan_service(request(replicas_per_job=1, gpu="cpu", gpu_memory_bytes=256 * GIB))
