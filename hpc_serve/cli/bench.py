@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.values import Duration
 
 if TYPE_CHECKING:
@@ -18,10 +19,27 @@ _DATASETS = ("random", "chat", "prefix_repetition", "custom", "sharegpt", "burst
 _FILES = ("custom", "sharegpt", "burstgpt")
 _USUAL_LENGTHS = "1000/1000"
 _USUAL_CONCURRENCY = "64"
+_GROUPS = {
+    "Most used": (
+        "lengths",
+        "max_concurrency",
+        "num_prompts",
+        "request_rate",
+        "dataset_path",
+        "wait",
+        "html",
+        "as_json",
+    ),
+    "Requests": (
+        *("dataset_name", "output_len", "prefix_len", "num_prefixes", "seed", "ignore_eos", "extra_body", "burstiness"),
+        "split",
+    ),
+    "Figures": ("goals", "gpu", "check", "full", "save", "detailed", "plot"),
+}
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("bench")
+@click.command("bench", cls=GroupedCommand, groups=_GROUPS)
 @click.argument("services", nargs=-1)
 @click.option("--dataset-name", type=click.Choice(_DATASETS), help="What is asked [random; with a file custom].")
 @click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
@@ -96,6 +114,7 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
         _write(options["html"], page(measured))
     if options["plot"] is not None and measured:
         draw_runs(measured, options["plot"])
+        click.echo(f"wrote {options['plot']}", err=True)
     if error is not None:
         raise error
     return 130 if any(run.interrupted for run in runs) else 0
@@ -198,3 +217,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error
+    click.echo(f"wrote {path}", err=True)

@@ -5,9 +5,9 @@ What is not said is taken from the site file, and after it from the planner's or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 
@@ -20,9 +20,6 @@ from hpc_serve.submit.sbatch_options import SlurmOptions
 from hpc_serve.vllm.allowed import OVERRULE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-if TYPE_CHECKING:
-    pass
 
 _EXAMPLES = {"model": "405b", "gpu": DEFAULT_GPU, "target": "tpot=50ms", "plot": "plan.png"}
 
@@ -149,6 +146,19 @@ _JOB_OPTIONS = (
         help="Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
     ),
     click.option(
+        "--chain",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
+    ),
+    click.option(
+        "--overlap",
+        "overlap_s",
+        type=Duration(needs_unit=True),
+        help="With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
+    ),
+    click.option(
         "--tools",
         is_flag=True,
         help="Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows.",
@@ -192,44 +202,27 @@ _JOB_OPTIONS = (
 )
 
 
-class CommandWithVllmOptions(click.Command):
-    """A command that takes words after `--` as options for vLLM."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            place = args.index("--")
-            ctx.meta["engine_args"] = tuple(args[place + 1 :])
-            args = args[:place]
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if _is_of_vllm(error.option_name):
-                raise click.UsageError(
-                    f"{error.option_name} is an option of vLLM: write it after `--`, as in "
-                    f"{ctx.command_path} MODEL -- {error.option_name} …",
-                    ctx,
-                ) from None
-            raise
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Slurm options": []}
-        for parameter in self.get_params(ctx):
-            if (line := parameter.get_help_record(ctx)) is not None:
-                sections["Slurm options" if parameter.name in (*SLURM_OPTIONS, "extra") else "Options"].append(line)
-        for heading, lines in sections.items():
-            if not lines:
-                continue
-            with formatter.section(heading):
-                formatter.write_dl(lines)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- VLLM_OPTIONS...]"]
-
-
-def _is_of_vllm(spelling: str) -> bool:
-    from hpc_serve.vllm.arguments import read_arguments
-
-    return read_arguments([spelling])[0].option is not None
+_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_bytes", "replicas_per_job", "backend")
+_REQUESTS = ("concurrency", "target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens")
+_UNKNOWN = ("allow_unknown_config_keys", "allow_unknown_vllm_options")
+_PLAN_FIRST = ("model_argument", "model", "gpu", "num_nodes", "gpus_per_node", "max_model_len", "concurrency", "target")
+PLAN_GROUPS: Mapping[str, Sequence[str]] = {
+    "Most used": (*_PLAN_FIRST, "compare", "explained", "as_json"),
+    "Layout": (*_LAYOUT, "replicas"),
+    "Requests and speed": (*_REQUESTS, "decode_only", "ideal", "usd_per_gpu_hour"),
+}
+REQUEST_GROUPS: Mapping[str, Sequence[str]] = {
+    "Most used": (
+        *("model_argument", "model", "service", "gpu", "num_nodes", "gpus_per_node", "max_model_len", "replicas"),
+        *("partition", "account", "time", "wait"),
+    ),
+    "Layout": _LAYOUT,
+    "Requests that the layout is chosen for": _REQUESTS,
+    "How long it stays": ("keep_up", "chain", "overlap_s", "idle_stop_s", "engine_restarts"),
+    "The job": ("tools", "stage", "env", "log_dir", "no_tls", "tls", "cluster", "site", "output", *_UNKNOWN),
+    "Slurm": (*SLURM_OPTIONS, "extra"),
+}
+"""Headings of a help, with the names of their parameters."""
 
 
 def plan_options(function: Function) -> Function:

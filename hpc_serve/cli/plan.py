@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.options import (
-    CommandWithVllmOptions,
-    not_empty,
-    plan_options,
-)
-from hpc_serve.cli.request import assumed_gpu_note, machines_of, model_of, site_model
-from hpc_serve.cli.values import Size
+from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.options import PLAN_GROUPS, not_empty, plan_options
+from hpc_serve.cli.request import assumed_gpu_note, engine_words, machines_of, model_of
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanRequest
-    from hpc_serve.submit.site_models import SiteModel
-
-
-_AS_WORDS = (
-    *("enable_lora", "max_loras", "max_lora_rank"),
-    *("cpu_offload_gb", "limit_mm_per_prompt", "speculative_config"),
-)
-"""Options of vLLM that people ask a plan for: they are the same as words after --, which come after them."""
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -37,25 +25,9 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     return value
 
 
-@click.command("plan", cls=CommandWithVllmOptions)
+@click.command("plan", cls=CommandWithVllmOptions, groups=PLAN_GROUPS)
 @plan_options
 @click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
-@click.option("--max-num-seqs", type=int, metavar="N", help="Sequences of one step.")
-@click.option("--max-num-batched-tokens", type=int, metavar="N", help="Tokens of one step.")
-@click.option("--gpu-memory-utilization", type=float, metavar="SHARE", help="Share vLLM may use [default: its own].")
-@click.option("--kv-cache-memory-bytes", type=Size(), metavar="SIZE", help="KV cache, in place of that share.")
-@click.option("--block-size", type=int, metavar="TOKENS", help="Tokens of a cache block.")
-@click.option("--dtype", default="auto", metavar="TYPE", help="bfloat16, float16, float32.")
-@click.option("--quantization", "-q", metavar="METHOD", help="fp8, int8, awq, gptq, mxfp4 …: as if quantised so.")
-@click.option("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, fp8, int8 …")
-@click.option("--enforce-eager", is_flag=True, help="No CUDA graphs.")
-@click.option("--enable-expert-parallel", is_flag=True, help="Whole experts to each GPU.")
-@click.option("--enable-lora", is_flag=True, help="Room for LoRA adapters.")
-@click.option("--max-loras", type=int, metavar="N", help="Adapters in a step.")
-@click.option("--max-lora-rank", type=int, metavar="N", help="The largest rank of them.")
-@click.option("--cpu-offload-gb", type=float, metavar="GIB", help="Weights of each GPU in the node's memory.")
-@click.option("--limit-mm-per-prompt", metavar="JSON", help="Images, videos …: '{\"image\": 0}' loads no tower.")
-@click.option("--speculative-config", metavar="JSON", help="Draft model, EAGLE, MTP or n-grams, as vLLM takes it.")
 @click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
 @click.option(
     "--usd-per-gpu-hour",
@@ -83,7 +55,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
 
-    Words after -- are options of `vllm serve`, as `submit` takes them: -- --max-num-seqs 64
+    Options of `vllm serve` count too, as `submit` takes them: --max-num-seqs 64
     """
     from hpc_serve.cli import plan_view, show
     from hpc_serve.submit.planning import plan_for
@@ -105,6 +77,8 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
         from hpc_serve.plots.figure import draw
 
         draw(results[0], plot)
+    if plot and any(result.plan for result in results):
+        click.echo(f"wrote {plot}", err=True)
     if as_json:
         documents = [plan_view.as_json(result) for result in results]
         show.print_json(documents if compare else documents[0])
@@ -113,7 +87,9 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
 
         print_comparison(results)
     elif explained:
-        plan_view.print_explanation(results[0], _engine_words(options)[0])
+        from hpc_serve.submit.site_files import read_site
+
+        plan_view.print_explanation(results[0], engine_words(options, read_site(os.environ))[0])
     else:
         plan_view.print_plan(results[0], note=assumed_gpu_note())
     if not any(result.plan for result in results):
@@ -128,8 +104,8 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
     from hpc_serve.submit.site_files import read_site
     from hpc_serve.vllm.allowed import check_arguments
 
-    words, own = _engine_words(options)
     site = read_site(os.environ)
+    words, own = engine_words(options, site)
     check_arguments(words, allow_unknown=False)
     asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
     engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
@@ -146,21 +122,3 @@ def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
             )
         },
     )
-
-
-def _engine_words(options: Mapping[str, Any]) -> tuple[Sequence[str], SiteModel | None]:
-    """The words after --, with those of the site's own model; and that model, if one is named."""
-    from hpc_serve.submit.site_files import read_site
-
-    words = (*_given_words(options), *click.get_current_context().meta.get("engine_args", ()))
-    own = site_model(model_of(options), read_site(os.environ))
-    return (own.engine_args(words) if own else words), own
-
-
-def _given_words(options: Mapping[str, Any]) -> Iterator[str]:
-    for name in _AS_WORDS:
-        value = options[name]
-        if value is not None and value is not False:
-            yield "--" + name.replace("_", "-")
-            if value is not True:
-                yield str(value)

@@ -12,8 +12,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from hpc_serve.cli.commands import CommandWithVllmOptions
 from hpc_serve.cli.console import PlainConsole
-from hpc_serve.cli.options import CommandWithVllmOptions, request_options
+from hpc_serve.cli.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import HpcServeError, ServiceFailedError
@@ -29,6 +30,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": 
 @click.command(
     "preflight",
     cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
     help="Look at the nodes that a service would get, in a short job that starts no engine: take the options of "
     "`submit`. Exit code 0 if an engine could start, 6 if not.",
 )

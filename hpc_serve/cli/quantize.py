@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
+from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import model_names
 from hpc_serve.cli.options import SLURM_OPTIONS, slurm_options
 from hpc_serve.printable import printable
@@ -18,10 +19,15 @@ if TYPE_CHECKING:
     from hpc_serve.quantize.request import Scheme
     from hpc_serve.quantize.submission import Submitted
 
+_GROUPS = {
+    "Most used": ("scheme", "output", "calibration", "gpus", "partition", "account", "time", "wait", "only_print"),
+    "The model's copy": ("samples", "max_tokens", "venv", "cluster", "log_dir", "site"),
+    "Slurm": (*SLURM_OPTIONS, "extra"),
+}
 _VENV = "~/hpc-serve-quantize"
 
 
-@click.command("quantize")
+@click.command("quantize", cls=GroupedCommand, groups=_GROUPS)
 @click.argument("model", shell_complete=model_names)
 @click.option("--int8", "scheme", flag_value="int8", help="Weights and activations of 8 bit integers: also for CPUs.")
 @click.option("--fp8", "scheme", flag_value="fp8", help="Of 8 bit floats: for GPUs from Ada, Hopper, MI300 on.")

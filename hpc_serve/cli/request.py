@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_serve.cli.commands import with_plain_sizes
 from hpc_serve.cli.options import SLURM_OPTIONS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
@@ -22,6 +23,9 @@ from hpc_serve.submit.request import JobSettings, ServeRequest
 if TYPE_CHECKING:
     from hpc_serve.submit.site import SiteProfile
     from hpc_serve.submit.site_models import SiteModel
+
+_ALSO_OF_VLLM = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len")
+"""Our options that vLLM has by the same names."""
 
 
 def model_of(options: Mapping[str, Any]) -> str:
@@ -39,6 +43,21 @@ def site_model(named: str, site: SiteProfile) -> SiteModel | None:
     from hpc_serve.submit.site_models import load_site_models
 
     return load_site_models(site.models).get(named.lower())
+
+
+def engine_words(options: Mapping[str, Any], site: SiteProfile) -> tuple[tuple[str, ...], SiteModel | None]:
+    """The options of vLLM that the running command was given, with those of the site's own model; and that model.
+
+    Our own options of the same names win over those of the site's model.
+    """
+    from hpc_serve.vllm.arguments import without
+
+    words = click.get_current_context().meta.get("engine_args", ())
+    own = site_model(model_of(options), site)
+    if own:
+        given = {f"--{name.replace('_', '-')}" for name in _ALSO_OF_VLLM if options[name] is not None}
+        words = replace(own, vllm_args=without(own.vllm_args, given)).engine_args(words)
+    return with_plain_sizes(words), own
 
 
 def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
@@ -71,8 +90,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
 
     site = read_site(environ, options["site"])
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
-    named, engine_args = model_of(options), click.get_current_context().meta.get("engine_args", ())
-    own = site_model(named, site)
+    named, (engine_args, own) = model_of(options), engine_words(options, site)
     model = own.model if own else named
     replicas, max_replicas = options["replicas"] or (None, None)
     as_they_are = (
@@ -91,16 +109,17 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         cluster=options["cluster"],
         engine_restarts=options["engine_restarts"],
         keep_up=options["keep_up"],
-        chain=options.get("chain", 1),
-        overlap_s=options.get("overlap_s"),
+        chain=options["chain"],
+        overlap_s=options["overlap_s"],
         tools=options["tools"],
-        engine_args=own.engine_args(engine_args) if own else engine_args,
+        engine_args=engine_args,
         allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),
         settings=_job_settings(site, options["stage"], environ),
         env=expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"]),
         log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
+        site=os.path.abspath(options["site"]) if options["site"] else None,
         templates_dir=site.templates_dir,
         jobs_can_submit=site.jobs_can_submit is not False,
         memory_folders=site.memory_folders,
@@ -114,7 +133,8 @@ def _job_settings(site: SiteProfile, stage: bool | None, environ: Mapping[str, s
     settings = site.job_settings(environ)
     if stage is None:
         return settings
-    return replace(settings, stage=(settings.stage if settings.stage not in (None, "off") else "on") if stage else None)
+    named = settings.stage if settings.stage not in (None, "off") else "on"
+    return replace(settings, stage=named if stage else "off")
 
 
 def default_service(model: str) -> str:

@@ -8,16 +8,18 @@ from typing import Any
 
 import click
 
-from hpc_serve.cli.options import CommandWithVllmOptions, request_options
+from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
 
-_VLLM_OPTIONS = "\n\nWords after -- go to `vllm serve` as they are: -- --enable-prefix-caching"
+_VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after --: --enable-prefix-caching"
 
 
 @click.command(
     "render",
     cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
     help="Print the batch script that `submit` would hand to sbatch." + _VLLM_OPTIONS,
 )
 @request_options
@@ -43,22 +45,12 @@ def render_command(output: Path | None, **options: Any) -> None:
 
 
 @click.command(
-    "submit", cls=CommandWithVllmOptions, help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS
+    "submit",
+    cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
+    help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS,
 )
 @request_options
-@click.option(
-    "--chain",
-    type=int,
-    default=1,
-    metavar="N",
-    help="Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
-)
-@click.option(
-    "--overlap",
-    "overlap_s",
-    type=Duration(needs_unit=True),
-    help="With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
-)
 @click.option(
     "--wait/--no-wait",
     default=False,

@@ -7,17 +7,27 @@ plan`, `render` and `submit` all ask for it here.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError, UnknownModelError
 from hpc_serve.hub import find_model, find_spec
 from hpc_serve.plan import ModelSpec
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
+from hpc_serve.plan.choice.suggestions import Remedy
+from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
 from hpc_serve.plan.model.architectures import draft_from_config
 from hpc_serve.submit.request import ServeRequest
+from hpc_serve.vllm.arguments import without
 
+_OWN_OPTIONS = {
+    "--nodes": "num_nodes",
+    **{f"--{name.replace('_', '-')}": name for name in ("gpu", "gpus_per_node", "max_model_len", "concurrency")},
+    **{f"--{name.replace('_', '-')}": name for name in ("tensor_parallel_size", "pipeline_parallel_size")},
+}
+"""Options of remedies that are of the request, by its names; the others are vLLM's."""
 _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 
 
@@ -31,21 +41,44 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
 def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> tuple[ServePlan, PlanResult]:
     """The same, and the result with what it was made from, which knows how fast the plan is."""
+    try:
+        result = _result(request, stand_in)
+        return result.chosen, result
+    except NoLayoutError as error:
+        error.suggestions = tuple(filter(None, (_accepted(one, request, stand_in) for one in error.suggestions)))
+        if (per_job := request.replicas_per_job) > 1:
+            error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error.args[0]}",)
+        raise
+
+
+def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
+    """The plan, or the lack of one. Raises InvalidRequestError for a quantization that vLLM cannot make itself."""
     asked = _plan_request(request)
-    if asked.engine.quantization in _NOT_VLLMS:
+    both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
+    # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
+    result = plan_for(asked, stand_in=stand_in if both_sizes else None)
+    needs_checkpoint = stand_in is None and not is_quantized_by_vllm(asked.engine, result.model)
+    if asked.engine.quantization in _NOT_VLLMS or (needs_checkpoint and not request.allow_unknown_vllm_options):
         raise InvalidRequestError(
             f"vLLM has no --quantization {asked.engine.quantization} for checkpoints of 16 bit: name a checkpoint that "
             "is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
         )
-    both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
-    # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
+    return result
+
+
+def _accepted(remedy: Remedy, request: ServeRequest, stand_in: str | None) -> Remedy | None:
+    """The remedy if the request with it is taken, and fits; the checkpoint alone where it names one. None otherwise."""
+    words = without(request.engine_args, remedy.options)
+    own = {_OWN_OPTIONS[name]: value for name, value in remedy.options.items() if name in _OWN_OPTIONS}
+    values: dict[str, Any] = {name: value if name == "gpu" else int(value) for name, value in own.items()}
+    others = [word for pair in remedy.options.items() if pair[0] not in _OWN_OPTIONS for word in pair]
     try:
-        result = plan_for(asked, stand_in=stand_in if both_sizes else None)
-        return result.chosen, result
-    except NoLayoutError as error:
-        if (per_job := request.replicas_per_job) > 1:
-            error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error}",)
-        raise
+        if _result(replace(request, engine_args=(*words, *others), **values), stand_in).plan:
+            return remedy
+    except (InvalidRequestError, DoesNotFitError):
+        if "--quantization" in remedy.options:
+            return remedy.without_option("--quantization")
+    return None
 
 
 def on_whole_nodes(request: ServeRequest, plan: ServePlan) -> ServeRequest:

@@ -21,7 +21,7 @@ from hpc_serve.plan.choice.candidates import (
 )
 from hpc_serve.plan.choice.layout import Layout, layouts
 from hpc_serve.plan.choice.minimum import MinimumGpus, minimum_gpus
-from hpc_serve.plan.choice.suggestions import suggestions
+from hpc_serve.plan.choice.suggestions import Remedy, suggestions
 from hpc_serve.plan.choice.vllm_flags import assumption, vllm_args
 from hpc_serve.plan.engine import EngineConfig, Workload, max_num_seqs
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
@@ -53,19 +53,28 @@ class ServePlan:
     reasons: tuple[str, ...]
     minimum_gpus: MinimumGpus
     candidates: tuple[Candidate, ...] = ()
-    suggestions: tuple[str, ...] = ()
+    suggestions: tuple[Remedy, ...] = ()
 
 
 class NoLayoutError(DoesNotFitError):
     """No layout fits. `candidates` are the layouts that miss least, `suggestions` are options with which one fits."""
 
     def __init__(
-        self, text: str, *, candidates: tuple[Candidate, ...], suggestions: tuple[str, ...], minimum_gpus: MinimumGpus
+        self,
+        text: str,
+        *,
+        candidates: tuple[Candidate, ...],
+        suggestions: tuple[Remedy, ...],
+        minimum_gpus: MinimumGpus,
     ) -> None:
         super().__init__(text)
         self.candidates = candidates
         self.suggestions = suggestions
         self.minimum_gpus = minimum_gpus
+
+    def __str__(self) -> str:
+        helps = "; or ".join(map(str, self.suggestions))
+        return f"{self.args[0]}\nIt would with {helps}." if helps else str(self.args[0])
 
 
 def plan(
@@ -114,7 +123,7 @@ def _plan(
     chosen: Candidate,
     tried: list[Candidate],
     served_model_names: tuple[str, ...],
-    suggestions: tuple[str, ...] = (),
+    suggestions: tuple[Remedy, ...] = (),
 ) -> ServePlan:
     layout, memory, model, engine = chosen.layout, chosen.memory, inputs.model, inputs.engine
     assert memory is not None
@@ -189,14 +198,14 @@ def _reasons(
     return [*reasons, assumed] if assumed else reasons
 
 
-def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[str, ...]) -> list[str]:
+def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[Remedy, ...]) -> list[str]:
     """A sentence on requests that wait, where the cache does not hold all that are asked for at once."""
     memory, concurrency = chosen.memory, inputs.workload.concurrency
     assert memory is not None
     each = inputs.blocks_each(chosen.layout, memory)
     if memory.holds(concurrency, each):
         return []
-    helps = f" All run at once with {'; or '.join(suggestions)}." if suggestions else ""
+    helps = f" All run at once with {'; or '.join(map(str, suggestions))}." if suggestions else ""
     return [
         f"The cache holds {memory.held(each):,} of {concurrency:,} requests {inputs.request_text()}: the others wait, "
         f"as vLLM queues them.{helps}"
@@ -224,7 +233,6 @@ def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
     lines = [
         headline,
         *(f"  {candidate.layout}: {candidate.reason}" for candidate in shown),
-        *([f"It would with {'; or '.join(helps)}."] if helps else []),
     ]
     return NoLayoutError(
         "\n".join(lines),

@@ -1,12 +1,13 @@
 """What would make a model fit where it does not: more nodes, fewer requests, a shorter context, a smaller cache, or
 smaller weights.
 
-Each suggestion is options to type in place of those given. Each is tried first: with these options a layout fits.
+Each remedy is options to type in place of those given. Each is tried first: with these options a layout fits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import PlanInputs
@@ -25,8 +26,27 @@ _QUANTIZATIONS: tuple[tuple[str, str, Scheme], ...] = (
 )
 
 
-def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[str]:
-    """Options after which a layout fits, and in parentheses what they give. Empty: none of them helps.
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Options after which a layout fits, with their values, and a remark on the layout."""
+
+    options: Mapping[str, str]
+    gives: str = ""
+
+    def without_option(self, name: str) -> Remedy:
+        """The remedy in words, where the option `name` stands for something that no option gives."""
+        rest = " ".join(word for pair in self.options.items() if pair[0] != name for word in pair)
+        return Remedy(options={}, gives=f"{self.gives}, with {rest}" if rest else self.gives)
+
+    def __str__(self) -> str:
+        words = " ".join(word for pair in self.options.items() for word in pair)
+        if not words:
+            return self.gives
+        return f"{words} ({self.gives})" if self.gives else words
+
+
+def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
+    """Remedies, each of which is enough. Empty: none of them helps.
 
     `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
     """
@@ -40,10 +60,10 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[str]:
         _smaller_weights(inputs),
         _several_at_once(inputs, nearest),
     )
-    return [text for text in tries if text]
+    return [remedy for remedy in tries if remedy]
 
 
-def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     """Smaller weights with a shorter context, where neither helps alone; with a smaller cache, where it is longer so.
 
     A context below a quarter of the one asked for is not worth a smaller cache or another checkpoint.
@@ -56,17 +76,18 @@ def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     for method, gives, scheme in _QUANTIZATIONS if there else ():
         if scheme is FP8_TENSOR and inputs.cluster.accelerator.kind == "cpu":
             continue  # vLLM 0.32 has no fp8 kernels for CPUs
-        for tried, cache in ((inputs, ""), (small, " --kv-cache-dtype fp8")):
+        for tried, cache in ((inputs, {}), (small, {"--kv-cache-dtype": "fp8"})):
             if cache and not _has_plain_cache(inputs):
                 continue
             found = replace(tried, model=_quantized(inputs.model, scheme))
             longest, layout = max(((longest_context(found, one), one) for one in there), key=lambda item: item[0])
             if longest >= max(CONTEXT_STEP, inputs.max_model_len // 4, inputs.workload.request_tokens or 1):
-                return f"--quantization {method}{cache} --max-model-len {longest} ({gives}: {_sizes(layout)})"
+                options = {"--quantization": method, **cache, "--max-model-len": str(longest)}
+                return Remedy(options=options, gives=f"{gives}: {_sizes(layout)}")
     return None
 
 
-def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     """A smaller --max-num-seqs, for hybrids where more sequences than blocks were asked for."""
     if inputs.engine.max_num_seqs is None:
         return None
@@ -74,11 +95,11 @@ def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
     for layout in nearest:
         candidate = free.evaluate(layout)
         if candidate.verdict == "fits" and candidate.memory is not None and candidate.memory.least_blocks:
-            return f"--max-num-seqs {candidate.memory.max_num_seqs}"
+            return Remedy(options={"--max-num-seqs": str(candidate.memory.max_num_seqs)})
     return None
 
 
-def _more_nodes(asked: PlanInputs) -> str | None:
+def _more_nodes(asked: PlanInputs) -> Remedy | None:
     """Another number of nodes, or another slice where a slice was named."""
     cluster, replicas = asked.cluster, asked.workload.replicas or 1
     if cluster.is_whole:
@@ -91,20 +112,21 @@ def _more_nodes(asked: PlanInputs) -> str | None:
     if layout is None:
         return None
     size = layout.gpus_per_node if layout.num_nodes > 1 else free.cluster.node_size
-    return f"--nodes {layout.num_nodes * replicas} --gpus-per-node {size} ({_sizes(layout)})"
+    options = {"--nodes": str(layout.num_nodes * replicas), "--gpus-per-node": str(size)}
+    return Remedy(options=options, gives=_sizes(layout))
 
 
-def _another_slice(asked: PlanInputs) -> str | None:
+def _another_slice(asked: PlanInputs) -> Remedy | None:
     """The smallest slice on which a layout fits."""
     device = asked.cluster.accelerator
     for topology in device.slices:
         layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
         if layout is not None:
-            return f"--gpu {device.name}:{topology} ({_sizes(layout)})"
+            return Remedy(options={"--gpu": f"{device.name}:{topology}"}, gives=_sizes(layout))
     return None
 
 
-def _other_sizes(asked: PlanInputs) -> str | None:
+def _other_sizes(asked: PlanInputs) -> Remedy | None:
     """The sizes nearest to those asked for that fit, on as few nodes as possible."""
     engine = asked.engine
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
@@ -123,11 +145,14 @@ def _other_sizes(asked: PlanInputs) -> str | None:
 
     there = layouts_on(first.num_nodes, free.cluster, free.engine)
     best = min((layout for layout in there if free.evaluate(layout).verdict == "fits"), key=distance, default=first)
-    sizes = f"--tensor-parallel-size {best.tensor_parallel_size} --pipeline-parallel-size {best.pipeline_parallel_size}"
-    return sizes if asked.cluster.num_nodes else f"{sizes} --nodes {best.num_nodes}"
+    options = {
+        "--tensor-parallel-size": str(best.tensor_parallel_size),
+        "--pipeline-parallel-size": str(best.pipeline_parallel_size),
+    }
+    return Remedy(options=options if asked.cluster.num_nodes else {**options, "--nodes": str(best.num_nodes)})
 
 
-def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     if inputs.workload.concurrency == 1:
         return None
     most = 0
@@ -135,26 +160,29 @@ def _fewer_requests(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
         memory = inputs.evaluate(layout).memory
         if memory is not None and memory.holds(1):
             most = max(most, memory.held(inputs.blocks_each(layout, memory)))
-    return f"--concurrency {most} (requests of that length at once)" if most else None
+    return Remedy(options={"--concurrency": str(most)}, gives="requests of that length at once") if most else None
 
 
-def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+def _shorter_context(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     longest = max((longest_context(inputs, layout) for layout in nearest), default=0)
-    return f"--max-model-len {longest}" if longest >= max(CONTEXT_STEP, inputs.workload.request_tokens or 1) else None
+    if longest < max(CONTEXT_STEP, inputs.workload.request_tokens or 1):
+        return None
+    return Remedy(options={"--max-model-len": str(longest)})
 
 
-def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> str | None:
+def _smaller_cache(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
     if not _has_plain_cache(inputs):
         return None
     small = replace(inputs, engine=replace(inputs.engine, kv_cache_dtype="fp8"))
-    return "--kv-cache-dtype fp8" if any(small.evaluate(layout).verdict == "fits" for layout in nearest) else None
+    fits = any(small.evaluate(layout).verdict == "fits" for layout in nearest)
+    return Remedy(options={"--kv-cache-dtype": "fp8"}) if fits else None
 
 
 def _has_plain_cache(inputs: PlanInputs) -> bool:
     return kv_cache_dtype(inputs.model, inputs.engine) in ("bfloat16", "float16")
 
 
-def _smaller_weights(inputs: PlanInputs) -> str | None:
+def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
     if inputs.model.quantization.method != "none":
         return None
     for method, gives, scheme in _QUANTIZATIONS:
@@ -162,7 +190,7 @@ def _smaller_weights(inputs: PlanInputs) -> str | None:
             continue  # vLLM 0.32 has no fp8 kernels for CPUs
         layout = _first_that_fits(replace(inputs, model=_quantized(inputs.model, scheme)))
         if layout is not None:
-            return f"--quantization {method} ({gives}: {_sizes(layout)})"
+            return Remedy(options={"--quantization": method}, gives=f"{gives}: {_sizes(layout)}")
     return None
 
 

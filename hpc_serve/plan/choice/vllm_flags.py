@@ -137,6 +137,11 @@ def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
     return text
 
 
+def is_quantized_by_vllm(engine: EngineConfig, model: ModelSpec) -> bool:
+    """Whether vLLM loads the checkpoint with this quantization: the checkpoint has it, or vLLM makes it itself."""
+    return not model.quantization.is_assumed or _quantization_flag(engine, model) is not None
+
+
 def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
     """The value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
     if engine.quantization is None:

@@ -40,7 +40,7 @@ def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
         "vllm_args": list(plan.vllm_args),
         "reasons": list(plan.reasons),
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
-        "remedies": list(plan.suggestions),
+        "remedies": [str(remedy) for remedy in plan.suggestions],
     }
 
 
@@ -64,7 +64,7 @@ def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -
         "vllm_args": [],
         "reasons": str(error).splitlines(),
         "candidates": [_candidate(candidate) for candidate in error.candidates],
-        "remedies": list(error.suggestions),
+        "remedies": [str(remedy) for remedy in error.suggestions],
     }
 
 

@@ -344,7 +344,7 @@ def test_a_model_is_named_once(capsys, command):
 
 def test_every_sbatch_option_of_the_site_file_is_an_option_of_the_command(capsys):
     assert run(["submit", "--help"]) == 0
-    slurm = capsys.readouterr().out.split("Slurm options:")[1]
+    slurm = capsys.readouterr().out.split("Options of vLLM")[0]
     names = [
         option.name for option in fields(SlurmOptions) if option.name not in ("gpu_directive", "gres_type", "extra")
     ]

@@ -50,11 +50,23 @@ def test_a_model_needs_no_option_and_sizes_have_vllm_s_short_ones(command, capsy
     assert "TP=2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["plan", "render", "submit"])
-def test_an_option_of_vllm_without_dashes_before_it_says_where_it_goes(command, capsys):
-    assert run([command, "8b", "--no-enable-prefix-caching"]) == 2
-    said = capsys.readouterr().err
-    assert "--no-enable-prefix-caching is an option of vLLM: write it after `--`" in said
+@pytest.mark.parametrize("command", ["plan", "render"])
+def test_options_of_vllm_stand_before_two_dashes_or_after_them(command, capsys):
+    words = ["-q", "fp8", "--max-num-seqs=16", "--limit-mm-per-prompt.image", "0", "--enforce-eager"]
+    printed = []
+    for line in (["8b", "-tp", "2", "--", *words], ["-tp", "2", *words, "8b"], [*words[:2], "8b", "-tp=2", *words[2:]]):
+        assert run([command, *line]) == 0
+        printed.append(capsys.readouterr().out.splitlines()[-1 if command == "plan" else 0])
+    assert len(set(printed)) == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "render"])
+def test_a_size_for_vllm_has_a_unit(command, capsys):
+    words = ["--kv-cache-memory-bytes", "10GiB", "--", "--cpu-offload-gb=512MiB"]
+    assert run([command, "8b", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "--kv-cache-memory-bytes 10737418240" in printed
+    assert "--cpu-offload-gb 0.5" in printed or "--cpu-offload-gb=0.5" in printed
 
 
 @pytest.mark.parametrize("command", ["plan", "render", "submit"])

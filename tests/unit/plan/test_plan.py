@@ -137,7 +137,7 @@ def test_a_hybrid_is_told_no_more_sequences_than_it_has_blocks() -> None:
 def test_more_sequences_than_blocks_are_refused() -> None:
     with pytest.raises(NoLayoutError, match=r"max_num_seqs \(1024\) exceeds available Mamba cache blocks") as caught:
         planned("Qwen/Qwen3.5-27B", nodes=1, size=1, quantization="fp8", max_num_seqs=1024)
-    assert "--max-num-seqs 512" in caught.value.suggestions
+    assert "--max-num-seqs 512" in map(str, caught.value.suggestions)
 
 
 def test_more_requests_take_more_gpus() -> None:
@@ -237,8 +237,8 @@ def test_requests_that_the_cache_cannot_hold_wait() -> None:
     assert found.reasons[0].startswith(
         "The cache holds 10 of 15 requests of the longest context: the others wait, as vLLM queues them."
     )
-    assert "--kv-cache-dtype fp8" in found.suggestions
-    assert "--concurrency 10 (requests of that length at once)" in found.suggestions
+    assert "--kv-cache-dtype fp8" in map(str, found.suggestions)
+    assert "--concurrency 10 (requests of that length at once)" in map(str, found.suggestions)
     assert planned("70b", nodes=1, concurrency=10).suggestions == ()
 
 
@@ -271,7 +271,7 @@ def test_sizes_that_cannot_be_are_answered_with_the_nearest_that_can(
         planned("70b", **asked)
     tensor, pipeline, nodes = sizes
     remedy = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --nodes {nodes}"
-    assert caught.value.suggestions == (remedy,)
+    assert [str(one) for one in caught.value.suggestions] == [remedy]
     found = planned("70b", tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, nodes=nodes)
     assert layout_of(found)[:3] == sizes
 
@@ -301,7 +301,9 @@ def test_no_layout_is_told_twice(name: str, gpu: str) -> None:
 def test_the_context_proposed_fits_and_the_next_does_not() -> None:
     with pytest.raises(NoLayoutError) as caught:
         planned("70b", nodes=1, size=2)
-    length = next(int(text.split()[1]) for text in caught.value.suggestions if text.startswith("--max-model-len"))
+    length = next(
+        int(text.split()[1]) for text in map(str, caught.value.suggestions) if text.startswith("--max-model-len")
+    )
     assert planned("70b", nodes=1, size=2, max_model_len=length).max_model_len == length
     with pytest.raises(NoLayoutError):
         planned("70b", nodes=1, size=2, max_model_len=length + 1024)

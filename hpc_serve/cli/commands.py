@@ -1,0 +1,131 @@
+"""What commands with many options share: a help in groups, and vLLM's options among their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from hpc_serve.sizes import GIB, parse_size
+
+VLLM_OPTIONS = {
+    "--max-num-seqs N": "Sequences of one step.",
+    "--max-num-batched-tokens N": "Tokens of one step.",
+    "--gpu-memory-utilization SHARE": "Share of the memory that vLLM may use.",
+    "--kv-cache-memory-bytes SIZE": "KV cache (30GiB), in place of that share.",
+    "--kv-cache-dtype TYPE": "auto, fp8 …",
+    "-q, --quantization METHOD": "Quantises 16-bit weights: fp8, mxfp8 …; `plan` sizes int8, awq, gptq too.",
+    "--dtype TYPE": "bfloat16, float16, float32.",
+    "--enforce-eager": "No CUDA graphs.",
+    "--enable-expert-parallel": "Whole experts to each GPU.",
+    "--enable-lora": "Room for LoRA adapters; --max-loras, --max-lora-rank.",
+    "--cpu-offload-gb SIZE": "Weights of each GPU in the node's memory (10GiB).",
+    "--limit-mm-per-prompt JSON": "Images, videos …: '{\"image\": 0}' loads no tower.",
+    "--speculative-config JSON": "Draft model, EAGLE, MTP or n-grams.",
+}
+"""The options of `vllm serve` that a help names: those that a plan counts."""
+
+
+_UNITS = {
+    "--kv-cache-memory-bytes": 1,
+    **dict.fromkeys(("--cpu-offload-gb", "--kv-offloading-size", "--mm-processor-cache-gb"), GIB),
+    "--mm-ipc-gpu-memory-gb": GIB,
+}
+"""Options that are a size of memory, with the bytes of their unit."""
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options in groups, in the order of the groups.
+
+    `groups` are the names of parameters by heading. Options of no group come last.
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups or {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        lines = {
+            parameter.name or "": record
+            for parameter in self.get_params(ctx)
+            if (record := parameter.get_help_record(ctx)) is not None
+        }
+        grouped = {
+            heading: [lines.pop(name) for name in names if name in lines] for heading, names in self._groups.items()
+        }
+        grouped["Other options"] = list(lines.values())
+        for heading, found in grouped.items():
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(found)
+
+
+class CommandWithVllmOptions(GroupedCommand):
+    """A command that takes the options of `vllm serve` too, before `--` among its own, or after it.
+
+    The words for vLLM are `engine_args` in the context's `meta`.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        place = args.index("--") if "--" in args else len(args)
+        own, vllms = self._divided(ctx, args[:place])
+        ctx.meta["engine_args"] = (*vllms, *args[place + 1 :])
+        return super().parse_args(ctx, own)
+
+    def _divided(self, ctx: click.Context, words: list[str]) -> tuple[list[str], list[str]]:
+        """The words of the command's own options and arguments, and those of vLLM's options."""
+        ours = {
+            spelling: parameter
+            for parameter in self.get_params(ctx)
+            if isinstance(parameter, click.Option)
+            for spelling in (*parameter.opts, *parameter.secondary_opts)
+        }
+        own: list[str] = []
+        vllms: list[str] = []
+        while words:
+            name, equals, _ = words[0].partition("=")
+            if name in ours:
+                count, taken = (1 if equals or ours[name].is_flag else 2), own
+            elif words[0].startswith("-") and (found := _words_of_vllm(words)):
+                count, taken = found, vllms
+            else:
+                count, taken = 1, own
+            taken += words[:count]
+            words = words[count:]
+        return own, vllms
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Options of vLLM that the plan counts (here or after --, as all of `vllm serve`)"):
+            formatter.write_dl(list(VLLM_OPTIONS.items()))
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- VLLM_OPTIONS...]"]
+
+
+def _words_of_vllm(words: Sequence[str]) -> int:
+    """How many of these words are an option of vLLM that the first one begins, and its values; 0: it begins none."""
+    from hpc_serve.vllm.arguments import read_arguments
+
+    first = read_arguments(words)[0]
+    return len(first.words) - len(first.stray) if first.option is not None else 0
+
+
+def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
+    """The words with sizes such as 30GiB as the number that vLLM takes there: of bytes, or of GiB.
+
+    >>> with_plain_sizes(["--kv-cache-memory-bytes", "30GiB", "--cpu-offload-gb=512MiB", "--max-num-seqs", "4"])
+    ('--kv-cache-memory-bytes', '32212254720', '--cpu-offload-gb=0.5', '--max-num-seqs', '4')
+    """
+    from hpc_serve.vllm.arguments import read_arguments
+
+    plain: list[str] = []
+    for argument in read_arguments(words):
+        found, unit = list(argument.words), _UNITS.get(argument.name)
+        place = 0 if "=" in found[0] else 1
+        if unit and argument.values and argument.values[0][-1:] in ("B", "b"):
+            number = f"{parse_size(argument.values[0]) / unit:.15g}"
+            found[place] = f"{found[0].partition('=')[0]}={number}" if place == 0 else number
+        plain += found
+    return tuple(plain)
