@@ -47,7 +47,9 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     help="Draw it: .html, a page with sliders; .png, .svg or .pdf (need the extra hpc-serve[plot]).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-@click.option("--explain", "explained", is_flag=True, help="Print the arithmetic line by line.")
+@click.option(
+    "--explain", "explained", is_flag=True, help="Print all layouts and speeds, and the arithmetic line by line."
+)
 @click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
 def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any) -> None:
     """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
@@ -89,7 +91,9 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     elif explained:
         from hpc_serve.submit.site_files import read_site
 
-        plan_view.print_explanation(results[0], engine_words(options, read_site(os.environ))[0])
+        plan_view.print_explanation(
+            results[0], engine_words(options, read_site(os.environ))[0], note=assumed_gpu_note()
+        )
     else:
         plan_view.print_plan(results[0], note=assumed_gpu_note())
     if not any(result.plan for result in results):

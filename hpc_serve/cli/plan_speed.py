@@ -21,6 +21,7 @@ from hpc_serve.plan.report.speed import (
 )
 from hpc_serve.plan.speed.estimate import SpeedEstimate
 
+_UNKNOWN = "Speed: no source confirms this accelerator's FLOP/s and bandwidth."
 _WIDE = 80
 """Columns of a terminal from which the table has all its columns and wide gaps."""
 
@@ -30,11 +31,31 @@ def table_padding(console: Console) -> tuple[int, int]:
     return (0, 1) if console.width >= _WIDE else (0, 0)
 
 
+def speed_line(result: PlanResult) -> str:
+    """The speed in one sentence: for one request in flight, for as many as were asked for, and for the most."""
+    found, traffic = result.estimates(), result.traffic
+    if not found:
+        return _UNKNOWN
+    shown = {one.traffic.concurrency: one for one in (found[0], _asked(found, traffic.concurrency), found[-1])}
+    parts = [
+        f"{one.speed.output_tokens_per_s:,.0f} tokens/s with {count:,} in flight ({_time(one.speed.tpot_s)} a token"
+        + (f", {one.output_tokens_per_usd / 1e6:.2f} M tokens a dollar)" if one.output_tokens_per_usd else ")")
+        for count, one in shown.items()
+    ]
+    figures = "Ideal speed" if result.ideal else "Speed to expect"
+    whose = " of each replica" if result.chosen.replicas > 1 else ""
+    arrivals = "decoding alone" if traffic.decode_only else f"{traffic.arrivals} arrivals"
+    return (
+        f"{figures}{whose}: {', '.join(parts)}; requests of {traffic.input_tokens:,} tokens in and "
+        f"{traffic.output_tokens:,} out, {arrivals}."
+    )
+
+
 def print_speed(console: Console, result: PlanResult) -> None:
     """The table: what to expect, and the ideal beside it; or the ideal alone."""
     found, traffic, usd = result.estimates(), result.traffic, result.usd_per_gpu_hour
     if not found:
-        console.print(Text("Speed: no source confirms this accelerator's FLOP/s and bandwidth.", style="dim"))
+        console.print(Text(_UNKNOWN, style="dim"))
         return
     unit = result.accelerator.unit.upper()
     has_each = not usd or console.width >= _WIDE
@@ -67,7 +88,7 @@ def print_speed(console: Console, result: PlanResult) -> None:
     console.print(
         Text(
             f"{figures}{whose}, requests of {traffic.input_tokens:,} tokens in and {traffic.output_tokens:,} "
-            f"out, {arrivals_text(traffic)} ({about}; --explain shows the factors):"
+            f"out, {arrivals_text(traffic)} ({about}; the factors are below):"
         )
     )
     console.print(table)

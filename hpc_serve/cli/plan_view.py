@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation, table_padding
+from hpc_serve.cli.plan_speed import print_speed, print_speed_explanation, speed_line, table_padding
+from hpc_serve.plan.choice.candidates import Candidate, on_most_gpus
 from hpc_serve.plan.choice.contexts import LayoutContexts
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.choice.planner import ServePlan
@@ -45,34 +46,28 @@ def as_json(result: PlanResult) -> dict[str, Any]:
 
 
 def print_plan(result: PlanResult, *, note: str | None = None) -> None:
-    """The plan for people: where bytes go, what was considered, what to type; `note` says what was assumed.
+    """The plan for people: where bytes go, what was chosen and why, what to type; `note` says what was assumed.
 
     Raises NoLayoutError without a plan.
     """
     chosen = result.chosen
     console = Console(highlight=False)
-    memory = chosen.memory
-    console.print(_headline(chosen))
-    if note:
-        console.print(Text(f"({note})", style="dim"))
-    console.print()
-    _print_bar(console, memory, result.accelerator.unit)
-    console.print()
-    _print_layouts(console, result)
-    console.print()
-    for reason in chosen.reasons:
-        console.print(Text(f"- {reason}"))
-    _print_sharing(console, result)
-    console.print()
-    print_speed(console, result)
+    _print_choice(console, result, _nearest(chosen.candidates), note)
+    console.print(Text(speed_line(result)))
+    console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
     console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
     Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
-def print_explanation(result: PlanResult, words: Sequence[str]) -> None:
-    """The arithmetic, line by line; `words` are further ones of the engine."""
+def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None) -> None:
+    """The plan with all layouts and speeds, and its arithmetic line by line; `words` are further ones of the engine."""
     chosen = result.chosen
+    console = Console(highlight=False)
+    _print_choice(console, result, chosen.candidates, note)
+    _print_sharing(console, result)
+    print_speed(console, result)
+    console.print()
     for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
         click.echo(line)
     print_speed_explanation(result)
@@ -81,9 +76,27 @@ def print_explanation(result: PlanResult, words: Sequence[str]) -> None:
     click.echo(
         "  The job decides by its nodes. Its log (`loading weights: …`) and `hpc-serve status NAME` say what it was."
     )
-    click.echo()
-    for reason in chosen.reasons:
-        click.echo(f"- {reason}")
+
+
+def _print_choice(console: Console, result: PlanResult, candidates: Sequence[Candidate], note: str | None) -> None:
+    """The layout with its memory, these candidates beside it, and the notes of the plan."""
+    console.print(_headline(result.chosen))
+    if note:
+        console.print(Text(f"({note})", style="dim"))
+    console.print()
+    _print_bar(console, result.chosen.memory, result.accelerator.unit)
+    console.print()
+    _print_layouts(console, result, candidates)
+    console.print()
+    for reason in result.chosen.notes:
+        console.print(Text(f"- {reason}"))
+    console.print()
+
+
+def _nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The chosen candidate between the largest smaller one and the runner-up."""
+    place = next(number for number, candidate in enumerate(candidates) if candidate.verdict == "chosen")
+    return (*on_most_gpus(candidates[:place]), *candidates[place : place + 2])
 
 
 def _loading(chosen: ServePlan, words: Sequence[str]) -> str:
@@ -133,10 +146,10 @@ def _widths(sizes: list[int], columns: int) -> list[int]:
     return widths
 
 
-def _print_layouts(console: Console, result: PlanResult) -> None:
-    """The layouts that were looked at, and why; with `--max-model-len auto` the context that each holds."""
+def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Candidate]) -> None:
+    """The candidates, and the reason of each; with `--max-model-len auto` the context that each holds."""
     verdicts: dict[Layout, tuple[str, tuple[str, ...]]] = {}
-    for candidate in result.chosen.candidates:
+    for candidate in candidates:
         verdicts[candidate.layout] = candidate.verdict, (candidate.reason,)
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -207,12 +220,12 @@ def _print_sharing(console: Console, result: PlanResult) -> None:
             f"{way.total_tokens:,}",
             f"{way.typical_requests:,}",
         )
-    console.print()
     console.print(
         Text(f"A whole node of {result.inputs.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
     )
     console.print(table)
     console.print(Text(f"- {sentence}"))
+    console.print()
 
 
 def _gib(size: int) -> str:

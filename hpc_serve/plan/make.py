@@ -159,7 +159,11 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     warnings = [warning for warning in (found.warning, _left_out(found.model), *notes) if warning]
     return PlanResult(
         inputs=inputs,
-        plan=replace(chosen, reasons=(*reasons, *chosen.reasons, *warnings)),
+        plan=replace(
+            chosen,
+            reasons=(*reasons, *chosen.reasons, *warnings),
+            notes=(*reasons, *chosen.notes, *warnings),
+        ),
         error=None,
         note=found.note,
         traffic=traffic,

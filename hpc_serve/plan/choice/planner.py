@@ -39,7 +39,8 @@ class ServePlan:
 
     `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model, without
     served names, host, port and backend. `memory` is that of the tightest rank. Where the cache does not hold all
-    requests asked for at once, `suggestions` are options with which it does.
+    requests asked for at once, `suggestions` are options with which it does. `notes` are those of the `reasons` that
+    no candidate has.
     """
 
     model: str
@@ -52,6 +53,7 @@ class ServePlan:
     memory: MemoryEstimate
     reasons: tuple[str, ...]
     minimum_gpus: MinimumGpus
+    notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     suggestions: tuple[Remedy, ...] = ()
 
@@ -134,6 +136,8 @@ def _plan(
         engine = replace(engine, kv_cache_memory_bytes=memory.kv_cache_bytes)
     others = alternatives(inputs, layout, {candidate.layout for candidate in tried})
     minimum = minimum_gpus(inputs, at_most=layout.num_gpus)
+    waiting = _waiting_reasons(inputs, chosen, suggestions)
+    reasons, notes = _reasons(inputs, chosen, tried, others, minimum)
     return ServePlan(
         model=model.name,
         served_model_names=served_model_names or (model.name,),
@@ -143,7 +147,8 @@ def _plan(
         max_model_len=inputs.max_model_len,
         vllm_args=vllm_args(layout, inputs.max_model_len, engine, model),
         memory=memory,
-        reasons=(*_waiting_reasons(inputs, chosen, suggestions), *_reasons(inputs, chosen, tried, others, minimum)),
+        reasons=(*waiting, *reasons),
+        notes=(*waiting, *notes),
         suggestions=suggestions,
         minimum_gpus=minimum,
         candidates=(*next_smaller(tried, layout), chosen, *others),
@@ -162,7 +167,8 @@ def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
 
 def _reasons(
     inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
+    """The reasons for the plan, and those of them that no candidate has."""
     gpu, memory, layout = inputs.cluster.accelerator, chosen.memory, chosen.layout
     assert memory is not None
     usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
@@ -170,7 +176,8 @@ def _reasons(
         f"{inputs.model.weight_bytes / 1e9:.1f} GB of weights: {minimum.weights} x {gpu.name} by the label "
         f"({gpu.label_bytes / 1e9:.0f} GB), {minimum.full_context} with one request of the longest context{usable}."
     ]
-    reasons += [f"Not {below.layout}: {below.reason}." for below in on_most_gpus(tried)]
+    of_candidates = [f"Not {below.layout}: {below.reason}." for below in on_most_gpus(tried)]
+    reasons += of_candidates
     if gpu.kind == "tpu" and layout.num_nodes > 1:
         reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
     elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
@@ -178,12 +185,14 @@ def _reasons(
             f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
             "the network between nodes carries one transfer a stage."
         )
-    reasons += [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
+    crossing = [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]
+    reasons += crossing
     size = inputs.cluster.node_size_of(layout.num_nodes)
     if layout.num_nodes > 1 and layout.gpus_per_node < size:
         idle = size - layout.gpus_per_node
         reasons.append(f"{layout}: a job takes several nodes whole, so {idle} of {size} {gpu.unit}s of each stay idle.")
-    reasons.append(f"{layout} leaves {cache_room_text(memory)}.")
+    leaves = f"{layout} leaves {cache_room_text(memory)}."
+    reasons.append(leaves)
     if memory.least_blocks and memory.max_num_seqs != max_num_seqs(inputs.engine, gpu):
         reasons.append(
             f"--max-num-seqs {memory.max_num_seqs}: each sequence of a hybrid takes a block of the cache, "
@@ -194,8 +203,10 @@ def _reasons(
         reasons.append(
             f"vLLM {inputs.engine.vllm_version} does not count its {graphs}: they need free memory beside the budget."
         )
-    assumed = assumption(inputs.engine, inputs.model)
-    return [*reasons, assumed] if assumed else reasons
+    if assumed := assumption(inputs.engine, inputs.model):
+        reasons.append(assumed)
+    said = {*of_candidates, *crossing, leaves}
+    return reasons, [reason for reason in reasons if reason not in said]
 
 
 def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[Remedy, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert run(["plan", *words]) == code
     return capsys.readouterr().out
+
+
+def printed_wide(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The same on a terminal on which no line is broken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "1000")
+        return printed(capsys, *words)
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
@@ -81,7 +89,23 @@ def test_the_plan_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> Non
     assert command.startswith("vllm serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 4")
     for word in ("weights", "activations", "CUDA graphs", "non-torch", "KV cache", "left free", "chosen", "too small"):
         assert word in text
-    assert "REPLICAS" in text
+    explained = printed(capsys, "--model", "70b", "--explain")
+    assert "REPLICAS" in explained
+    assert "IN FLIGHT" in explained
+
+
+def test_the_plan_says_first_what_is_chosen_and_why_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ("405b", "70b", "8b", "Qwen/Qwen3-Next-80B-A3B-Instruct"):
+        plan = parsed(capsys, "--model", model)
+        text = " ".join(printed_wide(capsys, model).split())
+        verdicts = [one["verdict"] for one in plan["candidates"]]
+        assert len(re.findall(r" x \d+ +(?:chosen|fits|too small|refused) ", text)) <= 3
+        assert text.count(" chosen ") == 1
+        assert (" fits " in text) == ("fits" in verdicts)
+        assert text.count(f"{plan['kv_cache_tokens']:,} tokens of cache") == 1
+        assert text.count("tokens/s") <= 3
+        for one in plan["candidates"]:
+            assert f" {one['verdict']} {one['reason']} " in " ".join(printed_wide(capsys, model, "--explain").split())
 
 
 def test_the_bar_has_one_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,3 +314,15 @@ def test_a_picture_of_an_unknown_kind_names_the_kinds_that_there_are(
 ) -> None:
     assert run(["plan", "8b", "--plot", str(tmp_path / "plan.bmp")]) == 2
     assert "does not end in .png, .svg, .pdf or .html" in capsys.readouterr().err
+
+
+def test_the_sample_in_the_readme_is_what_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stand_ins: object
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    sample = readme.split("```\n").pop(
+        next(n for n, part in enumerate(readme.split("```\n")) if ": 2 nodes x 8" in part)
+    )
+    lines = printed(capsys, "--model", "405b", "--gpu", "h100-80gb").splitlines()
+    assert sample.splitlines() == [line.rstrip() for line in lines]

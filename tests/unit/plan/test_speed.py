@@ -257,7 +257,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_command_says_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed(capsys, "--model", "8b", "--usd-per-gpu-hour", "2")
+    shown = printed(capsys, "--model", "8b", "--usd-per-gpu-hour", "2", "--explain")
     assert re.search(r"IN FLIGHT +TTFT +TPOT +TOKENS/S +IDEAL +PER GPU +PER \$ +BOUND BY", shown)
     explained = printed(capsys, "--model", "8b", "--explain")
     assert "ideal    expected" in explained
@@ -302,7 +302,7 @@ def test_the_command_takes_slices(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_takes_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "llama-2-7b", "--gpu", "cpu-spr-2s", "--gpu-memory", "256GiB", "--target", "tpot=60ms")
-    shown = printed(capsys, *words)
+    shown = printed(capsys, *words, "--explain")
     assert "fitted on GPUs and TPUs, on no CPU" in " ".join(shown.split())
     assert "one TP=2 PP=1" in shown or "2 replicas of TP=1" in shown
 

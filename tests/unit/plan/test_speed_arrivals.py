@@ -26,7 +26,7 @@ def prepared() -> tuple[Roofline, MemoryEstimate]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert run(["plan", *SMALL, *words]) == 0
+    assert run(["plan", *SMALL, *words, "--explain"]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 

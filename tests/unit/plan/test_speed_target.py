@@ -62,7 +62,7 @@ def test_a_target_is_kept_by_the_command_that_is_printed(capsys: pytest.CaptureF
 
 
 def test_the_plan_says_where_the_knee_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "8b"]) == 0
+    assert run(["plan", "--model", "8b", "--explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     found = re.search(r"knee is at about (\d+) in flight: twice as many give (\d+) % more tokens/s", said)
     assert found
@@ -71,5 +71,5 @@ def test_the_plan_says_where_the_knee_is(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_where_the_cache_holds_few_there_is_no_knee(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "8b", "--max-num-seqs", "2"]) == 0
+    assert run(["plan", "--model", "8b", "--max-num-seqs", "2", "--explain"]) == 0
     assert "No knee: tokens/s still grow well at the 2 requests" in " ".join(capsys.readouterr().out.split())
