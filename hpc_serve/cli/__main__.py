@@ -1,5 +1,21 @@
-"""`python -m hpc_serve.cli`, where the `hpc-serve` command is not on PATH."""
+"""The `hpc-serve` command's first lines, and `python -m hpc_serve.cli`.
 
-from hpc_serve.cli.main import main
+Until the command itself handles Ctrl-C, the signal ends the process at once, without a traceback of imports.
+"""
 
-main()
+import signal
+
+
+def start() -> None:
+    """Run the command of this process's arguments."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from hpc_serve.cli.main import main
+
+    signal.signal(signal.SIGINT, handler)
+    main()
+
+
+if __name__ == "__main__":
+    start()

@@ -129,3 +129,18 @@ def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
             found[place] = f"{found[0].partition('=')[0]}={number}" if place == 0 else number
         plain += found
     return tuple(plain)
+
+
+@click.command("help")
+@click.argument("command", required=False)
+@click.pass_context
+def help_command(ctx: click.Context, command: str | None) -> None:
+    """Show all commands, or the help of COMMAND."""
+    root = ctx.find_root()
+    assert isinstance(root.command, click.Group)
+    if command is None:
+        click.echo(root.get_help())
+        return
+    name, found, _ = root.command.resolve_command(root, [command])
+    assert found is not None
+    click.echo(found.get_help(found.context_class(found, info_name=name, parent=root)))

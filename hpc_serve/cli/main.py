@@ -53,6 +53,7 @@ COMMANDS = {
     "quantize": ("hpc_serve.cli.quantize", "quantize_command", "Make a model's weights 8 bit, in a job."),
     "targets": ("hpc_serve.cli.targets", "targets_command", "Tell Prometheus where the replicas are; a dashboard."),
     "completion": ("hpc_serve.cli.complete", "completion_command", "Print what makes your shell complete words."),
+    "help": ("hpc_serve.cli.commands", "help_command", "Show this, or the help of a command."),
     "demo": ("hpc_serve.cli.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
 }
 _INTERRUPTED = 130

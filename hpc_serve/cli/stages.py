@@ -46,8 +46,20 @@ def follow_until_ready(
         )
         raise click.exceptions.Exit(130) from None
     where = f"with {replicas} replicas" if replicas > 1 else f"at {status.address}"
-    click.echo(f"{service} is ready {where}. Try: hpc-serve chat {service}", err=True)
+    click.echo(f"{service} is ready {where}. {_first_use(store, status)}", err=True)
     return status
+
+
+def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
+    """A sentence on how to ask a service that is ready."""
+    from hpc_serve.cli.talk import embeddings_call
+    from hpc_serve.vllm.arguments import read_arguments, value_of
+
+    submitted = store.read_submitted(status.service)
+    words = next((job.engine_args for job in submitted if job.job_id == status.job_id), ())
+    if value_of(read_arguments(words), "--runner") == "pooling":
+        return f"It generates no text. For embeddings: {embeddings_call(status.service)}"
+    return f"Try: hpc-serve chat {status.service}"
 
 
 class Stages:

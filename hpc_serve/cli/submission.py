@@ -62,6 +62,7 @@ def submission_text(
     differing: Mapping[str, Sequence[str]] = MappingProxyType({}),
     *,
     gpu_note: str | None = None,
+    keeps_up: bool = False,
 ) -> str:
     """What was submitted, and what to type next."""
     from hpc_serve.submit.elastic_sentence import bounds_sentence
@@ -80,6 +81,7 @@ def submission_text(
         f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",
         *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
+        *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
         *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
         *([f"  queue   {queue}"] if (queue := _queue_words(own)) else []),
         *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),

@@ -74,6 +74,7 @@ def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: 
     if as_json:
         show.print_json(submission_json(submission, own, others, differing))
     else:
-        click.echo(submission_text(submission, own, others, differing, gpu_note=assumed_gpu_note()))
+        note = assumed_gpu_note()
+        click.echo(submission_text(submission, own, others, differing, gpu_note=note, keeps_up=request.keep_up))
     if wait:
         follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

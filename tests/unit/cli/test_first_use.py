@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -310,3 +316,90 @@ def test_a_file_of_models_that_is_not_there_is_an_error(site, capsys):
     site("models: /nonexistent/models.yaml\n")
     assert run(["models"]) == 2
     assert "/nonexistent/models.yaml cannot be read" in capsys.readouterr().err
+
+
+# Small things that a first hour meets
+
+
+@pytest.mark.parametrize("command", [["help", "submit"], ["submit", "--help"]])
+def test_help_is_a_command_too(command, capsys):
+    assert run(command) == 0
+    assert capsys.readouterr().out.startswith("Usage: hpc-serve submit [OPTIONS] [MODEL]")
+
+
+def test_help_alone_lists_the_commands_and_helps_with_a_misspelt_one(capsys):
+    assert run(["help"]) == 0
+    assert "submit      Start a model as a service." in capsys.readouterr().out
+    assert run(["help", "sumbit"]) == 2
+    assert "Did you mean submit?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "render", "submit", "bench", "quantize"])
+def test_a_long_help_begins_with_what_is_used_most_and_lists_each_option_once(command, capsys):
+    assert run(["help", command]) == 0
+    printed = capsys.readouterr().out
+    options = [line.split()[0].rstrip(",") for line in printed.splitlines() if line.startswith("  -")]
+    assert len(options) == len(set(options))
+    headings = [line for line in printed.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "Most used:"
+    first = printed.split("Most used:")[1].split("\n\n")[0]
+    assert 6 <= len([line for line in first.splitlines() if line.startswith("  -")]) <= 12
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['hpc-serve', 'gpus']\n"
+        "from hpc_serve.cli.__main__ import start\n"
+        "start()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_command_begins_where_ctrl_c_is_quiet():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    assert setup["options.entry_points"]["console_scripts"].split() == [
+        "hpc-serve",
+        "=",
+        "hpc_serve.cli.__main__:start",
+    ]
+
+
+def test_paths_are_whole_where_a_program_reads_the_table(store, stand_ins, tmp_path):
+    path = f"/{'long-name-of-a-folder/' * 5}model"
+    failed_job(store, model=path, reason=f"cannot read {path}/x")
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    told = subprocess.run(
+        [sys.executable, "-m", "hpc_serve.cli", "status"], capture_output=True, text=True, env=environ
+    )
+    assert f"cannot read {path}/x" in told.stdout
+
+
+def test_a_picture_s_name_is_said(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert run(["plan", "8b", "--plot", str(page)]) == 0
+    assert page.exists()
+    assert capsys.readouterr().err == f"wrote {page}\n"
+
+
+def test_the_client_is_there_without_being_imported():
+    program = (
+        "import sys, hpc_serve\n"
+        "assert not {'hpc_serve.client', 'openai', 'httpx'} & set(sys.modules), 'imported'\n"
+        "import hpc_serve.client\n"
+        "assert hpc_serve.connect is hpc_serve.client.connect\n"
+        "assert hpc_serve.connect_async is hpc_serve.client.connect_async\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("keeps_up", [False, True])
+def test_submit_says_that_it_keeps_up(keeps_up, stand_ins, capsys):
+    assert run(["submit", "8b", *(["--keep-up"] if keeps_up else [])]) == 0
+    assert ("keeps up across time limits" in capsys.readouterr().out) == keeps_up

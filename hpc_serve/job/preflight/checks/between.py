@@ -134,7 +134,11 @@ def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
             )
         elif network.speed_mbits is not None and 0 < network.speed_mbits < _SLOW_LINK_MBITS and not ports:
             text = f"{network.interface} has {network.speed_mbits / 1000:g} Gbit/s, and there is no InfiniBand"
-            seen[name] = warning(text, "If the nodes have a faster network, name its interface in HPC_SERVE_INTERFACE.")
+            cure = (
+                "If the nodes have a faster network, name its interface in HPC_SERVE_INTERFACE (interface in the site "
+                "file)."
+            )
+            seen[name] = warning(text, cure)
         else:
             speed = f"{network.speed_mbits / 1000:g} Gbit/s" if network.speed_mbits else "speed unknown"
             seen[name] = ok(f"{network.interface or 'interface unknown'}: {speed}, {ports} InfiniBand ports active")
