@@ -5,7 +5,7 @@
 #   bash examples/ask_with_env.sh 70b bash -c 'lm_eval --model local-chat-completions --apply_chat_template \
 #     --tasks gsm8k --model_args "model=70b,base_url=$OPENAI_BASE_URL/chat/completions,num_concurrent=64"'
 set -euo pipefail
-service=$1
+service=${1:?name a service: bash examples/ask_with_env.sh SERVICE COMMAND …}
 shift
 variables=$(hpc-serve env "$service")
 eval "$variables"

@@ -64,4 +64,6 @@ def write(file: TextIO, line: dict) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -25,4 +25,6 @@ def main(service: str, file: Path, question: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

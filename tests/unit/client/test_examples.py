@@ -101,3 +101,12 @@ def test_another_program_finds_all_it_needs_in_its_environment(run, service):
 def test_readme_names_each_example():
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     assert [path.name for path in EXAMPLES.iterdir() if f"examples/{path.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")))
+def test_an_example_without_arguments_says_which_it_takes(example: str) -> None:
+    program = sys.executable if example.endswith(".py") else "bash"
+    told = subprocess.run([program, EXAMPLES / example], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert f"{example} SERVICE" in told.stderr
+    assert "Traceback" not in told.stderr
