@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_serve.cli.commands import GroupedCommand
+from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.cli.values import Duration
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("bench", cls=GroupedCommand, groups=_GROUPS)
-@click.argument("services", nargs=-1)
+@click.argument("services", nargs=-1, shell_complete=live_service_names)
 @click.option("--dataset-name", type=click.Choice(_DATASETS), help="What is asked [random; with a file custom].")
 @click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
 @click.option("--lengths", metavar="IN/OUT,…", help=f"Tokens of prompts and answers, as 1800/128 [{_USUAL_LENGTHS}].")
@@ -59,7 +60,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--extra-body", metavar="JSON", help='More of each request, as {"temperature": 0}.')
 @click.option("--goodput", "goals", multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el.")
 @click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
-@click.option("--gpu", help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].")
+@click.option(
+    "--gpu",
+    shell_complete=gpu_names,
+    help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].",
+)
 @click.option("--check", metavar="FILE.py:FUNCTION", help="Count answers of which this function says what is wrong.")
 @click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
 @click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")

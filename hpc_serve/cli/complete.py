@@ -1,17 +1,22 @@
 """`completion`, and the names that a shell completes: services of this home, models of site and catalogue.
 
-A shell waits for the answer at each press of Tab. So records are not read, nothing is asked for over the network, and a
-filesystem that hangs gives no names.
+A shell waits for the answer at each press of Tab. So nothing is asked for over the network, and a filesystem that hangs
+gives no names.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
+
+if TYPE_CHECKING:
+    from hpc_serve.rendezvous.store import ServiceStore
 
 _PROGRAM, _VARIABLE = "hpc-serve", "_HPC_SERVE_COMPLETE"
 _LIST_S = 1.0
@@ -23,6 +28,36 @@ def service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
     found = _listed(lambda: ServiceStore(default_home(os.environ)).services())
     return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
+def live_service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The services that have a job which is not over, by what is written of them."""
+    from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+    found = _listed(lambda: live_services(ServiceStore(default_home(os.environ))))
+    return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+
+def live_services(store: ServiceStore) -> tuple[str, ...]:
+    """The services of a store that have a job which waits, or a record that is renewed. Raises StoreError."""
+    from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
+
+    def is_live(service: str) -> bool:
+        found, oldest = store.read(service), time.time() - ABANDONED_AFTER_S
+        renewed = any(not record.is_final and record.updated_at > oldest for record in found.records)
+        return renewed or bool(found.awaiting_record())
+
+    return tuple(filter(is_live, store.services()))
+
+
+def gpu_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The accelerators; after a colon the slices of one."""
+    from hpc_serve.plan.catalog import accelerator_entries
+
+    entries = accelerator_entries()
+    slices = [f"{name}:{part}" for name, entry in entries.items() for part in entry.get("slices") or ()]
+    names = slices if ":" in incomplete else entries
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from hpc_serve.cli.complete import model_names
+from hpc_serve.cli.complete import gpu_names, model_names
 from hpc_serve.cli.values import Context, Duration, Replicas, Size
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
@@ -44,6 +44,7 @@ _PLAN_OPTIONS = (
         "--gpu",
         metavar="NAME",
         callback=not_empty,
+        shell_complete=gpu_names,
         help=f"What the nodes have: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
     ),
     click.option(
@@ -219,7 +220,7 @@ REQUEST_GROUPS: Mapping[str, Sequence[str]] = {
     "Layout": _LAYOUT,
     "Requests that the layout is chosen for": _REQUESTS,
     "How long it stays": ("keep_up", "chain", "overlap_s", "idle_stop_s", "engine_restarts"),
-    "The job": ("tools", "stage", "env", "log_dir", "no_tls", "tls", "cluster", "site", "output", *_UNKNOWN),
+    "The job": ("tools", "stage", "env", "log_dir", "cluster", "site", "output", *_UNKNOWN),
     "Slurm": (*SLURM_OPTIONS, "extra"),
 }
 """Headings of a help, with the names of their parameters."""

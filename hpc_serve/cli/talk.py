@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.complete import live_service_names
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import HpcServeError, ServiceNotFoundError
 from hpc_serve.printable import printable
@@ -21,7 +21,7 @@ _WAIT = click.option("--wait", type=Duration(), help="Wait for it that long if i
 
 
 @click.command("env")
-@click.argument("service", required=False, shell_complete=service_names)
+@click.argument("service", required=False, shell_complete=live_service_names)
 @_WAIT
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
 
 
 @click.command("chat")
-@click.argument("service", required=False, shell_complete=service_names)
+@click.argument("service", required=False, shell_complete=live_service_names)
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--max-tokens", type=int, metavar="N", help="Longest answer, in tokens.")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -19,7 +19,7 @@ _pause = time.sleep
 
 
 @click.command("targets")
-@click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=service_names)
+@click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=live_service_names)
 @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False), help="Write them to this file.")
 @click.option("--watch", is_flag=True, help="Go on, and write the file again whenever replicas come or go.")
 @click.option("--scrape-config", is_flag=True, help="Print the part of prometheus.yml that reads that file.")
@@ -83,8 +83,8 @@ def _scrape_config(store: ServiceStore, services: Sequence[str], output: Path) -
     from hpc_serve.client.scrape import scrape_config
     from hpc_serve.trust.bundle import authority_alone
 
-    names = services or store.services()
+    names = services or live_services(store)
     if not names:
-        raise click.UsageError("There are no services yet: submit one, or name it.")
+        raise click.UsageError("No service waits or runs: submit one, or name it.")
     keys = [(name, store.api_key_path(name).absolute()) for name in names]
     return scrape_config(keys, targets_file=output, authority_file=authority_alone(store.home))

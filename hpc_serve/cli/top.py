@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore, default_home
@@ -68,7 +68,7 @@ class Looks:
 
 
 @click.command("top")
-@click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=service_names)
+@click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=live_service_names)
 @click.option("--once", is_flag=True, help="Print it once, after two looks a second apart.")
 def top_command(services: Sequence[str], once: bool) -> None:
     """Show what all replicas do: requests, tokens a second, use of the cache. q or Ctrl-C ends it.

@@ -27,6 +27,7 @@ from hpc_serve.job.share import Share
 from hpc_serve.rendezvous.claims import require_filelock
 from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir
+from hpc_serve.rendezvous.names import expanded_log_dir
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
@@ -61,7 +62,8 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     require_filelock()  # before there are launchers: those of other nodes would wait for the head's
     store = ServiceStore(default_home(environ))
     api_key_file = store.ensure_api_key(service)
-    log_dir = _make_log_dir(Path(environ.get("HPC_SERVE_LOG_DIR") or store.log_dir(service)))
+    named = environ.get("HPC_SERVE_LOG_DIR") or str(store.log_dir(service))
+    log_dir = _make_log_dir(Path(expanded_log_dir(named, environ, service=service, job_id=allocation.job_id)))
     node_dir_name = choose_node_dir(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
     if allocation.cluster == "local":
         address = "127.0.0.1"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from hpc_serve.errors import InvalidRequestError
 
 _SERVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LOG_PATTERN = re.compile(r"%([xujAa])")
+_NO_TASK = "4294967294"  # of a job that is no array, as Slurm writes it
 _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.json")
 
 
@@ -49,14 +52,42 @@ def array_of(job_id: str) -> str:
 def check_log_path(path: str, called: str) -> None:
     """Raises InvalidRequestError for a log folder whose name Slurm would read as a pattern.
 
-    `--output` of sbatch and srun expand %x, %j and others, and take a backslash to end that. The folder is made before
-    there is a job, under the name as it is written, so the two would differ.
+    `--output` of sbatch and srun expand %N, %t and others, and take a backslash to end that.
     """
     if "%" in path or "\\" in path:
         raise InvalidRequestError(
-            f"{called} is {path!r}: Slurm would expand the % (or \\) in it for each job, but the folder is made before "
-            "there is a job. Use a folder without them; the files in it are named after the job's id."
+            f"{called} is {path!r}: of Slurm's patterns a folder may have %x, %u, %j, %A and %a, and no \\. The others "
+            "differ from node to node. The files in it are named after the job's id and the node."
         )
+
+
+def expanded_log_dir(path: str, environ: Mapping[str, str], *, service: str, job_id: str) -> str:
+    """A log folder with %x, %u, %j, %A and %a replaced as Slurm does; `environ` is that of the job.
+
+    Raises InvalidRequestError for any other pattern.
+
+    >>> expanded_log_dir("/logs/%x_%j", {"SLURM_JOB_NAME": "hpc-serve-8b"}, service="8b", job_id="7")
+    '/logs/hpc-serve-8b_7'
+    """
+    values = {
+        "x": environ.get("SLURM_JOB_NAME", service),
+        "u": environ.get("USER", ""),
+        "j": environ.get("SLURM_JOB_ID", job_id),
+        "A": environ.get("SLURM_ARRAY_JOB_ID", job_id),
+        "a": environ.get("SLURM_ARRAY_TASK_ID", _NO_TASK),
+    }
+    expanded = _LOG_PATTERN.sub(lambda found: values[found[1]], path)
+    check_log_path(expanded, "log-dir")
+    return expanded
+
+
+def log_dir_before_job(path: str) -> str:
+    """The part of a log folder that is known before there is a job: above the first folder with a pattern.
+
+    >>> log_dir_before_job("/logs/%x/%j"), log_dir_before_job("/logs")
+    ('/logs', '/logs')
+    """
+    return path.partition("%")[0].rpartition("/")[0] or "/" if "%" in path else path
 
 
 def record_file_name(job_id: str, restart: int, replica: int) -> str:

@@ -15,6 +15,7 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
+from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.sizes import format_size
 from hpc_serve.submit.engine_words import engine_words
 from hpc_serve.submit.memory import memory_gib
@@ -147,7 +148,7 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         *([slurm.gpu_line(gpus)] if device.kind == "gpu" else []),
         *completed.lines("share"),
         *(array_options(jobs) if jobs > 1 else []),
-        batch_log_option(request.log_dir, is_array=jobs > 1),
+        batch_log_option(request.log_dir and log_dir_before_job(request.log_dir), is_array=jobs > 1),
         *(["--exclusive"] if whole_nodes else []),
         *([] if slurm.requeue is None else ["--requeue" if slurm.requeue else "--no-requeue"]),
         "--open-mode=append",

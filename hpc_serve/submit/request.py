@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS, Arrivals
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.rendezvous.names import check_log_path, validate_service_name
+from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.submit.bounds import check_elastic, check_jobs_can_submit
 from hpc_serve.submit.chain import check_chain
 from hpc_serve.submit.job_env import check_env
@@ -214,4 +214,4 @@ class ServeRequest:
             if not self.log_dir.startswith("/"):
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
-            check_log_path(self.log_dir, "log-dir")
+            expanded_log_dir(self.log_dir, {}, service=self.service, job_id="0")  # refuses other patterns

@@ -21,6 +21,7 @@ from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.elastic import Elastic
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_private
+from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
@@ -87,7 +88,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     script = render_script(request, plan)
 
     store.ensure_service(service)
-    log_dir = make_log_dir(Path(str(request.log_dir)), called="--log-dir")
+    log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
     job, elastic = _job_of(request, plan, speed_figures(result.estimates())), None
     with _claimed(store, service, plan.model):
         if request.cluster == "local":

@@ -628,6 +628,19 @@ def test_what_an_engine_refuses_is_an_error_and_no_traceback(live, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_service_without_a_chat_says_how_it_is_asked(store, capsys):
+    service = StubService(store.home, "emb")
+    service.start("--stub-error", "404", service="emb", job_id="8")
+    try:
+        assert run(["chat", "emb", "hello"]) == 1
+    finally:
+        service.close()
+    said = capsys.readouterr().err
+    assert "emb has no chat: its engine generates no text" in said
+    assert 'hpc_serve.connect("emb")' in said
+    assert "client.embeddings.create" in said
+
+
 def test_a_question_without_a_service_s_name_is_told_where_that_belongs(live, capsys):
     assert run(["chat", "hi"]) == 5
     assert "a service's name comes first: hpc-serve chat 8b hi" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from click.shell_completion import ShellComplete
@@ -15,6 +16,7 @@ from hpc_serve.cli import complete
 from hpc_serve.cli.main import COMMANDS, cli, run
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.patience import PATIENCE_S, wait_until
+from tests.support.stubs import make_record, make_submitted
 from tests.unit.cli.test_cli import HEAVY
 
 
@@ -38,7 +40,7 @@ def words(*before: str, incomplete: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "wait", "logs", "doctor", "stop", "forget", "scale", "wake", "chat", "env", "top", "targets"]
+    "command", ["status", "wait", "logs", "doctor", "stop", "forget", "scale", "wake", "report", "gateway"]
 )
 def test_services_are_completed(store, command):
     assert words(command) == ["70b", "8b", "8b-test"]
@@ -115,3 +117,21 @@ def test_completing_imports_nothing_heavy(store):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("['70b', '8b', '8b-test']")
     assert [name for name in HEAVY if f"'{name}'" in done.stdout] == []
+
+
+def test_a_service_that_is_over_is_not_offered_where_it_can_only_be_asked(store):
+    store.write(make_record(service="8b", job_id="1", state="ready", updated_at=time.time()))
+    store.write(make_record(service="70b", job_id="2", state="stopped", updated_at=time.time()))
+    store.write(make_record(service="8b-test", job_id="3", state="ready", updated_at=time.time() - 86400))
+    store.ensure_service("waits")
+    store.write_submitted(make_submitted(service="waits", job_id="4"))
+    for command in ("chat", "env", "top", "targets", "bench"):
+        assert words(command) == ["8b", "waits"]
+    assert words("logs") == ["70b", "8b", "8b-test", "waits"]
+
+
+def test_accelerators_are_completed():
+    for command in ("plan", "submit", "bench"):
+        assert "mi300x" in words(command, "--gpu")
+    assert words("plan", "--gpu", incomplete="h100-8") == ["h100-80gb"]
+    assert "v5e:4x4" in words("plan", "--gpu", incomplete="v5e:")

@@ -42,7 +42,7 @@ CHOICES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("--max-model-len", "auto"), ("--max-model-len", "8k"), ("--max-model-len", "4096")),
     (("--target", "tpot=50ms"), ("--concurrency", "4", "--arrivals", "burst", "--longest-output-tokens", "300")),
     (("--input-tokens", "500", "--output-tokens", "100"),),
-    (("--backend", "mp"), ("--no-tls",), ("--engine-restarts", "0"), ("--tools",)),
+    (("--backend", "mp"), ("--engine-restarts", "0"), ("--tools",)),
     (("--stage",), ("--no-stage",)),
     (("--time", "12:00:00"), ("--time", "1-00:00")),
     (("--signal", "B:USR1@120"), ("--signal", "B:USR1@90")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate
 from hpc_serve.vllm.options import load_data
 from tests.support.patience import be_patient
-from tests.support.stubs import StubService, make_record
+from tests.support.stubs import StubService, make_record, make_submitted
 
 WELL = ProbeResult(status="ready", host="10.0.0.1")
 
@@ -119,7 +120,7 @@ def test_watching_goes_on_while_the_store_cannot_be_read(live, tmp_path, monkeyp
         (["--watch"], "--watch needs the file's name"),
         (["--scrape-config"], "--scrape-config needs the file's name"),
         (["--output", "nowhere/x.json"], "there is no folder"),
-        (["--scrape-config", "--output", "x.json"], "There are no services yet"),
+        (["--scrape-config", "--output", "x.json"], "No service waits or runs"),
     ],
 )
 def test_what_cannot_be_done_is_said(argv, words, capsys, tmp_path, monkeypatch):
@@ -137,6 +138,9 @@ def test_a_service_that_is_not_there_is_a_warning(live, capsys):
 
 def test_the_configuration_has_one_job_for_each_key(live, tmp_path, capsys):
     live.store.ensure_api_key("70b")
+    live.store.write_submitted(make_submitted(service="70b", job_id="8"))
+    live.store.ensure_api_key("over")
+    live.store.write(make_record(service="over", job_id="9", state="stopped", updated_at=time.time()))
     output = tmp_path / 'a "quoted" name.json'
     assert run(["targets", "--scrape-config", "--output", str(output)]) == 0
     first, second = yaml.safe_load(capsys.readouterr().out)["scrape_configs"]

@@ -73,7 +73,7 @@ def test_outside_a_job_it_fails_with_words(monkeypatch, capsys):
     [
         ("HPC_SERVE_TMPDIR", "/" + "x" * 40, "too long"),
         ("HPC_SERVE_LOG_DIR", "/proc/x", "cannot be made"),
-        ("HPC_SERVE_LOG_DIR", "/tmp/%x-%j", "Slurm would expand the %"),
+        ("HPC_SERVE_LOG_DIR", "/tmp/%N-%j", "of Slurm's patterns"),
     ],
 )
 def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypatch, variable, value, why):
@@ -138,3 +138,10 @@ def test_what_is_asked_of_filelock_is_what_the_package_needs():
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
     assert _FILELOCK in setup["options"]["install_requires"].split()
+
+
+def test_patterns_in_the_log_folder_are_expanded_as_slurm_does(environ, tmp_path):
+    named = {"HPC_SERVE_LOG_DIR": str(tmp_path / "%x_%j" / "%a"), "SLURM_JOB_NAME": "my-name", "SLURM_JOB_ID": "77"}
+    exports = prepare("8b", read_allocation({**environ, **named}), {**environ, **named})
+    assert exports["HPC_SERVE_LOG_DIR"] == str(tmp_path / "my-name_77" / "4294967294")
+    assert Path(exports["HPC_SERVE_LOG_DIR"]).is_dir()

@@ -393,7 +393,7 @@ def test_the_header_cannot_be_left_by_a_newline():
         ({"cluster": "local", "num_nodes": 2}, "this machine alone"),
         ({"log_dir": "logs"}, "absolute path"),
         ({"log_dir": "/a b"}, "log-dir"),
-        ({"log_dir": "/logs/%x_%j"}, "Slurm would expand the %"),
+        ({"log_dir": "/logs/%x_%N"}, "of Slurm's patterns"),
         ({"concurrency": 0}, "concurrency is 0"),
     ],
 )
@@ -412,3 +412,9 @@ def test_a_batch_log_that_slurm_opened_for_everybody_is_closed_to_others(tmp_pat
     assert log.stat().st_mode & 0o777 == 0o600
     subprocess.run(["bash", "-euc", line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     assert Path("/dev/null").stat().st_mode == null
+
+
+def test_the_job_s_own_log_is_above_a_folder_that_is_named_after_the_job():
+    text = script(log_dir="/logs/of/%x_%j")
+    assert "#SBATCH --output=/logs/of/%j.log\n" in text
+    assert "HPC_SERVE_LOG_DIR=/logs/of/%x_%j\n" in text
