@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 import hpc_serve
-from hpc_serve.cli.work_view import figure, when, work_rows
+from hpc_serve.cli.work_view import figure, figure_name, when, work_rows
 from hpc_serve.durations import duration
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.pages.frame import document, swatch, table
@@ -160,7 +160,7 @@ def _figures(status: ReplicaStatus) -> Markup:
     for name in names:
         predicted, measured = status.predicted[name], status.measured[name]
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
-        cells.append((_text(name), figure(name, predicted), figure(name, measured), ratio))
+        cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
     return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)
 
 

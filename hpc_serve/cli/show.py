@@ -165,7 +165,7 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 
 
 def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
-    from hpc_serve.cli.work_view import figure
+    from hpc_serve.cli.work_view import figure, figure_name
 
     names = [name for name in status.predicted if name in status.measured]
     if not names:
@@ -173,7 +173,7 @@ def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
     console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
     for name in names:
         predicted, measured = (figure(name, figures[name]) for figures in (status.predicted, status.measured))
-        console.print(Text(f"  {name:<24} {predicted:>14} {measured:>14}"))
+        console.print(Text(f"  {figure_name(name):<24} {predicted:>14} {measured:>14}"))
 
 
 def _sentence(status: ReplicaStatus) -> str:

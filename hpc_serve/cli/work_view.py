@@ -83,6 +83,29 @@ def figure(name: str, value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or value > 100 else f"{value:.2f}"
 
 
+_FIGURES = {
+    "model_loading_bytes": "weights",
+    "kv_cache_tokens": "KV cache, tokens",
+    "max_model_len": "longest context, tokens",
+    "max_concurrency": "longest requests at once",
+    "num_blocks": "blocks of the cache",
+    "non_torch_bytes": "non-torch memory",
+    "cuda_graph_bytes": "CUDA graphs",
+    "activation_bytes": "activations",
+    "kv_cache_bytes": "KV cache",
+    "total_bytes": "memory of a GPU",
+}
+
+
+def figure_name(name: str) -> str:
+    """The words for a figure of a plan or a log.
+
+    >>> figure_name("kv_cache_bytes"), figure_name("loading_weights_s")
+    ('KV cache', 'loading weights')
+    """
+    return _FIGURES.get(name) or name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+
+
 def when(seconds: float | None) -> str:
     """A time since the epoch by this host's clock; "" for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""

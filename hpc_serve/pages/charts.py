@@ -65,7 +65,7 @@ class _Panel:
         return found
 
 
-_WIDE = _Panel(width=860, height=180, left=64, right=12, top=12, bottom=26)
+_WIDE = _Panel(width=860, height=180, left=84, right=12, top=12, bottom=26)
 _SMALL = _Panel(width=430, height=280, left=58, right=20, top=28, bottom=42)
 
 
@@ -99,7 +99,7 @@ def over_time(title: str, found: Sequence[Curve], *, unit: str = "", percent: bo
     def place(point: Point) -> Point:
         return _WIDE.x((point[0] - begin) / span_s), _WIDE.y(min(point[1] / top, 1.0))
 
-    parts = _WIDE.grid(top, (0.0, 0.5, 1.0), lambda value: f"{100 * value:.0f} %" if percent else f"{value:,.4g}")
+    parts = _WIDE.grid(top, (0.0, 0.5, 1.0), lambda value: f"{100 * value:.0f} %" if percent else axis_number(value, 4))
     for at, anchor in ((begin, "start"), ((begin + end) / 2, "middle"), (end, "end")):
         words = time.strftime("%m-%d %H:%M:%S", time.localtime(at))
         parts.append(_text(place((at, 0))[0], _WIDE.height - 8, words, anchor))
@@ -126,7 +126,7 @@ def over_load(title: str, below: str, found: Sequence[Curve]) -> Markup:
 
     parts = _small_frame(title, below, top)
     for x in sorted({x for x, _ in points}):
-        parts.append(_text(place((x, 0))[0], _SMALL.height - _SMALL.bottom + 16, f"{x:g}", "middle"))
+        parts.append(_text(place((x, 0))[0], _SMALL.height - _SMALL.bottom + 16, axis_number(x, 6), "middle"))
     for curve in found:
         if curve.points:
             parts.append(_line(list(map(place, curve.points)), curve.series, curve.dashes, is_marked=True, radius=3))
@@ -147,7 +147,7 @@ def histogram(title: str, values: Sequence[float]) -> Markup:
         left, right, y = _SMALL.x(number / _BARS), _SMALL.x((number + 1) / _BARS), _SMALL.y(count / top)
         parts.append(bar.format(left, y, right - left - 1, base - y))
     for share in (0.0, 0.5, 1.0):
-        parts.append(_text(_SMALL.x(share), base + 16, _number(share * most, 3), "middle"))
+        parts.append(_text(_SMALL.x(share), base + 16, axis_number(share * most, 3), "middle"))
     return _SMALL.svg(title, parts)
 
 
@@ -155,11 +155,16 @@ def _small_frame(title: str, below: str, top: float) -> list[Markup]:
     return [
         _text(_SMALL.left, 16, title, "start", kind="bold"),
         _text((_SMALL.left + _SMALL.width) / 2, _SMALL.height - 6, below, "middle"),
-        *_SMALL.grid(top, (0.0, 0.25, 0.5, 0.75, 1.0), lambda value: _number(value, 4)),
+        *_SMALL.grid(top, (0.0, 0.25, 0.5, 0.75, 1.0), lambda value: axis_number(value, 4)),
     ]
 
 
-def _number(value: float, digits: int) -> str:
+def axis_number(value: float, digits: int) -> str:
+    """A number with so many digits, without an exponent.
+
+    >>> axis_number(25000, 4), axis_number(2.5, 4), axis_number(0.0, 4)
+    ('25,000', '2.5', '0')
+    """
     return f"{value:,.{digits}g}" if value < 1000 else f"{value:,.0f}"
 
 

@@ -25,7 +25,11 @@ _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:2em auto;padding:0 1em}
 h1{font-size:1.5em;margin-bottom:0} h2{font-size:1.2em;margin:1.8em 0 .3em;border-bottom:1px solid var(--line)}
 h3{font-size:1em;margin:1.3em 0 .3em} .about,.when,p.note{color:var(--soft)}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums} .scroll{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums} .scroll{overflow-x:auto;
+background:linear-gradient(90deg,var(--paper) 40%,transparent) 0 0/3em 100% no-repeat local,
+linear-gradient(270deg,var(--paper) 40%,transparent) 100% 0/3em 100% no-repeat local,
+linear-gradient(90deg,var(--soft),transparent) 0 0/.8em 100% no-repeat,
+linear-gradient(270deg,var(--soft),transparent) 100% 0/.8em 100% no-repeat}
 .scroll td:first-child{white-space:nowrap}
 td,th{padding:.15em 1.2em .15em 0;text-align:left;vertical-align:top} td.n,th.n{text-align:right}
 th{font-weight:600;color:var(--soft)} svg{max-width:100%;height:auto} figure{margin:.8em 0} figcaption{font-size:.9em}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.pages.charts import axis_number
 from hpc_serve.plan.speed.estimate import (
     EXPECTED,
     IDEAL,
@@ -239,7 +240,9 @@ def _breakdown(axes: Any, drawn: Drawn) -> None:
             axes.bar(places, heights, 0.78, bottom=below, color=colour, label=label, edgecolor=PAPER, linewidth=0.6)
         below = [low + size for low, size in zip(below, heights)]
     for place, height in zip(places, below):
-        axes.annotate(f"{height:.3g}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8.5)
+        axes.annotate(
+            axis_number(height, 3), (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8.5
+        )
     axes.set_xticks(list(places), [f"{batch:,}" for batch in sizes])
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(f"requests that run at once (the last: {drawn.limit()})")
@@ -259,7 +262,7 @@ def _breakdown(axes: Any, drawn: Drawn) -> None:
 def _plain_ticks(axis: Any) -> None:
     ticker = import_module("matplotlib.ticker")
     axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: axis_number(value, 6)))
     axis.set_minor_formatter(ticker.NullFormatter())
 
 

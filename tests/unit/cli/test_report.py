@@ -10,6 +10,7 @@ import pytest
 
 from hpc_serve.cli import report
 from hpc_serve.cli.main import run
+from hpc_serve.cli.work_view import figure_name
 from hpc_serve.client.engine_work import WorkWatch
 from hpc_serve.pages.charts import Curve, over_time, stage_bar
 from hpc_serve.rendezvous.record import NodeRecord, StartRecord
@@ -192,3 +193,15 @@ def test_pictures_of_nothing_are_empty_and_of_much_are_thinned_out():
     assert picture.count("<polyline") == 1
     gap = over_time("x", [Curve(name="y", points=[(0.0, 1.0), (10.0, 1.0), (500.0, 0.0)])])
     assert (gap.count("<polyline"), gap.count("<circle")) == (1, 1)
+
+
+def test_figures_have_words_and_no_raw_keys() -> None:
+    for key in (
+        "kv_cache_bytes",
+        "model_loading_bytes",
+        "max_concurrency",
+        "num_blocks",
+        "loading_weights_s",
+        "new_one",
+    ):
+        assert "_" not in figure_name(key)

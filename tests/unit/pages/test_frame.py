@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 import pytest
 from markupsafe import Markup
 
+from hpc_serve.pages.charts import Curve, over_load, over_time
 from hpc_serve.pages.frame import COLOURS, document, swatch, table
 
 EVIL = "</script></style></title><!--<script>alert('1')</script>&amp;\u2028 \"'"
@@ -89,3 +90,20 @@ def test_every_series_has_a_colour_on_light_and_dark() -> None:
     assert '<i class="swatch s1"></i>' in text
     for number in range(COLOURS):
         assert len(re.findall(rf"\.s{number}\{{color:#[0-9a-f]{{6}}\}}", text)) == 2
+
+
+def test_axes_have_no_exponents() -> None:
+    for most in (0.02, 7.0, 25_000.0, 3_000_000.0):
+        points = [(float(at), most * at / 10) for at in range(11)]
+        for picture in (
+            over_time("x", [Curve(name="a", points=points)]),
+            over_load("x", "load", [Curve(name="a", points=[(10**at, value) for at, value in points[1:8]])]),
+        ):
+            assert not re.search(r"\de[+-]?\d", picture)
+
+
+def test_a_table_that_is_wider_than_the_screen_has_a_shadow_at_its_edge() -> None:
+    page = document("x", table(["a"], [["1"]]))
+    (rule,) = re.findall(r"\.scroll\{(.*?)\}", page, re.DOTALL)[:1]
+    assert "overflow-x:auto" in rule
+    assert rule.count("local") == 2  # these covers move with the table, and hide the shadow at its ends
