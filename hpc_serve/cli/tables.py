@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
 _WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 
 
-def print_models(own: Sequence[SiteModel], entries: Sequence[CatalogModel]) -> None:
-    """The site's own models, then the catalogue: short name, repository, size; those with a short name first."""
+def print_models(
+    own: Sequence[SiteModel], entries: Sequence[CatalogModel], layouts: Mapping[str, str | None] = MappingProxyType({})
+) -> None:
+    """The site's own models, then the catalogue: short name, repository, size; those with a short name first.
+
+    `layouts` adds a column, by repository.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     table.add_column("NAME", no_wrap=True)
     table.add_column("MODEL", overflow="fold")
@@ -28,13 +34,17 @@ def print_models(own: Sequence[SiteModel], entries: Sequence[CatalogModel]) -> N
     shows_size = console.width >= _WIDE_ENOUGH
     if shows_size:
         table.add_column("PARAMETERS", justify="right", no_wrap=True)
+    if layouts:
+        table.add_column("LAYOUT", no_wrap=True)
     for model in own:
         note = f"{model.model} ({model.note})" if model.note else model.model
-        table.add_row(Text(f"{model.name} (site)"), Text(note), *([Text("")] if shows_size else []))
+        has = [Text(layouts[model.model] or "")] if layouts else []
+        table.add_row(Text(f"{model.name} (site)"), Text(note), *([Text("")] if shows_size else []), *has)
     short = {entry.name: " ".join(alias for alias in entry.aliases if "/" not in alias) for entry in entries}
     for entry in sorted(entries, key=lambda entry: not short[entry.name]):
         size = f"{entry.published_parameters / 1e9:,.1f} B" if entry.published_parameters else ""
-        table.add_row(Text(short[entry.name]), Text(entry.name), *([Text(size)] if shows_size else []))
+        has = [Text(layouts[entry.name] or "")] if layouts else []
+        table.add_row(Text(short[entry.name]), Text(entry.name), *([Text(size)] if shows_size else []), *has)
     console.print(table)
 
 
