@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     help="Files to fetch besides, as '*Q4_K_M.gguf'; may be repeated.",
 )
 @click.option("--site", metavar="FILE", help="Your site file [default: ~/.config/hpc-serve/site.yaml].")
-def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the folder as JSON.")
+def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str | None, as_json: bool) -> None:
     """Fetch MODEL, of the catalogue, the site or the hub, into the Hugging Face cache that jobs read (HF_HOME).
 
     Only what the engine reads is fetched. What broke off goes on where it was: run the same command again.
@@ -42,14 +44,14 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
         why = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub"
         folder = cached_alone(repository, settings, revision, why)
         click.echo(f"{repository}: all of its weights are here. The hub was not asked: {why}.", err=True)
-        click.echo(folder)
+        _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
         return
     try:
         found = look_for_model(repository, settings, revision=revision, include=include)
     except HubConnectionError as error:
         folder = cached_alone(repository, settings, revision, str(error).rstrip("."))
         click.echo(f"{repository}: all of its weights are here, perhaps not the newest ones: {error}", err=True)
-        click.echo(folder)
+        _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
         return
     click.echo(found.words, err=True)
     if found.download.num_missing:
@@ -57,7 +59,17 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
         found.repository.note_revision(is_whole=False)
         _run(found.download)
     found.repository.note_revision(is_whole=True)
-    click.echo(found.folder)
+    fetched_bytes = found.download.done_bytes - found.download.kept_bytes
+    _print_folder(repository, found.folder, fetched_bytes=fetched_bytes, as_json=as_json)
+
+
+def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json: bool) -> None:
+    from hpc_serve.cli.show import print_json
+
+    if as_json:
+        print_json({"model": repository, "folder": str(folder), "fetched_bytes": fetched_bytes})
+    else:
+        click.echo(folder)
 
 
 def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:

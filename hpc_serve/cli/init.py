@@ -30,7 +30,8 @@ _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the file, and write none.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
-def init_command(output: Path | None, only_print: bool, force: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the settings, with their reasons, as JSON.")
+def init_command(output: Path | None, only_print: bool, force: bool, as_json: bool) -> None:
     """Look at this cluster, and write a site file with a reason for every setting.
 
     It asks Slurm and this host, for half a minute at most, and starts no job. What it cannot know stands in the file as
@@ -53,10 +54,17 @@ def init_command(output: Path | None, only_print: bool, force: bool) -> None:
     facts = look()
     settings = choose_settings(facts)
     text = site_text(settings, head=_head(facts), above=above)
-    if only_print:
+    if only_print and not as_json:
         click.echo(text, nl=False)
         return
-    _write(path, text, replace=force)
+    if not only_print:
+        _write(path, text, replace=force)
+    if as_json:
+        from hpc_serve.cli.show import print_json
+
+        found = {setting.key: {"value": setting.value, "reason": setting.why} for setting in settings}
+        print_json({"file": None if only_print else str(path), "settings": found})
+        return
     _show(facts, settings)
     click.echo(_next(path, settings))
 

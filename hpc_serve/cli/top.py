@@ -70,7 +70,8 @@ class Looks:
 @click.command("top")
 @click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=live_service_names)
 @click.option("--once", is_flag=True, help="Print it once, after two looks a second apart.")
-def top_command(services: Sequence[str], once: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one look as JSON.")
+def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     """Show what all replicas do: requests, tokens a second, use of the cache. q or Ctrl-C ends it.
 
     It looks every two seconds; tokens/s are those since the last look. Without a terminal it prints one look.
@@ -78,11 +79,17 @@ def top_command(services: Sequence[str], once: bool) -> None:
     from hpc_serve.cli.terminal_screen import has_screen
 
     looks = Looks(ServiceStore(default_home(os.environ)), services)
-    if once or not has_screen():
+    if once or as_json or not has_screen():
         frame = looks.look()
         if any(work.in_flight for work in frame.works):
             time.sleep(_ONCE_S)
             frame = looks.look()
+        if as_json:
+            from hpc_serve.cli.show import print_json, status_json
+
+            found = [status_json(status, work) for status, work in zip(frame.replicas, frame.works)]
+            print_json({"services": found, "problems": list(frame.problems), "at": frame.at})
+            return
         width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
         click.echo("\n".join(frame_lines(frame, width=width, height=None)))
         return

@@ -403,3 +403,53 @@ def test_the_client_is_there_without_being_imported():
 def test_submit_says_that_it_keeps_up(keeps_up, stand_ins, capsys):
     assert run(["submit", "8b", *(["--keep-up"] if keeps_up else [])]) == 0
     assert ("keeps up across time limits" in capsys.readouterr().out) == keeps_up
+
+
+def test_models_that_fit_the_site_s_gpus(site, capsys):
+    site("gpu: l4\ngpus_per_node: 1\n")
+    assert run(["models", "--fits", "--json", "llama"]) == 0
+    found = {one["name"]: one["layout"] for one in json.loads(capsys.readouterr().out)}
+    assert "meta-llama/Llama-3.1-405B-Instruct" not in found
+    for name, layout in found.items():
+        assert run(["plan", name, "--nodes", "1", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert layout == f"TP={plan['tensor_parallel_size']} PP={plan['pipeline_parallel_size']}"
+    assert run(["models", "--fits", "405b"]) == 1
+    assert "No model fits one node of l4" in capsys.readouterr().err
+
+
+# What scripts read
+
+
+def parsed(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def test_commands_that_do_something_answer_in_json_too(stand_ins, tmp_path, capsys):
+    assert run(["submit", "8b", "--json"]) == 0
+    job = parsed(capsys)["job_id"]
+    assert run(["scale", "8b", "1", "--json"]) == 0
+    assert parsed(capsys) == {"service": "8b", "before": 1, "replicas": 1, "submitted": [], "ended": []}
+    assert run(["wake", "8b", "--json"]) == 0
+    woken = parsed(capsys)
+    assert (woken["service"], woken["submitted"], bool(woken["note"])) == ("8b", [], True)
+    assert run(["top", "--json"]) == 0
+    assert [one["job_id"] for one in parsed(capsys)["services"]] == [job]
+    assert run(["stop", "8b", "--now", "--json"]) == 0
+    assert [one["job_id"] for one in parsed(capsys)["ended"]] == [job]
+
+
+def test_init_answers_in_json(stand_ins, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    assert run(["init", "--output", str(path), "--json"]) == 0
+    told = parsed(capsys)
+    assert told["file"] == str(path)
+    assert path.exists()
+    assert all(set(one) == {"value", "reason"} for one in told["settings"].values())
+
+
+@pytest.mark.parametrize("command", ["stop", "scale", "wake", "fetch"])
+def test_their_errors_are_json_too(command, capsys):
+    words = {"scale": ["nonesuch", "1"], "fetch": ["no such/model/at all"]}.get(command, ["nonesuch"])
+    assert run([command, *words, "--json"]) != 0
+    assert set(parsed(capsys)) == {"error", "exit_code"}
