@@ -487,8 +487,8 @@ def test_status_of_one_service_says_it_all(store, capsys):
         "  state      failed: engine exited with 1",
         "  exit code  1",
         f"    {words[1]}",
-        "  kv_cache_tokens                   2,048          1,024",
-        "  model_loading_bytes            2.00 GiB       1.00 GiB",
+        f"  {'KV cache, tokens':<24}          2,048          1,024",
+        f"  {'weights':<24}       2.00 GiB       1.00 GiB",
     ):
         assert f"{line}\n" in out
 
