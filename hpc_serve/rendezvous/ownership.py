@@ -1,8 +1,8 @@
 """Whether a file or folder may be used: nobody but its user and root can change what is in it, or what it is.
 
-One function decides, `fault`: by owner, mode, sticky bit and links, of the path and of every folder above it, since
-whoever can write to a folder can replace what lies in it. Weights need no trust, because they hold numbers alone; it is
-needed for secrets, for code, and for words that decide what runs. It leaves to others what is in a file.
+One function decides, `fault`: by owner, mode, ACL, sticky bit and links, of the path and of every folder above it,
+since whoever can write to a folder can replace what lies in it. Weights need no trust, because they hold numbers alone;
+it is needed for secrets, for code, and for words that decide what runs. It leaves to others what is in a file.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.rendezvous import acl
 
 Use = Literal["own", "private", "read", "scratch", "chosen"]
 """What a path is needed for.
@@ -63,6 +64,15 @@ def check_args_file(path: Path, opened: os.stat_result) -> None:
         )
 
 
+def check_chosen(path: Path, *, called: str) -> None:
+    """Raise SiteFileError if everybody can change a file or folder that a person, or the site, has chosen."""
+    if reason := fault(path, "chosen"):
+        raise SiteFileError(
+            f"{called} is not used: {reason}. Its words decide what runs as you: take that right from others "
+            "(chmod o-w)."
+        )
+
+
 def fault(path: Path, use: Use) -> str | None:
     """Why `path` may not be used; None if it may. A path that is not there yet is judged by the folders above it."""
     modes: dict[Path, int] = {}
@@ -98,7 +108,14 @@ def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = Fal
         return f"{path} belongs to {_user(found.st_uid)}, not to you"
     if use == "private" and mode & 0o077:
         return f"{path} can be read by others (mode {mode:04o})"
-    return _write_fault(path, found, sticky_counts=use == "scratch")
+    if use == "private" and (reader := _foreign(acl.grants(path) or (), acl.READ, found)):
+        return f"{path} can be read by {reader} by its ACL"
+    if reason := _write_fault(path, found, sticky_counts=use == "scratch"):
+        return reason
+    can_be_entered = stat.S_ISDIR(mode := found.st_mode) and mode & (stat.S_IXGRP | stat.S_IXOTH)
+    if use != "scratch" and can_be_entered and (writer := _foreign(acl.inherited_grants(path), acl.WRITE, found)):
+        return f"new files in {path} can be changed by {writer} by its default ACL"
+    return None
 
 
 def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool) -> str | None:
@@ -112,14 +129,45 @@ def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool) -
 
 def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool, counted: int = _OTHERS_WRITE) -> str | None:
     mode = stat.S_IMODE(found.st_mode)
-    writers = mode & counted
-    if writers == stat.S_IWGRP and _is_own_group(found.st_gid):
+    if sticky_counts and mode & stat.S_ISVTX:
         return None
-    if not writers or (sticky_counts and mode & stat.S_ISVTX):
-        return None
-    who = "everybody" if writers & stat.S_IWOTH else f"group {_group(found.st_gid)}"
     sticky = ", without the sticky bit" if sticky_counts else ""
-    return f"{path} can be changed by {who} (mode {mode:04o}{sticky})"
+    shown = f"(mode {mode:04o}{sticky})"
+    if mode & counted & stat.S_IWOTH:
+        return f"{path} can be changed by everybody {shown}"
+    if not counted & stat.S_IWGRP:
+        return None
+    granted = acl.grants(path)
+    if writer := _foreign(granted or (), acl.WRITE, found):
+        return f"{path} can be changed by {writer} by its ACL"
+    if not mode & stat.S_IWGRP or (granted is not None and _is_own_group(found.st_gid)):
+        return None
+    hidden = "" if granted is not None else ", and maybe by others: its file system does not show its ACL"
+    return f"{path} can be changed by group {_group(found.st_gid)} {shown}{hidden}"
+
+
+def _foreign(grants: Iterable[acl.Grant], rights: int, found: os.stat_result) -> str | None:
+    """Return the first of an ACL's users and groups with one of the `rights` who is not the user, root or its group."""
+    for grant in grants:
+        if not grant.rights & rights:
+            continue
+        if grant.kind == "others":
+            return "everybody"
+        if isinstance(grant.who, str):  # NFSv4's, as name@domain
+            if grant.kind == "group" or grant.who.partition("@")[0] not in (
+                "root",
+                "0",
+                str(os.geteuid()),
+                _own_name(),
+            ):
+                return f"{grant.kind} {grant.who}"
+        elif grant.kind == "group":
+            number = found.st_gid if grant.who is None else grant.who
+            if not _is_own_group(number):
+                return f"group {_group(number)}"
+        elif grant.who not in (0, os.geteuid()):
+            return _user(int(grant.who or 0))
+    return None
 
 
 def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
@@ -174,9 +222,16 @@ def _is_own_group(number: int) -> bool:
     """Whether a group has the user's own name and no other member, as sites make one for each user."""
     try:
         group = grp.getgrgid(number)
-        return group.gr_name == pwd.getpwuid(os.geteuid()).pw_name and set(group.gr_mem) <= {group.gr_name}
     except KeyError:
         return False
+    return group.gr_name == _own_name() and set(group.gr_mem) <= {group.gr_name}
+
+
+def _own_name() -> str | None:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return None
 
 
 def _user(number: int) -> str:

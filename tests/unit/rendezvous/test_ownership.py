@@ -5,9 +5,11 @@ As root, files are given away for real.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -204,3 +206,115 @@ def test_in_a_container_that_shows_the_user_as_nobody_nothing_is_used(shared):
     os.chown(home, STRANGER + 1, STRANGER + 1)
     told = judged_in_a_namespace([(home, "own"), (Path("/tmp"), "scratch")], maps_user=False)
     assert all("shows you and all other users as user 65534" in str(reason) for reason in told.values()), told
+
+
+# -- access control lists
+
+OWNER, USER, GROUP, NAMED_GROUP, MASK, OTHERS = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+ALLOW, DENY, TO_GROUP = 0, 1, 0x40
+NFS_READ, NFS_WRITE = 0x1, 0x2
+
+
+def set_acl(path: Path, name: str, *entries: tuple[int, int, int]) -> None:
+    """Give a path an ACL as `setfacl` does: entries of tag, rights and number, in the kernel's order."""
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(path, f"system.posix_acl_{name}", content)
+    except OSError as error:
+        pytest.skip(f"the file system of {path} takes no ACL: {error}")
+
+
+def acl_for(
+    named: tuple[int, int, int], *, mask: int = 7, group: int = 0, others: int = 0
+) -> list[tuple[int, int, int]]:
+    none = 0xFFFFFFFF
+    return [
+        *[(OWNER, 7, none), (named if named[0] == USER else (GROUP, group, none))],
+        *[((GROUP, group, none) if named[0] == USER else named), (MASK, mask, none), (OTHERS, others, none)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "mask", "says"),
+    [
+        ((USER, 7, STRANGER), 7, f"can be changed by user {STRANGER} by its ACL"),
+        ((NAMED_GROUP, 7, STRANGER), 7, f"can be changed by group {STRANGER} by its ACL"),
+        ((USER, 5, STRANGER), 7, None),
+        ((USER, 7, STRANGER), 5, None),
+        ((USER, 7, 0), 7, None),
+    ],
+)
+@pytest.mark.parametrize("use", ["own", "read", "scratch"])
+def test_an_acl_for_another_user_counts_though_the_mode_shows_ones_own_group(home, monkeypatch, named, mask, says, use):
+    monkeypatch.setattr("hpc_serve.rendezvous.ownership._is_own_group", lambda number: number == home.stat().st_gid)
+    set_acl(home, "access", *acl_for(named, mask=mask))
+    assert home.stat().st_mode & 0o070 == mask << 3
+    found = fault(home, use)
+    assert found == (f"{home} {says}" if says else None)
+    below = home / "below"
+    below.mkdir(mode=0o700)
+    assert fault(below, use) == found
+
+
+@pytest.mark.parametrize(
+    ("entries", "writer"),
+    [
+        (acl_for((USER, 7, STRANGER)), f"user {STRANGER}"),
+        (acl_for((USER, 5, STRANGER), others=7), "everybody"),
+        (acl_for((USER, 5, STRANGER)), None),
+    ],
+)
+def test_a_default_acl_counts_where_others_can_enter_the_folder(home, entries, writer):
+    set_acl(home, "default", *entries)
+    assert fault(home, "own") is None  # 0700: they do not come to the new files
+    home.chmod(0o755)
+    says = f"new files in {home} can be changed by {writer} by its default ACL"
+    assert fault(home, "own") == (says if writer else None)
+    new = home / "new"
+    new.mkdir(mode=0o700)
+    assert fault(new, "private") is None
+
+
+def nfs_acl(*entries: tuple[int, int, int, str]) -> bytes:
+    """NFSv4's ACL as Linux's client shows it: entries of type, flags, rights and name."""
+    packed = [
+        struct.pack(f">4I{-(-len(who) // 4) * 4}s", kind, flags, rights, len(who), who.encode())
+        for kind, flags, rights, who in entries
+    ]
+    return struct.pack(">I", len(entries)) + b"".join(packed)
+
+
+@pytest.mark.parametrize(
+    ("use", "entries", "says"),
+    [
+        ("own", [(ALLOW, 0, NFS_WRITE, "mallory@site")], "can be changed by user mallory@site by its ACL"),
+        ("own", [(ALLOW, TO_GROUP, NFS_WRITE, "staff@site")], "can be changed by group staff@site by its ACL"),
+        ("own", [(ALLOW, 0, NFS_READ, "mallory@site"), (DENY, 0, NFS_WRITE, "mallory@site")], None),
+        ("private", [(ALLOW, 0, NFS_READ, "mallory@site")], "can be read by user mallory@site by its ACL"),
+        ("private", [(ALLOW, 0, NFS_READ | NFS_WRITE, "OWNER@"), (ALLOW, 0, NFS_WRITE, "root@site")], None),
+    ],
+)
+def test_an_nfs4_acl_counts_though_the_mode_shows_nothing(home, monkeypatch, use, entries, says):
+    show_acls(monkeypatch, {home: nfs_acl(*entries)})
+    assert fault(home, use) == (f"{home} {says}" if says else None)
+
+
+def test_where_no_acl_can_be_read_the_groups_write_counts(home, monkeypatch):
+    monkeypatch.setattr("hpc_serve.rendezvous.ownership._is_own_group", lambda number: True)
+    show_acls(monkeypatch, {})
+    assert fault(home, "own") is None
+    home.chmod(0o770)
+    assert "its file system does not show its ACL" in (fault(home, "own") or "")
+    show_acls(monkeypatch, {home: b"\0\0\0\7damaged"})
+    assert "its file system does not show its ACL" in (fault(home, "own") or "")
+
+
+def show_acls(monkeypatch: pytest.MonkeyPatch, acls: dict[Path, bytes]) -> None:
+    """Let the kernel's answers be those of an NFSv4 file system."""
+
+    def getxattr(path: Path, name: str) -> bytes:
+        if name == "system.nfs4_acl" and path in acls:
+            return acls[path]
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "getxattr", getxattr)

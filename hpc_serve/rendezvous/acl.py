@@ -1,0 +1,82 @@
+"""Reads access control lists (ACLs): the users and groups that have rights which the mode of a path does not show.
+
+It reads POSIX ACLs, and the NFSv4 ACLs that Linux's NFS client shows. `ownership` decides whether a right matters.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+READ, WRITE = 4, 2
+Kind = Literal["user", "group", "others"]
+_POSIX_KINDS: dict[int, Kind] = {0x02: "user", 0x04: "group", 0x08: "group", 0x20: "others"}
+_POSIX_OWNING_GROUP, _POSIX_MASK = 0x04, 0x10
+_NFS_ALLOW, _NFS_OF_GROUP = 0, 0x40
+_NFS_READ = 0x1
+_NFS_WRITE = 0x2 | 0x4 | 0x40 | 0x40000 | 0x80000  # data, new entries, deletion of entries, the ACL, the owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """The `rights` (READ, WRITE) of one user or group. `who` is a number, or NFSv4's name; None: the owning group."""
+
+    kind: Kind
+    who: int | str | None = None
+    rights: int
+
+
+def grants(path: Path) -> tuple[Grant, ...] | None:
+    """Return the rights of all whom the ACL of `path` names; None if the file system does not show its ACLs."""
+    content = _attribute(path, "system.posix_acl_access")
+    if content is not None:
+        return tuple(one for one in _posix(content) if one.who is not None)
+    content = _attribute(path, "system.nfs4_acl")
+    return None if content is None else _nfs(content)
+
+
+def inherited_grants(path: Path) -> tuple[Grant, ...]:
+    """Return the rights of others that new files in the folder `path` will have."""
+    return _posix(_attribute(path, "system.posix_acl_default") or b"")
+
+
+def _attribute(path: Path, name: str) -> bytes | None:
+    """Return an extended attribute, empty where the path has none; None where it cannot be read."""
+    try:
+        return os.getxattr(path, name)
+    except OSError as error:
+        return b"" if error.errno == errno.ENODATA else None
+
+
+def _posix(content: bytes) -> tuple[Grant, ...]:
+    """Return the entries of the kernel's binary form but the owner's, bounded by the mask."""
+    entries = list(struct.iter_unpack("<HHI", content[4:]))
+    mask = next((rights for tag, rights, _ in entries if tag == _POSIX_MASK), READ | WRITE)
+    found = []
+    for tag, rights, number in entries:
+        if kind := _POSIX_KINDS.get(tag):
+            is_named = kind != "others" and tag != _POSIX_OWNING_GROUP
+            bounded = rights if kind == "others" else rights & mask
+            found.append(Grant(kind=kind, who=number if is_named else None, rights=bounded))
+    return tuple(found)
+
+
+def _nfs(content: bytes) -> tuple[Grant, ...] | None:
+    """Return the entries that allow something, without those of the mode (OWNER@, GROUP@, EVERYONE@)."""
+    found = []
+    try:
+        (count,), place = struct.unpack_from(">I", content) if content else (0,), 4
+        for _ in range(count):
+            kind, flags, mask, length = struct.unpack_from(">4I", content, place)
+            who = content[place + 16 : place + 16 + length].decode(errors="replace")
+            place += 16 + length + -length % 4
+            rights = (READ if mask & _NFS_READ else 0) | (WRITE if mask & _NFS_WRITE else 0)
+            if kind == _NFS_ALLOW and not who.endswith("@"):
+                found.append(Grant(kind="group" if flags & _NFS_OF_GROUP else "user", who=who, rights=rights))
+    except struct.error:
+        return None
+    return tuple(found)
