@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hpc_serve.errors import InvalidRequestError, SiteFileError
-from hpc_serve.rendezvous.ownership import fault
+from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.sizes import parse_size
 from hpc_serve.submit.job_env import check_env
 from hpc_serve.submit.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
@@ -219,17 +219,6 @@ def _check(profile: SiteProfile, path: Path) -> None:
         check_env(profile.env)
     except InvalidRequestError as error:
         raise SiteFileError(f"site file {path}: {error}") from error
-
-
-def check_chosen(path: Path, *, called: str) -> None:
-    """Raises SiteFileError if everybody can change what a person, or the site, has chosen to be told by."""
-    templates = sorted(path.glob("*.j2")) if path.is_dir() else []
-    for one in (path, *templates):
-        if reason := fault(one, "chosen"):
-            raise SiteFileError(
-                f"{called} is not used: {reason}. Its words decide what runs as you: take that right from others "
-                "(chmod o-w)."
-            )
 
 
 def _suggestion(name: str, known: Mapping[str, Any]) -> str:

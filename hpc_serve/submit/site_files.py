@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import SiteFileError
-from hpc_serve.rendezvous.ownership import fault
-from hpc_serve.submit.site import PYTHONS, SiteProfile, check_chosen, read_settings
+from hpc_serve.rendezvous.ownership import check_chosen, fault
+from hpc_serve.submit.site import PYTHONS, SiteProfile, read_settings
 
 SYSTEM_FILE = "/etc/hpc-serve/site.yaml"
 

@@ -1,18 +1,22 @@
 """Jinja templates of shell scripts, ours and a site's. Every value that is printed is quoted for the shell. Pure.
 
-What a script holds is decided by render.py and by whoever else has a template.
+A site's template that everybody can change is refused. What a script holds is decided by render.py and by whoever
+else has a template.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.ownership import check_chosen
 
 # With autoescape on, Jinja marks the output of blocks and macros as Markup. Here that mark means "checked" or "quoted".
 Checked = Markup
@@ -21,11 +25,11 @@ Checked = Markup
 def render_template(name: str, site_templates: str | None, context: Mapping[str, Any]) -> str:
     """The text of a template, of the site's folder if it has one of that name, else ours.
 
-    Raises InvalidRequestError if it uses a value that is not there, or is no template.
+    Raises InvalidRequestError if it uses a value that is not there or is no template, or if everybody can change it.
     """
     try:
         return _environment(site_templates).get_template(name).render(context)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, OSError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"template {name} cannot be rendered: {error}") from error
 
 
@@ -34,11 +38,20 @@ def comment(text: str) -> Markup:
     return Checked("".join(character if character.isprintable() else "?" for character in text))
 
 
+class _SiteLoader(jinja2.FileSystemLoader):
+    """Opens a site's templates, those too that others include, extend or import."""
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, path, is_unchanged = super().get_source(environment, template)
+        check_chosen(Path(path), called=f"the template {path}")
+        return source, path, is_unchanged
+
+
 def _environment(site_templates: str | None) -> jinja2.Environment:
     ours = jinja2.PackageLoader("hpc_serve.templates", "")
-    folders = [jinja2.FileSystemLoader(site_templates)] if site_templates else []
+    folders = [_SiteLoader(site_templates)] if site_templates else []
     ours_by_name = jinja2.PrefixLoader({"hpc-serve": ours})  # for a template of the site that has the name of ours
-    environment = jinja2.Environment(
+    environment = SandboxedEnvironment(
         loader=jinja2.ChoiceLoader([*folders, ours, ours_by_name]),
         undefined=jinja2.StrictUndefined,
         finalize=_shell_word,

@@ -334,6 +334,37 @@ def test_a_site_template_that_asks_for_an_unknown_value_is_refused(tmp_path: Pat
         script(templates_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("word", ["include", "extends", "import"])
+@pytest.mark.parametrize("writable", ["own.sh.j2", "parts", "parts/more.sh.j2"])
+def test_a_template_that_everybody_can_change_is_not_used_however_it_is_named(tmp_path: Path, word: str, writable: str):
+    parts = tmp_path / "parts"
+    parts.mkdir(mode=0o755)
+    (parts / "more.sh.j2").write_text("echo more\n")
+    (tmp_path / "own.sh.j2").write_text(
+        f'{{% {word} "parts/more.sh.j2" {"as more " if word == "import" else ""}%}}\necho own\n'
+    )
+    (tmp_path / "slurm.sh.j2").write_text('{% include "own.sh.j2" %}')
+    assert "echo " in script(templates_dir=str(tmp_path))
+    (tmp_path / writable).chmod(0o777)
+    with pytest.raises(InvalidRequestError, match=rf"{writable} can be changed by everybody .*chmod o-w"):
+        script(templates_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe|undefined"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe|undefined"),
+        ('{% include "slurm.sh.j2" %}', "recursion"),
+        ("\udcff", "decode"),
+    ],
+)
+def test_a_template_reaches_no_python_and_a_broken_one_is_told(tmp_path: Path, template: str, words: str):
+    (tmp_path / "slurm.sh.j2").write_bytes(template.encode(errors="surrogateescape"))
+    with pytest.raises(InvalidRequestError, match=f"(?s)template slurm.sh.j2 cannot be rendered.*({words})"):
+        script(templates_dir=str(tmp_path))
+
+
 def test_the_header_says_how_to_get_the_script_again():
     request = ServeRequest(
         model="405b", service="big", num_nodes=2, tensor_parallel_size=8, backend="mp", engine_args=("--seed", "1")

@@ -106,10 +106,9 @@ def test_which_file_is_the_user_s(tmp_path):
     assert find_user_file({"XDG_CONFIG_HOME": "/nonexistent"}) is None
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "templates", "template", "models"])
+@pytest.mark.parametrize("what", ["file", "folder", "templates", "models"])
 def test_words_that_everybody_can_change_are_not_used(files, tmp_path, what):
     (tmp_path / "templates").mkdir(mode=0o755)
-    (tmp_path / "templates" / "slurm.sh.j2").write_text("#!/bin/bash")
     (tmp_path / "models.yaml").write_text("[]")
     environ = files(None, f"templates_dir: {tmp_path}/templates\nmodels: {tmp_path}/models.yaml\n")
     file = tmp_path / "config" / "hpc-serve" / "site.yaml"
@@ -118,7 +117,6 @@ def test_words_that_everybody_can_change_are_not_used(files, tmp_path, what):
         "file": file,
         "folder": file.parent,
         "templates": tmp_path / "templates",
-        "template": tmp_path / "templates" / "slurm.sh.j2",
         "models": tmp_path / "models.yaml",
     }
     paths[what].chmod(paths[what].stat().st_mode | 0o002)
