@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import ipaddress
 import os
 import socket
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.job.guarded_folders import make_named_folder
+from hpc_serve.job.network import PortsInUseError
 from hpc_serve.rendezvous.files import make_folders, make_private_folder
 from hpc_serve.rendezvous.ownership import require
 
@@ -89,9 +90,11 @@ def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[Place]
             with on_socket(path) as place:
                 yield place
             return
-    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:8]
-    root = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
-    with on_socket(root / f"hpc-serve-gateway-{os.getuid()}" / f"{digest}.sock") as place:
+    base = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp")
+    with suppress(PortsInUseError):  # then the folder has another name
+        make_named_folder(base, "gateway", home, called="HPC_SERVE_TMPDIR")
+    folder = make_named_folder(base, "gateway", home, called="HPC_SERVE_TMPDIR")
+    with on_socket(folder / "gateway.sock") as place:
         yield place
 
 

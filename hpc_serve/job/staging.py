@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
@@ -25,14 +24,20 @@ from pathlib import Path
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.hub_settings import read_hub_settings
-from hpc_serve.job.guarded_folders import lock_beside, others_file, remove_tree, remove_unless_locked
+from hpc_serve.job.guarded_folders import (
+    lock_beside,
+    make_named_folder,
+    others_file,
+    remove_tree,
+    remove_unless_locked,
+)
 from hpc_serve.job.node_memory import available_memory
 from hpc_serve.job.stage_copy import CopyStoppedError, copy_files
 from hpc_serve.job.weights_place import is_in_memory
 from hpc_serve.local_weights import damaged_files, snapshot_folder, weight_files
 from hpc_serve.needed_files import RepositoryFile, needed_files
-from hpc_serve.rendezvous.files import make_folders
-from hpc_serve.rendezvous.ownership import fault, require
+from hpc_serve.rendezvous.ownership import fault
+from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, readable_size
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 from hpc_serve.vllm.command import ServeCommand
@@ -75,7 +80,6 @@ class Staging:
         not what was read, CopyStoppedError once `stop` is set.
         """
         try:
-            _make_root(self.target.parent)
             while self._lock is None:
                 if (alone := lock_beside(self.target)) is not None:
                     self._copy_under(alone, on_copied)
@@ -84,10 +88,7 @@ class Staging:
                 elif self.stop.wait(_POLL_S):
                     raise CopyStoppedError
         except OSError as error:
-            raise InvalidRequestError(
-                f"the model cannot be copied to {self.target.parent} (--stage): {error.strerror or error}"
-                f"{f': {error.filename}' if error.filename else ''}. Set {VARIABLE} to another folder, or leave it out."
-            ) from error
+            raise _unusable(self.target.parent, error) from error
 
     def close(self) -> None:
         """Let go of the copy, and remove it if nobody else uses it."""
@@ -162,9 +163,12 @@ async def stage(staging: Staging, on_copied: OnCopied) -> None:
 
 
 def plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
-    """The copy that a run wants of its model; None if it wants none. Raises InvalidRequestError."""
-    root = stage_root(environ)
-    if root is None:
+    """Return the copy that a run wants of its model, None if it wants none; its folder is made.
+
+    Raises InvalidRequestError, or PortsInUseError where another user has taken the folder's name.
+    """
+    base = stage_base(environ)
+    if base is None:
         return None
     words = command.argv[command.argv.index("serve") + 1 :]
     model = command.stand_in or command.model
@@ -184,6 +188,10 @@ def plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging |
         )
     listed = [[file.path, file.size_bytes, (folder / file.path).stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([os.path.realpath(folder), listed]).encode()).hexdigest()[:16]
+    try:
+        root = make_named_folder(base, "stage", default_home(environ), called=VARIABLE)
+    except OSError as error:
+        raise _unusable(base, error) from error
     return Staging(source=folder, target=root / key, files=files)
 
 
@@ -210,8 +218,8 @@ def staged_command(command: ServeCommand, staging: Staging) -> ServeCommand:
     return replace(command, argv=(*command.argv[:place], str(staging.target), *words, *names))
 
 
-def stage_root(environ: Mapping[str, str]) -> Path | None:
-    """The folder of all copies of this user on this node; None where none are wanted. Raises InvalidRequestError."""
+def stage_base(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the node below which copies lie; None where none are wanted. Raises InvalidRequestError."""
     text = environ.get(VARIABLE, "")
     if text.lower() in _OFF:
         return None
@@ -219,27 +227,24 @@ def stage_root(environ: Mapping[str, str]) -> Path | None:
         text = environ.get("HPC_SERVE_TMPDIR") or "/tmp"
     if not text.startswith("/"):
         raise InvalidRequestError(f"{VARIABLE}={text}: it must be on, off, or a folder of the node, as /dev/shm.")
-    return Path(text) / f"hpc-serve-stage-{os.geteuid()}"
+    return Path(text)
 
 
 def remove_unused(environ: Mapping[str, str]) -> list[Path]:
     """Remove the copies that no run on this node uses; returns them."""
+    removed = []
     with contextlib.suppress(InvalidRequestError, OSError):
-        root = stage_root(environ)
-        if root is not None and fault(root, "private") is None:
+        base = stage_base(environ)
+        roots = base.glob("hpc-serve-stage-*") if base is not None else ()
+        for root in [one for one in roots if fault(one, "private") is None]:
             names = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
             copies = [root / name for name in sorted(names) if _NAME.fullmatch(name)]
-            return [copy for copy in copies if remove_unless_locked(copy, mark=_WHOLE)]
-    return []
+            removed += [copy for copy in copies if remove_unless_locked(copy, mark=_WHOLE)]
+    return removed
 
 
-def _make_root(root: Path) -> None:
-    make_folders(root)
-    new = root.with_name(f"stage-{secrets.token_hex(4)}")
-    require(
-        root,
-        "private",
-        called=str(root),
-        advice=f"Whoever else has taken that name can be told to remove it. {VARIABLE}={new}, or another name that "
-        "nobody has yet, is made as a folder of yours.",
+def _unusable(folder: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the model cannot be copied to {folder} (--stage): {error.strerror or error}"
+        f"{f': {error.filename}' if error.filename else ''}. Set {VARIABLE} to another folder, or leave it out."
     )

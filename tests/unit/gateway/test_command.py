@@ -118,10 +118,17 @@ def test_what_is_no_socket_is_not_replaced(service, program, tmp_path):
 def test_a_home_whose_path_is_too_long_gets_a_socket_on_this_node(tmp_path):
     home = tmp_path / ("long" * 30)
     with tempfile.TemporaryDirectory(dir="/tmp") as local:  # the folder of a test may itself be too long
-        with listening.on_default_socket(home, {"HPC_SERVE_TMPDIR": local}) as place:
-            assert place.path.parent == Path(local) / f"hpc-serve-gateway-{os.getuid()}"
+        environ = {"HPC_SERVE_TMPDIR": local}
+        with listening.on_default_socket(home, environ) as place:
+            assert place.path.parents[1] == Path(local)
             assert (mode(place.path), mode(place.path.parent)) == (0o600, 0o700)
         assert not place.path.exists()
+        with listening.on_default_socket(home, environ) as again:
+            assert again.path == place.path
+        place.path.parent.chmod(0o777)  # as one that another user made first
+        with listening.on_default_socket(home, environ) as other:
+            assert other.path.parent != place.path.parent
+            assert mode(other.path.parent) == 0o700
 
 
 def test_a_port_has_a_key_that_nobody_else_reads(service, program):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from hpc_serve.rendezvous.files import make_private_folder, write_private
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 from tests.unit.job.test_staging import safetensors
@@ -16,24 +18,35 @@ from tests.unit.job.test_staging import safetensors
 @pytest.fixture
 def root(tmp_path) -> Path:
     (tmp_path / "scratch").mkdir(mode=0o700)
-    return tmp_path / "scratch" / f"hpc-serve-stage-{os.geteuid()}"
+    return tmp_path / "scratch"
 
 
 @pytest.fixture
-def run(tmp_path, root):
+def begin(tmp_path, root):
+    """Starts the run when it is called."""
     model = tmp_path / "weights"
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
     (model / "a.safetensors").write_bytes(safetensors(os.urandom(100_000)))
-    variables = {"HPC_SERVE_MODEL": str(model), "HPC_SERVE_STAGE": str(root.parent), "HPC_SERVE_CANARY_S": "0"}
-    run = Run(tmp_path, variables=variables)
-    yield run
-    run.close()
+    variables = {"HPC_SERVE_MODEL": str(model), "HPC_SERVE_STAGE": str(root), "HPC_SERVE_CANARY_S": "0"}
+    with contextlib.ExitStack() as at_end:
+
+        def start() -> Run:
+            run = Run(tmp_path, variables=variables)
+            at_end.callback(run.close)
+            return run
+
+        yield start
+
+
+@pytest.fixture
+def run(begin):
+    return begin()
 
 
 def copies(root: Path) -> list[Path]:
-    return sorted(root.iterdir()) if root.exists() else []
+    return sorted(root.glob("hpc-serve-stage-*/*"))
 
 
 def test_the_engine_loads_the_copy_which_goes_with_the_run(run, root):
@@ -42,7 +55,7 @@ def test_the_engine_loads_the_copy_which_goes_with_the_run(run, root):
     (engine,) = run.engines()
     words = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
     assert words[words.index("serve") + 1] == str(copy)
-    assert (copy / "a.safetensors").read_bytes() == (root.parents[1] / "weights" / "a.safetensors").read_bytes()
+    assert (copy / "a.safetensors").read_bytes() == (root.parent / "weights" / "a.safetensors").read_bytes()
     assert "staging" in record.start.took_s
     assert record.loading == f"vLLM's default (lazy): from the copy {copy} on the node"
     assert "meta-llama/Llama-3.1-8B-Instruct" in record.served_model_names
@@ -58,3 +71,17 @@ def test_a_run_that_is_killed_leaves_no_copy(run, root):
     assert copies(root)
     os.killpg(run.process.pid, signal.SIGKILL)
     wait_for(lambda: not copies(root), 180, what="the copy is removed")
+
+
+def test_a_start_whose_folder_another_user_made_first_takes_another(begin, root):
+    home = make_private_folder(root.parent / "home")
+    write_private(home / "node-folder", "known")
+    taken = root / "hpc-serve-stage-known"
+    taken.mkdir()
+    taken.chmod(0o777)
+    run = begin()
+    record = run.wait_for_state("ready")
+    (copy,) = [path for path in copies(root) if path.is_dir()]
+    assert copy.parent != taken
+    assert str(copy) in record.loading
+    assert "attempt 1 met a port or folder in use" in run.log.read_text()

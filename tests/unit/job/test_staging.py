@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import struct
@@ -18,6 +17,7 @@ import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.job import stage_copy, staging
+from hpc_serve.job.network import PortsInUseError
 from hpc_serve.job.stage_copy import CopyStoppedError
 from hpc_serve.job.staging import Staging, plan_staging, remove_unused, staged_command
 from hpc_serve.local_weights import missing_weights, weight_files
@@ -56,7 +56,11 @@ def model(tmp_path) -> Path:
 @pytest.fixture
 def environ(tmp_path) -> dict[str, str]:
     (tmp_path / "scratch").mkdir(mode=0o700)
-    return {"HPC_SERVE_STAGE": str(tmp_path / "scratch"), "HF_HOME": str(tmp_path / "hf")}
+    return {
+        "HPC_SERVE_STAGE": str(tmp_path / "scratch"),
+        "HPC_SERVE_HOME": str(tmp_path / "home"),
+        "HF_HOME": str(tmp_path / "hf"),
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -201,19 +205,41 @@ def test_a_copy_that_is_not_whole_is_made_anew(model, environ):
     again.close()
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(model, environ, tmp_path):
-    root = planned(model, environ).target.parent
-    root.mkdir(mode=0o700)
-    root.chmod(0o777)
-    with pytest.raises(InvalidRequestError, match="is not used") as refused:
-        planned(model, environ).open(ignore)
+@pytest.mark.parametrize("what", ["an open folder", "a file", "a link", "a stranger's folder"])
+def test_where_another_user_has_taken_the_folders_name_the_next_start_has_another(model, environ, tmp_path, what):
+    taken = planned(model, environ).target.parent
+    taken.rmdir()
+    if what == "a file":
+        taken.touch()
+    elif what == "a link":
+        taken.symlink_to(tmp_path)
+    else:
+        taken.mkdir()
+        taken.chmod(0o777 if what == "an open folder" else 0o700)
+        if what == "a stranger's folder":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give folders away")
+            os.chown(taken, 64_999, 64_999)
+    with pytest.raises(PortsInUseError, match="another name is needed"):  # the script starts again
+        planned(model, environ)
     assert remove_unused(environ) == []
-    cure = re.search(r"HPC_SERVE_STAGE=(\S+),", str(refused.value))
-    assert cure is not None
-    copy = planned(model, environ | {"HPC_SERVE_STAGE": cure[1]})  # what the message says works
+    copy = planned(model, environ)
+    assert copy.target.parent != taken
     copy.open(ignore)
     assert copy.is_whole
     copy.close()
+
+
+def test_every_node_and_every_run_of_a_home_has_the_same_folder_which_nobody_can_guess(model, environ, tmp_path):
+    assert planned(model, environ).target == planned(model, environ).target
+    elsewhere = planned(model, environ | {"HPC_SERVE_HOME": str(tmp_path / "other")}).target.parent
+    assert elsewhere.name != planned(model, environ).target.parent.name
+
+
+def test_below_a_folder_where_others_can_replace_it_nothing_is_copied(model, environ, tmp_path):
+    (tmp_path / "scratch").chmod(0o777)
+    with pytest.raises(InvalidRequestError, match=r"HPC_SERVE_STAGE=\S+ is not used: .*without the sticky bit"):
+        planned(model, environ)
 
 
 def test_no_room_is_said_with_its_number(model, environ, monkeypatch):
@@ -274,9 +300,9 @@ def test_without_the_variable_nothing_is_copied(model, text):
     assert plan_staging(command(model), {"HPC_SERVE_STAGE": text}) is None
 
 
-def test_on_is_the_folder_of_temporary_files(model, tmp_path):
-    found = plan_staging(command(model), {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
-    assert found.target.parent == tmp_path / f"hpc-serve-stage-{os.geteuid()}"
+def test_on_is_the_folder_of_temporary_files(model, environ, tmp_path):
+    found = plan_staging(command(model), environ | {"HPC_SERVE_STAGE": "on", "HPC_SERVE_TMPDIR": str(tmp_path)})
+    assert found.target.parents[1] == tmp_path
     with pytest.raises(InvalidRequestError, match="must be on, off, or a folder"):
         plan_staging(command(model), {"HPC_SERVE_STAGE": "scratch"})
 
