@@ -36,6 +36,7 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option("--queue", type=click.IntRange(0), default=1000, help="Requests that wait, of each service [1000].")
 @click.option("--max-body", type=Size(), default="64MiB", metavar="SIZE", help="Largest body of a request [64MiB].")
 @click.option("--allow-origin", "origins", multiple=True, metavar="URL", help="Let web pages of this origin ask.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer as this host, beside localhost.")
 @click.option("--grace", type=Duration(), default=30.0, help="At the end: time for requests under way [30s].")
 def gateway_command(
     services: tuple[str, ...],
@@ -50,6 +51,7 @@ def gateway_command(
     queue: int,
     max_body: int,
     origins: tuple[str, ...],
+    hosts: tuple[str, ...],
     grace: float,
 ) -> None:
     """Serve one address for all services, or for those named, to anything that speaks to OpenAI.
@@ -86,6 +88,7 @@ def gateway_command(
         most_body_bytes=max_body,
         most_held_bytes=16 * max_body,
         origins=origins,
+        hosts=tuple(map(str.lower, hosts)),
     )
     with ExitStack() as stack:
         if port is not None:

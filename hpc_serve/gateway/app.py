@@ -28,7 +28,7 @@ from hpc_serve.gateway.forwarding import (
     Send,
     forward,
 )
-from hpc_serve.gateway.headers import BadHeaderError, for_engine, value_of
+from hpc_serve.gateway.headers import BadHeaderError, for_engine, hosts_of, is_own_host, value_of
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import Settings
@@ -71,12 +71,14 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-            await JSONResponse({"status": "ok"})(scope, receive, send)
-            return
+        own: Response | None
         try:
-            self._admit(scope)
-            own = await self._own_answer(scope)
+            self._check_host(scope)
+            if scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
+                own = JSONResponse({"status": "ok"})
+            else:
+                self._admit(scope)
+                own = await self._own_answer(scope)
         except Refusal as refusal:
             await discard_body(receive)
             await _refuse(scope, receive, send, refusal)
@@ -87,6 +89,16 @@ class Gateway:
             await self._pass_on(scope, receive, send)
 
     # -- who may ask
+
+    def _check_host(self, scope: Scope) -> None:
+        """Raise Refusal for a foreign host: a web page may have had its name resolved to this one (DNS rebinding)."""
+        named = self._settings.hosts
+        foreign = next((host for host in hosts_of(scope["headers"]) if not is_own_host(host, named or ())), None)
+        if named is not None and foreign is not None:
+            text = (
+                f"The gateway does not answer as {foreign[:80]!r}: ask it as localhost, or start it with --allow-host."
+            )
+            raise Refusal(status=421, code="host_not_allowed", message=text)
 
     def _admit(self, scope: Scope) -> None:
         """Raises Refusal for whoever may not ask."""

@@ -7,7 +7,9 @@ with characters that no header may have is an error of the client: the engine's 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 Header = tuple[bytes, bytes]
 
@@ -57,6 +59,24 @@ def for_client(given: Iterable[Header], *, is_stream: bool) -> list[Header]:
 def value_of(headers: Iterable[Header], name: bytes) -> bytes:
     """The first header of that name; empty if there is none."""
     return next((value for given, value in headers if given.lower() == name), b"")
+
+
+def hosts_of(headers: Iterable[Header]) -> list[str]:
+    """Return all values of the Host header."""
+    return [value.decode("latin-1") for name, value in headers if name.lower() == b"host"]
+
+
+def is_own_host(host: str, named: Collection[str]) -> bool:
+    """Return whether a Host header means localhost, a loopback address or one of the names.
+
+    >>> is_own_host("localhost:8000", ()), is_own_host("[::1]:8000", ()), is_own_host("evil.example:8000", ())
+    (True, True, False)
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name in named or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:

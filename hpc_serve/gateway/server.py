@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def serve(
     `on_start` is called when requests are answered. Raises HpcServeError.
     """
     connection_limits.install()
+    if certificate is not None:
+        settings = replace(settings, hosts=None)  # a foreign name is not in the certificate
     config = uvicorn.Config(
         _announced(make_app(store, settings), on_start),
         lifespan="on",

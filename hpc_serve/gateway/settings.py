@@ -13,7 +13,8 @@ class Settings:
 
     Of each service `most_in_flight` requests are with its engines, and `most_queued` wait for their turn or, `wait_s`
     seconds, for a replica. A body has `most_body_bytes`, and all that are held have `most_held_bytes`. Web pages of
-    `origins` may ask. With `wake` a request wakes a service that is asleep.
+    `origins` may ask. With `wake` a request wakes a service that is asleep. Requests to hosts other than the
+    loopback's and `hosts` are refused; None refuses none.
     """
 
     services: tuple[str, ...] = ()
@@ -25,3 +26,4 @@ class Settings:
     most_body_bytes: int = 64 * MIB
     most_held_bytes: int = 1024 * MIB
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = ()

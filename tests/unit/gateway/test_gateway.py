@@ -452,3 +452,16 @@ def test_metrics_count_requests_by_service_route_and_status(service, gateway):
     assert front.metric("sent_bytes_total", service="405b") > 100
     assert front.metric("received_bytes_total", service="405b") > 20
     assert front.metric("wait_seconds_count", service="405b") == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/health", "/v1/completions"])
+def test_a_page_whose_name_was_resolved_to_this_host_reads_nothing(service, gateway, path):
+    """DNS rebinding: the browser takes the page and the gateway for one origin, and sends no Origin with a GET."""
+    service.start(*GREEDY)
+    front = gateway(hosts=("chat.site.example",))
+    for host in ("evil.example", f"evil.example:{front.port}", "localhost.evil.example", "0.0.0.0", "gateway", "["):
+        answer = front.ask("GET", path, Host=host)
+        assert (answer.status, answer.code) == (421, "host_not_allowed")
+    for host in ("localhost", f"LOCALHOST:{front.port}", f"127.0.0.2:{front.port}", "[::1]:8000", "chat.site.example"):
+        assert front.ask("GET", path, Host=host).status != 421
+    assert gateway(hosts=None).ask("GET", path, Host="node-1.site.example").status != 421  # over TLS

@@ -38,7 +38,7 @@ def say(front, data: bytes) -> bytes:
 
 
 def request(line: bytes, *headers: bytes, body: bytes = BODY, key: str = KEY) -> bytes:
-    own = [b"Host: x", b"Content-Type: application/json", b"Connection: close"]
+    own = [b"Host: localhost", b"Content-Type: application/json", b"Connection: close"]
     given = [*own, b"Authorization: Bearer " + key.encode(), *headers]
     length = (
         []
