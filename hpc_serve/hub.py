@@ -6,7 +6,6 @@ The hub is asked last, and only for names of the form owner/name. A token goes i
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
+from hpc_serve.given_files import MAX_INDEX_BYTES, open_regular, parse_json, read_bounded
 from hpc_serve.hub_requests import MAX_CONFIG_BYTES, check_answer, get_file
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.local_weights import cached_folder
@@ -151,7 +151,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor] | None:
 
 def _indexed(index: Path) -> list[Path]:
     """The files that an index names, beside it."""
-    names = _read(index).get("weight_map")
+    names = _read(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InvalidRequestError(f"{index} has no weight_map of tensors to files: it is damaged.")
     if outside := [name for name in names.values() if not is_plain_path(name)]:
@@ -166,7 +166,7 @@ def _indexed_bytes(folder: Path, spec: ModelSpec) -> int | None:
     file = folder / "model.safetensors.index.json"
     if not file.is_file():
         return None
-    index = _read(file)
+    index = _read(file, MAX_INDEX_BYTES)
     metadata, names = index.get("metadata"), index.get("weight_map")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     if type(size) is not int or size <= 0 or not isinstance(names, dict):
@@ -180,7 +180,7 @@ def _stored(file: Path, name: str, entry: Any) -> StoredTensor:
         return StoredTensor(
             name=name, dtype=str(entry["dtype"]), elements=math.prod(entry["shape"]), size_bytes=int(last - first)
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise InvalidRequestError(f"{file} is damaged: its header does not say what {name!r} is.") from None
 
 
@@ -223,29 +223,23 @@ def _from_hub(
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    """A config. Raises InvalidRequestError for a file that is too large for one."""
-    try:
-        size = file.stat().st_size
-    except OSError as error:
-        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
-    if size > MAX_CONFIG_BYTES:
-        raise InvalidRequestError(
-            f"{file} is {size / MIB:,.0f} MiB long: a config has at most {MAX_CONFIG_BYTES // MIB} MiB."
-        )
-    return _read(file)
+    return _read(file, MAX_CONFIG_BYTES)
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path, most_bytes: int) -> Mapping[str, Any]:
+    """Return the JSON object of a file. Raises InvalidRequestError."""
     try:
-        return _object(file.read_bytes(), str(file))
+        return _object(read_bounded(file, most_bytes), str(file))
     except OSError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
 
 
 def _object(content: bytes, where: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise InvalidRequestError(f"{where} cannot be read as JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{where} holds no JSON object.")
@@ -255,7 +249,7 @@ def _object(content: bytes, where: str) -> Mapping[str, Any]:
 def _header(file: Path) -> Mapping[str, Any]:
     """The header of a safetensors file: eight bytes of length (little endian), then JSON."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= _HEADER_LIMIT_BYTES:
                 raise InvalidRequestError(f"{file} is no safetensors file: its header would be {length} bytes long.")

@@ -6,7 +6,6 @@ What follows from what is missing is decided by `submit` before the queue, and b
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_index
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.needed_files import is_plain_path
 
@@ -27,6 +27,7 @@ _OF_TOKENIZERS = (
 _SHOWN = 3
 _HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_LONGEST_REF_BYTES = 1024
 _READERS = 8
 
 
@@ -54,8 +55,8 @@ def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
     """The folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
     folder = cache / ("models--" + repository.replace("/", "--"))
     try:
-        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    except OSError:
+        commit = read_bounded(folder / "refs" / revision, _LONGEST_REF_BYTES).decode().strip()
+    except (OSError, ValueError):
         commit = revision
     snapshot = folder / "snapshots" / commit
     return snapshot if commit and (snapshot / "config.json").is_file() else None
@@ -120,7 +121,7 @@ def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
 
 def _damage(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
                 return "is empty"
@@ -129,14 +130,14 @@ def _damage(path: Path) -> str:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
             if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
                 return f"ends within its header, after {size:,} bytes"
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError):
+    except ValueError:
         return "has a header that is not safetensors'"
     try:
         ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError):
         return "has a header that is not safetensors'"
     whole = _HEADER_LENGTH_BYTES + length + max(ends, default=0)
     return f"has {size:,} of its {whole:,} bytes" if size < whole else ""
@@ -145,9 +146,9 @@ def _damage(path: Path) -> str:
 def _indexed(index: Path) -> tuple[str, ...]:
     """The files that an index names; none where it cannot be read, which is vLLM's to say."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = read_index(index)["weight_map"].values()
         return tuple(sorted({str(name) for name in names}))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return ()
 
 

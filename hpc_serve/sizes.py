@@ -9,7 +9,7 @@ from hpc_serve.errors import InvalidRequestError
 MIB = 2**20
 GIB = 2**30
 
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _SMALLEST = MIB
 
 

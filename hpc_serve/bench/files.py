@@ -7,13 +7,13 @@ engine counts.
 from __future__ import annotations
 
 import csv
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.given_files import parse_json
 
 FORMATS = ("custom", "sharegpt", "burstgpt")
 _NOT = 'a line has "prompt" (text or token ids) or "messages", and may have "output_tokens"'
@@ -95,6 +95,6 @@ def _burstgpt(text: str, source: str) -> Iterator[Sample]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise InvalidRequestError(f"{where} is no JSON: {error}") from None

@@ -12,6 +12,7 @@ import click
 from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import gpu_names, live_service_names
 from hpc_serve.cli.values import Duration
+from hpc_serve.given_files import parse_json
 
 if TYPE_CHECKING:
     from hpc_serve.bench.sweep import Sweep
@@ -195,7 +196,7 @@ def _numbers(option: str, text: str | None, kind: type[int] | type[float]) -> tu
 
 def _object(text: str | None) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = parse_json(text or "{}")
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -60,7 +60,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", str(value))
         if match is None:
             self.fail(f"{value!r} is no time: write seconds, or 90s, 10m, 2h.", param, ctx)
         if self._needs_unit and not match[2]:

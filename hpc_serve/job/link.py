@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
+from hpc_serve.given_files import parse_json
 from hpc_serve.job.reading import ReadSoFar
 
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -126,10 +127,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message:
     line = await reader.readline()
     if not line:
         raise EOFError
-    try:
-        message = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    message = parse_json(line)
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return message

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from hpc_serve.given_files import open_regular
 from hpc_serve.needed_files import RepositoryFile
 from hpc_serve.sizes import MIB
 
@@ -74,7 +75,7 @@ def _copy_block(
 ) -> None:
     end = min(at + _BLOCK_BYTES, size)
     buffer = memoryview(bytearray(min(_PIECE_BYTES, end - at)))
-    with source.open("rb", buffering=0) as reader, target.open("r+b", buffering=0) as writer:
+    with open_regular(source) as reader, target.open("r+b", buffering=0) as writer:
         while at < end:
             if stop.is_set():
                 raise CopyStoppedError

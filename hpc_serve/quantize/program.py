@@ -146,7 +146,7 @@ def read_texts(path: str, samples: int) -> Iterator[str]:
                 if line.strip():
                     yield _text_of(json.loads(line), f"{path}:{number}")
                     found += 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CannotQuantizeError(f"{path} cannot be read as JSONL: {error}") from error
     if not found:
         raise CannotQuantizeError(f"{path} holds no texts.")

@@ -13,7 +13,7 @@ from hpc_serve.errors import InvalidRequestError
 
 GpuDirective = Literal["gpus-per-node", "gres"]
 
-_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+_TIME = re.compile(r"\d{1,9}(:\d{1,2}){0,2}|\d{1,6}-\d{1,2}(:\d{1,2}){0,2}")
 _NOTICE = re.compile(r"B:USR1@(\d{1,5})")
 _LEAST_NOTICE_S = 30
 _SECONDS_OF = (3600, 60, 1)

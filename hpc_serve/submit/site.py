@@ -20,6 +20,7 @@ from hpc_serve.sizes import parse_size
 from hpc_serve.submit.job_env import check_env
 from hpc_serve.submit.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.sbatch_options import SbatchOptions, SlurmOptions
+from hpc_serve.submit.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     import yaml
@@ -126,16 +127,13 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml  # not at the top: most commands find no site file, and it takes a twentieth of `plan`
-
     try:
-        text = path.read_text(encoding="utf-8")
-        # Composed, not loaded: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
+        # Not as values: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
+        document = read_yaml(path, as_nodes=True)
+    except OSError as error:
         raise SiteFileError(f"site file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise SiteFileError(f"site file {path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise SiteFileError(f"site file {path} is not YAML: {error}") from error
     settings = dict(_settings(document, path))
     _check(SiteProfile(**settings), path)
     return settings
@@ -179,7 +177,7 @@ def _value(node: yaml.Node, kind: Any, where: str) -> Any:
     if node.tag == "tag:yaml.org,2002:null":
         return None
     if kind == int | None:
-        if not re.fullmatch(r"\d+", text):
+        if not re.fullmatch(r"\d{1,9}", text):
             raise SiteFileError(f"{where} is {text!r}: it must be a whole number.")
         return int(text)
     if kind == bool | None:

@@ -15,6 +15,7 @@ from typing import Any
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.printable import printable
 from hpc_serve.submit.job_env import check_env
+from hpc_serve.submit.yaml_files import read_yaml
 from hpc_serve.vllm.arguments import names_in, without
 
 
@@ -40,12 +41,10 @@ def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
     """The models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
     if path is None:
         return {}
-    import yaml  # not at the top, as in site.py
-
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or []
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise SiteFileError(f"models file {path} cannot be read: {' '.join(str(error).split())}") from error
+        document = read_yaml(Path(path)) or []
+    except (OSError, ValueError) as error:
+        raise SiteFileError(f"models file {path} cannot be read: {error}") from error
     if not isinstance(document, list):
         raise SiteFileError(f"models file {path} must be a list of entries, each with a name and a model.")
     found: dict[str, SiteModel] = {}
@@ -71,6 +70,8 @@ def _model(entry: Any, where: str) -> SiteModel:
         if not isinstance(texts.get(key), str) or not texts[key].strip():
             raise SiteFileError(f"{where}: {key} must be a text.")
     for key, text in texts.items():
+        if isinstance(text, dict | list):  # before it is a text: aliases make short YAML long
+            raise SiteFileError(f"{where}: {key} must be a text.")
         if printable(str(text)) != str(text):  # a terminal would act on it
             raise SiteFileError(f"{where}: {key} is {text!r}: it must be of printable characters.")
     words = entry.get("vllm_args") or []

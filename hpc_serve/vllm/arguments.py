@@ -7,7 +7,6 @@ decided in `allowed`.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.given_files import parse_json
 from hpc_serve.vllm.options import Option, completions, convert, options, read_size
 
 ARGS_FILE = "hpc-serve-args.txt"
@@ -276,7 +276,7 @@ def _merged(arguments: Iterable[Argument]) -> dict[str, Any]:
 
 def _json_or_size(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         pass
     try:

@@ -14,10 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_serve.given_files import parse_json
+
 Kind = Literal[
     "switch", "text", "integer", "number", "size", "size or auto", "name", "json", "json or text", "json with sizes"
 ]
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgGtT])")
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _JSON_STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
@@ -126,9 +128,9 @@ def _convert(kind: Kind, text: str) -> Any:
     if kind == "name":
         return text.lower().replace("-", "_")
     if kind == "json with sizes":
-        return json.loads(_expand_sizes(text))
+        return parse_json(_expand_sizes(text))
     if kind == "json" or (kind == "json or text" and text.strip().startswith("{") and text.strip().endswith("}")):
-        return json.loads(text)
+        return parse_json(text)
     return text
 
 
