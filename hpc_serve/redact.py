@@ -1,4 +1,4 @@
-"""Finds secrets in text: keys, tokens, certificates, passwords. A bug report leaves the cluster without them.
+"""Finds secrets in text: keys, tokens, certificates, passwords. Logs are shown, and bug reports written, without them.
 
 Values that are known are taken out wherever they stand; others by their form, or by the name before them. Too much is
 better than too little. What goes into a report at all is decided by who writes it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 HIDDEN = "<redacted>"
 _LEAST_LENGTH = 6
@@ -35,8 +35,12 @@ _SHAPES = (
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]+)?"),
     re.compile(r"\b[0-9a-f]{64}\b"),
     # As the keys that hpc-serve makes: 43 characters with small and capital letters; of other lengths, with digits too.
-    re.compile(r"(?<![\w/-])(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?:(?=[\w-]*\d)[\w-]{40,}|[\w-]{43})(?![\w/-])"),
+    # Names of models and of GPUs may be as long, and have five hyphens.
+    re.compile(
+        r"(?<![\w/-])(?!(?:\w*-){5})(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?:(?=[\w-]*\d)[\w-]{40,}|[\w-]{43})(?![\w/-])"
+    ),
 )
+_BASE64 = re.compile(r"[A-Za-z0-9+/=]+")
 _END_OF_WORD = re.compile(r"[\w.-]+$")
 _LONGEST_NAME = 64
 _IN_URL = re.compile(r"(?P<scheme>\b\w{1,20}://)[^\s/@:]*:[^\s/@]+@")
@@ -56,6 +60,15 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
         text = shape.sub(HIDDEN, text)
     text = _IN_URL.sub(rf"\g<scheme>{HIDDEN}@", text)
     return _NAMED.sub(_without_value, text)
+
+
+def redact_lines(lines: Iterable[str], secrets: Iterable[str] = ()) -> Iterator[str]:
+    """Yield the lines of a log without secrets, also without a private key that takes several lines."""
+    is_in_key, known = False, tuple(secrets)
+    for line in lines:
+        is_in_key = is_in_key and _BASE64.fullmatch(line.rpartition(" ")[2].strip()) is not None
+        yield HIDDEN if is_in_key else redact(line, known)
+        is_in_key = is_in_key or ("-----BEGIN " in line and "-----END " not in line)
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:

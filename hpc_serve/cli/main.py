@@ -10,7 +10,6 @@ import difflib
 import errno
 import importlib
 import io
-import json
 import os
 import sys
 import traceback
@@ -21,7 +20,7 @@ import click
 
 import hpc_serve
 from hpc_serve.errors import HpcServeError
-from hpc_serve.printable import printable
+from hpc_serve.printable import json_text, printable
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -109,7 +108,7 @@ class LazyGroup(click.Group):
         except Exception as error:
             described = describe_error(error)
             if described is not None and self._owes_json(ctx):
-                click.echo(json.dumps({"error": described[0], "exit_code": described[1]}, ensure_ascii=False))
+                click.echo(json_text({"error": described[0], "exit_code": described[1]}))
             raise
 
     def _owes_json(self, ctx: click.Context) -> bool:

@@ -12,6 +12,7 @@ from hpc_serve.cli.commands import GroupedCommand
 from hpc_serve.cli.complete import model_names
 from hpc_serve.cli.options import SLURM_OPTIONS, slurm_options
 from hpc_serve.printable import printable
+from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.submit.request import Cluster
 
@@ -93,7 +94,7 @@ def _follow(submitted: Submitted) -> None:
     from hpc_serve.quantize.submission import lines_until_end
 
     try:
-        for line in lines_until_end(submitted):
+        for line in redact_lines(lines_until_end(submitted)):
             click.echo(printable(line), err=True)
     except KeyboardInterrupt:
         click.echo(f"\nNo longer watching; job {submitted.job_id} goes on. Its log: {submitted.log}", err=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.exit_codes import exit_code_words
+from hpc_serve.printable import json_text
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -42,7 +42,7 @@ _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, jo
 
 def print_json(value: Any) -> None:
     """Print one JSON document, a command's only one."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(json_text(value, indent=2))
     click.get_current_context().meta["has_answered"] = True
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ import click
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration, Replicas
 from hpc_serve.printable import printable
+from hpc_serve.redact import redact_lines
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
@@ -131,13 +134,14 @@ def logs_command(
             f"{status.service} (job {status.name}, {status.sentence}) has no logs{of_which} that this host can see; "
             f"they would be {' and '.join(log_files.places_of(status))}."
         )
+    secrets = log_files.known_secrets(status.service, store, os.environ)
     if files:
         click.echo("\n".join(map(str, found)))
     elif follow:
         new = log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status))
-        _print_lines((path, line) for path, line in new if log_files.is_by(writer, line))
+        _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
     else:
-        _print_lines((path, line) for path in found for line in log_files.tail_by(path, lines, writer))
+        _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)
 
 
 @click.command("stop")
@@ -299,11 +303,11 @@ def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> s
     return f"{shown} {status.service} also has {latest}{more}: hpc-serve logs JOB"
 
 
-def _print_lines(lines: Iterator[tuple[Path, str]]) -> None:
-    """Print lines as `tail` does with several files: a heading whenever the file is another."""
+def _print_lines(found: Iterator[tuple[Path, str]], secrets: Sequence[str]) -> None:
+    """Print lines without secrets, as `tail` does with several files: a heading whenever the file is another."""
     last: Path | None = None
-    for path, line in lines:
-        if path != last:
-            click.echo(f"{'' if last is None else chr(10)}==> {path} <==")
-            last = path
-        click.echo(printable(line))
+    for path, lines in itertools.groupby(found, key=itemgetter(0)):
+        click.echo(f"{'' if last is None else chr(10)}==> {path} <==")
+        last = path
+        for line in redact_lines((line for _, line in lines), secrets):
+            click.echo(printable(line))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hpc_serve.diagnose.evidence import LogEvidence, Match
 from hpc_serve.diagnose.rules import RULES
 from hpc_serve.diagnose.tracebacks import Raised
+from hpc_serve.redact import redact
 
 _RANKS = {"cause": 0, "death": 2, "symptom": 3, "consequence": 5}
 _EXCEPTION, _SYMPTOM, _LAUNCHER, _CONSEQUENCE = 1, 3, 4, 5
@@ -124,8 +125,8 @@ def _one_finding(group: Sequence[_Candidate]) -> Finding:
         further.setdefault((line.source, line.text), line)
     for line in first.finding.lines:
         further.pop((line.source, line.text), None)
-    lines = (*first.finding.lines, *further.values())
-    return replace(first.finding, lines=lines[:_MOST_LINES_SHOWN])
+    lines = [replace(line, text=redact(line.text)) for line in (*first.finding.lines, *further.values())]
+    return replace(first.finding, cause=redact(first.finding.cause), lines=tuple(lines[:_MOST_LINES_SHOWN]))
 
 
 def tells_the_root(findings: Sequence[Finding]) -> bool:

@@ -12,7 +12,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from hpc_serve.job.admission import Admission, make_ticket, send_first_bytes_with_handshake
 from hpc_serve.job.link import (
@@ -147,18 +147,20 @@ async def connect(
     wrong_answers = 0
     error: Exception | None = None
     proving = asyncio.Lock()
-    tries: set[asyncio.Task[Link]] = set()
+    tries: set[asyncio.Task[Link | Exception]] = set()
     try:
         while True:
             if len(tries) < _MAX_TRIES_AT_ONCE:
-                tries.add(asyncio.ensure_future(_try_to_connect(head, token, about, own_address, proving)))
+                one = _try_to_connect(head, token, about, own_address, proving)
+                tries.add(asyncio.ensure_future(_result_or_error(one)))
             done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             for ended in done:
-                try:
-                    return ended.result()
-                except (OSError, ValueError, EOFError, asyncio.TimeoutError) as found:
-                    error = found
-                    wrong_answers += isinstance(found, ValueError)
+                if isinstance(found := ended.result(), Link):
+                    return found
+                if not isinstance(found, OSError | ValueError | EOFError | asyncio.TimeoutError):
+                    raise found
+                error = found
+                wrong_answers += isinstance(found, ValueError)
             is_late = time.monotonic() > deadline
             if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
                 raise PortsInUseError(
@@ -176,6 +178,14 @@ async def connect(
     finally:
         for pending in tries:
             pending.cancel()
+
+
+async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
+    """Return an error as a value: asyncio would print those of tries that nobody waits for any more."""
+    try:
+        return await one
+    except Exception as error:
+        return error
 
 
 async def _try_to_connect(

@@ -7,9 +7,10 @@ engine answers at the address: readers do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
+from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, Bounds, SignedInt, Timestamp, from_json_text, to_json_text
 from hpc_serve.rendezvous.names import record_file_name, replica_name, validate_job_id
 
@@ -140,8 +141,15 @@ class EndpointRecord:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "record") -> EndpointRecord:
-        """Read a record; fields that a newer version added are ignored. Raises RecordError: `source` and field."""
-        return from_json_text(cls, text, source=source)
+        """Read a record without the secrets that its words may hold. Raises RecordError: `source` and field.
+
+        Fields that a newer version added are ignored.
+        """
+        found = from_json_text(cls, text, source=source)
+        if found.reason is None and not found.last_log_lines:
+            return found
+        lines = tuple(redact_lines(found.last_log_lines))
+        return replace(found, reason=found.reason and redact(found.reason), last_log_lines=lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ they are.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import hpc_serve
-from hpc_serve.errors import HpcServeError, StoreError
-from hpc_serve.hub_settings import read_hub_settings
-from hpc_serve.redact import redact, secrets_of
+from hpc_serve.errors import StoreError
+from hpc_serve.redact import redact
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis import Diagnosis
+from hpc_serve.submit.log_files import known_secrets
 
 # Of each log, so much of its beginning and of its end.
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 4 * 2**20
@@ -33,7 +32,7 @@ def write_bundle(
     path: Path, diagnosis: Diagnosis, status: Mapping[str, Any], store: ServiceStore, environ: Mapping[str, str]
 ) -> list[str]:
     """Write a new private file `path` (tar, gzip); returns the names of what is in it. Raises StoreError."""
-    secrets = _known_secrets(diagnosis.status.service, store, environ)
+    secrets = known_secrets(diagnosis.status.service, store, environ)
     members = {name: redact(text, secrets) for name, text in _members(diagnosis, status, store)}
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -62,13 +61,6 @@ def _members(diagnosis: Diagnosis, status: Mapping[str, Any], store: ServiceStor
     for job in store.read_submitted(diagnosis.status.service):
         if job.job_id == diagnosis.status.job_id and job.script:
             yield "script.sh", _both_ends(Path(job.script))
-
-
-def _known_secrets(service: str, store: ServiceStore, environ: Mapping[str, str]) -> list[str]:
-    secrets = secrets_of(environ)
-    with contextlib.suppress(HpcServeError, OSError):
-        secrets.append(store.read_api_key(service))
-    return [*secrets, read_hub_settings(environ).token or ""]
 
 
 def _both_ends(path: Path) -> str:

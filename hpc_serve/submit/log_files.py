@@ -6,15 +6,19 @@ may show it later still. job_logs.py decides which job's logs a person means.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from hpc_serve.client.status import ReplicaStatus
-from hpc_serve.errors import StoreError
+from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.hub_settings import read_hub_settings
+from hpc_serve.redact import secrets_of
+from hpc_serve.rendezvous.store import ServiceStore
 
 LogWriter = Literal["script", "launcher", "engine", "ray"]
 """Who writes into logs. What `ray start` prints stands beside the engine's lines; Ray's own logs are other files."""
@@ -66,6 +70,14 @@ def is_by(writer: LogWriter | None, line: str) -> bool:
     (True, True)
     """
     return writer not in ("launcher", "engine") or (_LAUNCHERS.match(line) is not None) == (writer == "launcher")
+
+
+def known_secrets(service: str, store: ServiceStore, environ: Mapping[str, str]) -> list[str]:
+    """Return what must not be shown of a service's logs: its key, the hub's token, and secrets of the environment."""
+    secrets = secrets_of(environ)
+    with contextlib.suppress(HpcServeError, OSError):
+        secrets.append(store.read_api_key(service))
+    return [*secrets, read_hub_settings(environ).token or ""]
 
 
 def tail_by(path: Path, lines: int, writer: LogWriter | None) -> list[str]:

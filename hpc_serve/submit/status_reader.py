@@ -6,8 +6,9 @@ when an engine that should answer does not. client/status.py and job_status.py d
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hpc_serve.client.messages import not_found
 from hpc_serve.client.probe import probe_records
 from hpc_serve.client.status import ProbeResult, ReplicaStatus, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
+from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
@@ -32,7 +34,7 @@ from hpc_serve.submit.job_status import (
     explain_missing_record,
 )
 from hpc_serve.submit.local import local_job_state
-from hpc_serve.submit.log_files import files_of, tail
+from hpc_serve.submit.log_files import files_of, known_secrets, tail
 from hpc_serve.submit.scheduler import SchedulerView
 from hpc_serve.submit.slurm import UNKNOWN, JobState
 
@@ -272,10 +274,17 @@ def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None
 
 
 def _with_logs(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
-    """The same with its log folder and, where no record tells how it ended, with the last lines of its logs."""
+    """The same with its log folder and, where no record tells how it ended, with the last lines of its logs.
+
+    Keys of the service that its words hold are taken out.
+    """
     status = replace(status, log_dir=status.log_dir or str(store.log_dir(status.service)))
     ended_without_record = status.is_over and (status.record is None or not status.record.is_final)
-    if not ended_without_record or status.last_log_lines:
+    lines: Iterable[str] = status.last_log_lines
+    if ended_without_record and not lines:
+        lines = [line for path in files_of(status)[:2] for line in tail(path, _LAST_LINES)]
+    if not lines and not status.reason:
         return status
-    lines = (line for path in files_of(status)[:2] for line in tail(path, _LAST_LINES))
-    return replace(status, last_log_lines=tuple(lines))
+    secrets = known_secrets(status.service, store, os.environ)
+    reason, lines = redact(status.reason, secrets), tuple(redact_lines(lines, secrets))
+    return replace(status, reason=reason, last_log_lines=lines)

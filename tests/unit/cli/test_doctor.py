@@ -93,3 +93,45 @@ def test_a_bundle_is_written_beside_the_report(store, capsys, tmp_path, monkeypa
     with tarfile.open(path) as tar:
         assert not any("planted" in tar.extractfile(member).read().decode() for member in tar.getmembers())
     assert run(["doctor", "8b", "--bundle", str(path)]) == 5
+
+
+HUB_TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
+PEM_LINES = ["-----BEGIN PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", "short=", "-----END PRIVATE KEY-----"]
+COMMANDS = [
+    ["logs", "8b"],
+    ["status", "8b"],
+    ["status", "--json"],
+    ["status", "8b", "--json"],
+    ["doctor", "8b"],
+    ["doctor", "8b", "--json"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_keys_that_logs_or_records_hold_are_not_shown(store, capsys, monkeypatch, words):
+    key = store.ensure_api_key("8b").read_text().strip()
+    monkeypatch.setenv("MY_SECRET", "of-the-environment")
+    said = f"RuntimeError: {HUB_TOKEN} and {key} for Authorization: Bearer {key}, of-the-environment"
+    lines = [said, *PEM_LINES, "the last line"]
+    log_dir = fail(store, reason=said, last_log_lines=tuple(lines))
+    (log_dir / "7-node0.log").write_text("\n".join(["Traceback (most recent call last):", *lines]) + "\n")
+    run(words)
+    out = "".join(capsys.readouterr())
+    assert "RuntimeError: <redacted>" in out
+    for secret in (key, HUB_TOKEN, PEM_LINES[1], PEM_LINES[2]):
+        assert secret not in out
+    assert "of-the-environment" not in out or words[0] == "doctor"
+    assert "the last line" in out or words[0] == "doctor"
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_character_of_a_log_reaches_the_terminal_as_it_is(store, capsys, words):
+    hostile = "RuntimeError: a\x9b31mb\u202ec\u2066d\u200ee\u2028f\x1b[2Jg"
+    log_dir = fail(store, reason=hostile, last_log_lines=(hostile,))
+    (log_dir / "7-node0.log").write_text(f"Traceback (most recent call last):\n{hostile}\n")
+    run(words)
+    out = capsys.readouterr().out
+    assert "RuntimeError: a" in out
+    assert all(character.isprintable() or character == "\n" for character in out), ascii(out)
+    if "--json" in words:
+        assert json.loads(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -399,6 +400,34 @@ def test_who_says_no_more_is_not_waited_for(monkeypatch, said):
         assert not server._handshakes
 
     with_a_server(scenario)
+
+
+def test_tries_that_fail_beside_the_one_that_succeeds_print_nothing(monkeypatch):
+    """As where strangers keep the head busy: it cuts some tries off while another comes through."""
+    link, printed, calls, are_answered = Link.__new__(Link), [], [], asyncio.Event()
+
+    async def try_to_connect(*_):
+        calls.append(1)
+        if len(calls) == 8:
+            asyncio.get_running_loop().call_soon(are_answered.set)
+            raise ConnectionResetError
+        is_first = len(calls) == 1
+        await are_answered.wait()
+        if is_first:
+            return link
+        raise EOFError
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context["message"]))
+        head = ("127.0.0.1", 1)
+        found = await connect(head, "t", rank=1, name="n2", own_address=lambda: "a", deadline_s=60)
+        gc.collect()
+        return found
+
+    monkeypatch.setattr(control, "_try_to_connect", try_to_connect)
+    assert asyncio.run(run()) is link
+    gc.collect()
+    assert not printed
 
 
 def test_once_closed_it_takes_nobody_and_keeps_who_is_in():
