@@ -106,15 +106,17 @@ def limited(base: Any) -> Any:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), _FEED_BYTES):
+            left = memoryview(data)
+            while left:
                 if self.transport.is_closing() or self._is_upgraded:
                     return
-                part = data[start : start + _FEED_BYTES]
+                end = min(_FEED_BYTES, MAX_HEADER_BYTES - self._header_bytes)  # headers that end there are whole
+                part, left = bytes(left[:end]), left[end:]
                 if self._request_began_at is None and not self._is_answering():
                     self._request_began_at = self.loop.time()
                 self._header_bytes += len(part)
                 super().data_received(part)
-                if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                if self._header_bytes >= MAX_HEADER_BYTES and not self.transport.is_closing():
                     if not self._is_answering():
                         self.transport.write(_TOO_LARGE)
                     self.transport.close()
@@ -129,6 +131,9 @@ def limited(base: Any) -> Any:
         def on_headers_complete(self) -> None:
             self._header_bytes = 0
             self._request_began_at = None
+            # A request that follows another in one packet may have passed the count of bytes.
+            if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+                raise LimitsNotInForceError("headers are too long")  # the parser answers 400
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:

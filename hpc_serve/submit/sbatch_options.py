@@ -26,7 +26,7 @@ def check_directive(name: str, value: str) -> str:
     Slurm reads these lines without a shell, so nothing can be quoted in them. A newline would begin another line, and
     versions of Slurm differ in how they read blanks and quotes. Raises InvalidRequestError.
     """
-    if not _PRINTABLE_WORD.fullmatch(value):
+    if not (value.isprintable() and _PRINTABLE_WORD.fullmatch(value)):
         raise InvalidRequestError(
             f"{name} is {value!r}: it must be one word without blanks, quotes, newlines "
             r"or any of \ ` $ ; < > { } ! ? #."

@@ -24,7 +24,7 @@ def read_yaml(path: Path, *, as_nodes: bool = False) -> Any:
             self.levels += 1
             if self.levels > _MOST_LEVELS:
                 raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
-            node = super().compose_node(parent, index)  # type: ignore[arg-type]
+            node = super().compose_node(parent, index)
             self.levels -= 1
             return node
 

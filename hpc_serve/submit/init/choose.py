@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
 from hpc_serve.submit.init.gpu_names import gpu_named
 from hpc_serve.submit.init.places import places
 from hpc_serve.submit.init.setting import Setting
+from hpc_serve.submit.sbatch_options import SlurmOptions
 
 _LEAST_TIME_S = 3600.0
 _USUAL_TIME_S = 12 * 3600.0
@@ -24,7 +28,7 @@ def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
     """The settings in the order in which they are written."""
     partition = choose_partition(facts)
     kind = usual_node(partition) if partition else None
-    return (
+    chosen = (
         _partition(facts, partition),
         _account(facts, partition),
         _qos(facts, partition),
@@ -34,6 +38,21 @@ def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
         *_submission(facts, partition),
         *places(facts),
     )
+    return tuple(map(_as_the_site_file_takes_it, chosen))
+
+
+def _as_the_site_file_takes_it(setting: Setting) -> Setting:
+    """Return the setting as a question if no `#SBATCH` line can hold its value: a site's names may be anything."""
+    name = "extra" if setting.key == "sbatch_extra" else setting.key
+    if setting.value is None or name not in {option.name for option in fields(SlurmOptions)}:
+        return setting
+    asked: dict[str, Any] = {name: setting.value}
+    try:
+        SlurmOptions(**asked)
+    except InvalidRequestError as error:
+        why = f"{setting.why} It is left out, since a script cannot hold it: {error}"
+        return replace(setting, value=None, example=setting.example or "NAME", why=why)
+    return setting
 
 
 def choose_partition(facts: ClusterFacts) -> PartitionFacts | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from hpc_serve.printable import printable
+from hpc_serve.printable import json_text, printable
 from hpc_serve.submit.init.setting import Setting, Value
 
 _WIDTH = 100
@@ -43,7 +42,7 @@ def yaml_value(value: Value) -> str:
     if isinstance(value, (bool, int)):
         return str(value).lower()
     is_plain = _PLAIN.fullmatch(value) and not _NOT_TEXT.fullmatch(value)
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+    return value if is_plain else json_text(value)
 
 
 def _comment(text: str) -> str:

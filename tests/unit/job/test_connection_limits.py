@@ -135,6 +135,29 @@ def test_headers_that_are_too_long_are_answered_with_431():
         assert all_of(connection).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize("with_key", [WITH_KEY, b""], ids=["with the key", "without it"])
+@pytest.mark.parametrize("in_pieces", [1, 7])
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [(limits.MAX_HEADER_BYTES, b"200"), (limits.MAX_HEADER_BYTES + 1, b"431"), (80_000, b"431"), (81_000, b"431")],
+)
+def test_the_bound_of_headers_is_the_one_that_is_said(size, status, in_pieces, with_key):
+    begin = b"GET /health HTTP/1.1\r\n" + with_key + b"x: "
+    request = begin + b"a" * (size - len(begin) - 4) + b"\r\n\r\n"
+    with served() as (port, _), connect(port) as connection:
+        for start in range(0, size, -(-size // in_pieces)):
+            with suppress(ConnectionError):
+                connection.sendall(request[start : start + -(-size // in_pieces)])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_request_behind_another_has_the_same_bound():
+    begin = b"GET /health HTTP/1.1\r\nx: "
+    with served() as (port, _), connect(port) as connection, suppress(ConnectionError):
+        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n" + begin + b"a" * 78_000 + b"\r\n\r\n")
+        assert b"HTTP/1.1 400 " in all_of(connection)
+
+
 def test_long_headers_and_long_bodies_of_who_has_the_key_go_through():
     body = b"b" * (3 << 20)
     with served() as (port, _), connect(port) as connection:
