@@ -35,8 +35,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def read_index(path: Path) -> Any:
-    """Return the JSON of a checkpoint's index. Raises OSError, and ValueError where it cannot be used."""
+def read_json(path: Path) -> Any:
+    """Return the JSON of a file of a model, as its index. Raises OSError, and ValueError where it cannot be used."""
     return parse_json(read_bounded(path, MAX_INDEX_BYTES))
 
 

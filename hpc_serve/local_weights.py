@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_index
+from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_json
 from hpc_serve.hub_settings import read_hub_settings
 from hpc_serve.needed_files import is_plain_path
 
@@ -86,15 +86,15 @@ def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
     if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").is_file():  # vLLM prefers Mistral's own
         return None
     try:
-        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        whole = read_json(folder / "tokenizer.json")
         vocabulary = whole["model"]["vocab"]  # of Unigram, pairs of a token and its score
         tokens = {*vocabulary} if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
         tokens |= {token["content"] for token in whole.get("added_tokens", ())}
         config = folder / "tokenizer_config.json"
-        further = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        further = read_json(config) if config.is_file() else {}
         tokens |= {token["content"] for token in further.get("added_tokens_decoder", {}).values()}
         return frozenset(tokens.union(further.get("additional_special_tokens", ())))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None  # vLLM's to say
 
 
@@ -146,7 +146,7 @@ def _damage(path: Path) -> str:
 def _indexed(index: Path) -> tuple[str, ...]:
     """The files that an index names; none where it cannot be read, which is vLLM's to say."""
     try:
-        names = read_index(index)["weight_map"].values()
+        names = read_json(index)["weight_map"].values()
         return tuple(sorted({str(name) for name in names}))
     except (ValueError, KeyError, TypeError, AttributeError):
         return ()

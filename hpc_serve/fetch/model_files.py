@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
 from hpc_serve.fetch.download import Download
 from hpc_serve.fetch.hub_repository import HubConnectionError, HubRepository, unwritable
-from hpc_serve.given_files import read_index
+from hpc_serve.given_files import read_json
 from hpc_serve.hub_settings import HubSettings
 from hpc_serve.local_weights import missing_weights, snapshot_folder
 from hpc_serve.needed_files import SAFETENSORS_INDEX, RepositoryFile, has_weights, needed_files
@@ -96,6 +96,6 @@ def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> P
 
 def _indexed(index: Path) -> frozenset[str]:
     try:
-        return frozenset(str(name) for name in read_index(index)["weight_map"].values())
+        return frozenset(str(name) for name in read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidRequestError(f"{index} is no index of weights: {type(error).__name__}.") from error
