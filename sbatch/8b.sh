@@ -44,6 +44,7 @@ trap 'cancelled=yes
 
 # A port that was taken between choosing and using it ends the run with 75; then it starts again with others.
 for attempt in 1 2 3; do
+    export HPC_SERVE_ATTEMPTS_LEFT=$((3 - attempt))
     exports=$(python -c "$prepare" --service 8b)
     eval "$exports"
     echo "hpc-serve: logs of this run are $HPC_SERVE_LOG_DIR/$HPC_SERVE_JOB_ID-node*.log"

@@ -1,6 +1,6 @@
 """Where the engine of a run listens, and the certificate of the run by which it shows that it is this engine.
 
-The certificate is made before the engine starts, so that the record names it from the beginning.
+The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpc_serve.job.engine_socket import EngineSocket
 from hpc_serve.job.health import EngineAddress
-from hpc_serve.job.network import choose_ports
+from hpc_serve.job.network import LOOPBACK
 from hpc_serve.job.node import Node
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
@@ -21,6 +22,7 @@ from hpc_serve.trust.connection import Identity
 class Endpoint:
     """The record to publish, and what belongs to it."""
 
+    socket: EngineSocket
     record: EndpointRecord
     address: EngineAddress
     certificate: RunCertificate
@@ -36,22 +38,34 @@ class Endpoint:
 
 
 def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> Endpoint:
-    """Complete the run's first record. Raises StoreError, RecordError, InvalidRequestError (no `cryptography`)."""
+    """Complete the run's first record, and listen.
+
+    Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
+    """
     run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
     addresses = dict.fromkeys((*record.hosts, node.head))
     certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
-    record = replace(record, certificate=certificate.certificate)
+    socket = _listen(node)
+    record = replace(record, port=socket.port, certificate=certificate.certificate)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
-    node.write_settings(port=record.port)
-    return Endpoint(record=record, address=address, certificate=certificate)
+    return Endpoint(socket=socket, record=record, address=address, certificate=certificate)
 
 
 def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
-    """The same endpoint on another port, for an engine that is started again.
+    """The same endpoint with a socket of its own, for an engine that is started again.
 
-    The old port may be somebody else's by then. One that the command names stays. Raises StoreError.
+    The old port went with the old engine. One that the command names stays. Raises PortsInUseError.
     """
-    port = node.command.port or next(port for port in choose_ports(2) if port != endpoint.record.port)
-    node.write_settings(port=port)
-    return replace(endpoint, record=replace(endpoint.record, port=port), address=replace(endpoint.address, port=port))
+    socket = _listen(node)
+    record, address = replace(endpoint.record, port=socket.port), replace(endpoint.address, port=socket.port)
+    return replace(endpoint, socket=socket, record=record, address=address)
+
+
+def _listen(node: Node) -> EngineSocket:
+    return EngineSocket(
+        node.node_dir / "engine.socket",
+        host=LOOPBACK if node.allocation.cluster == "local" else "",
+        port=node.command.port or 0,
+        servers=node.command.api_servers,
+    )

@@ -31,7 +31,8 @@ from hpc_serve.job.reading import ReadSoFar, RunReading
 from hpc_serve.job.record_keeper import RecordKeeper
 from hpc_serve.job.restarts import Restart, Restarts
 from hpc_serve.job.shared_memory import Segment
-from hpc_serve.vllm.log import SERVER_IS_UP, WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
+from hpc_serve.trust.connection import NotOurEngineError
+from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
 from hpc_serve.vllm.start_progress import StartProgress
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,6 @@ class Engine:
         self._restart: Restart | None = None
         self._has_old_cache = node.cache.is_warm
         self._has_loaded_weights = False
-        self._server_is_up = asyncio.Event()
         self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
         self.child: Child | None = None
 
@@ -87,8 +87,7 @@ class Engine:
     async def serve(self, environ: Mapping[str, str]) -> None:
         """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
         # The parts of an engine that spans nodes without Ray find each other at their start alone.
-        spans_nodes = self._node.backend == "mp" and self._node.allocation.num_nodes > 1
-        restarts = Restarts(0 if spans_nodes else self._node.options.engine_restarts)
+        restarts = Restarts(0 if self._node.spans_nodes_without_ray else self._node.options.engine_restarts)
         self._keeper.set_stage("starting the engine")
         self._parts.add(StopOrder.ENGINE, self._stop)
         command = self._node.command
@@ -121,6 +120,7 @@ class Engine:
         """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
         self.child = child = await self._start(environ)
         ended = asyncio.create_task(child.wait())
+        handing_over = asyncio.create_task(self._endpoint.socket.hand_over())
         serving = asyncio.create_task(self._serve_once(child))
         ready_at_s: float | None = None
         try:
@@ -131,7 +131,8 @@ class Engine:
             outcome = error.outcome
         finally:
             self._watch = None
-            await _cancel(ended, serving)
+            await _cancel(ended, serving, handing_over)
+            self._endpoint.socket.close()
         return outcome, None if ready_at_s is None else time.monotonic() - ready_at_s
 
     async def _serve_once(self, child: Child) -> Outcome:
@@ -231,15 +232,24 @@ class Engine:
         """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
         node = self._node
         model = node.command.served_model_names[0]
+        is_up = self._endpoint.socket.is_taken  # a connection before that would only wait
         while True:
-            if await asyncio.to_thread(is_healthy, self.address):
-                self._set_stage("answering a first request")
-                try:
+            try:
+                if is_up.is_set() and await asyncio.to_thread(is_healthy, self.address):
+                    self._set_stage("answering a first request")
                     return await asyncio.to_thread(
                         check_ready, self.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
                     )
-                except NotReadyError as error:
-                    self._set_stage(f"not ready: {error}")
+            except NotReadyError as error:
+                self._set_stage(f"not ready: {error}")
+            except NotOurEngineError as error:
+                where = f"{self.address.host}:{self.address.port}"
+                raise failure(
+                    "engine",
+                    f"the server is up, but another program answers at {where}: {error}",
+                    exit_code=PORT_CLASH_EXIT_CODE,
+                    last_log_lines=tuple(child.last_log_lines),
+                ) from error
             read = await self._read_so_far()
             self._progress.note_read_bytes(read.total)
             self._keeper.stages.note_read(read)
@@ -252,9 +262,11 @@ class Engine:
                     f"nothing{how_far} (HPC_SERVE_STALL_S sets how long that may last)",
                     last_log_lines=tuple(child.last_log_lines),
                 )
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._server_is_up.wait(), _POLL_INTERVAL_S)
-            self._server_is_up.clear()
+            if is_up.is_set():
+                await asyncio.sleep(_POLL_INTERVAL_S)
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(is_up.wait(), _POLL_INTERVAL_S)
 
     async def _read_so_far(self) -> ReadSoFar:
         """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
@@ -265,8 +277,6 @@ class Engine:
         self._progress.note_line(line)
         stage = read_stage(line)
         self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
-        if stage is not None and stage.name == SERVER_IS_UP:
-            self._server_is_up.set()
         if stage is not None and self._keeper.record.state == "starting":
             self._set_stage(stage.name, stage.done, stage.total)
         self._keeper.add_figures(read_figures(line))

@@ -1,16 +1,18 @@
 """The gate as the engine loads it: `vllm serve --middleware hpc_serve.job.engine_gate.Gate`.
 
 vLLM imports a middleware before it makes its uvicorn server. Importing this module therefore puts the limits for
-connections in force; it is imported in the engine's process alone. Who may come in is decided in `gate`.
+connections in force, and has the server take the launcher's socket; it is imported in the engine's process alone. Who
+may come in is decided in `gate`.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from hpc_serve.job import connection_limits, gate
+from hpc_serve.job import connection_limits, engine_socket, gate
 
 connection_limits.install()
+engine_socket.serve_on_launchers_socket()
 
 
 class Gate(gate.Gate):

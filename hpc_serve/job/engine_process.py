@@ -46,7 +46,7 @@ class EngineProcess:
         if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
             return
         assert script is not None
-        self._held_environ = self._environ(environ)
+        self._held_environ = self._environ(endpoint, environ)
         argv = [sys.executable, "-m", engine_start.__name__, script, *self._argv(endpoint)[1:]]
         self._parts.add(StopOrder.ENGINE, self._end_held)
         with contextlib.suppress(OSError):  # the start says what is wrong
@@ -56,7 +56,7 @@ class EngineProcess:
 
     async def start(self, endpoint: Endpoint, environ: Mapping[str, str]) -> Child:
         """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
-        argv, full = self._argv(endpoint), self._environ(environ)
+        argv, full = self._argv(endpoint), self._environ(endpoint, environ)
         _log.info("engine command: %s", " ".join(argv))
         told = {name: value for name, value in full.items() if self._held_environ.get(name) != value}
         held = self._held
@@ -77,8 +77,6 @@ class EngineProcess:
         node, command = self._node, self._node.command
         added = head_args(
             command,
-            host="127.0.0.1" if node.allocation.cluster == "local" else "0.0.0.0",
-            settings_file=str(node.settings_file),
             device=node.options.device,
             backend=node.backend,
             tls_files=endpoint.tls_files,
@@ -86,5 +84,5 @@ class EngineProcess:
         )
         return [*command.argv, *added, *node.multi_node_args()]
 
-    def _environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        return {**environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}
+    def _environ(self, endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, str]:
+        return {**environ, **endpoint.socket.environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}

@@ -22,12 +22,13 @@ from hpc_serve.job.endpoint import Endpoint, make_endpoint
 from hpc_serve.job.engine import Engine
 from hpc_serve.job.head_ray import HeadRay
 from hpc_serve.job.link import Link, Message
-from hpc_serve.job.network import listen_on
+from hpc_serve.job.network import choose_ports, listen_on
 from hpc_serve.job.node import Node
 from hpc_serve.job.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.parts import Parts
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
-from hpc_serve.job.record_keeper import RecordKeeper, first_record
+from hpc_serve.job.record_keeper import RecordKeeper, end_of, first_record
+from hpc_serve.job.run_dir import write_control_port
 from hpc_serve.job.staging import stage
 from hpc_serve.job.takeover import take_over
 from hpc_serve.job.worker_links import WorkerLinks
@@ -44,9 +45,10 @@ _POLL_INTERVAL_S = 0.5
 async def run_head(node: Node) -> int:
     """Run the service from this node until it ends; returns the exit code.
 
-    Raises PortsInUseError if the control port is taken, ServiceConflictError if another model has the service's name.
+    Raises PortsInUseError if a port is taken, ServiceConflictError if another model has the service's name.
     """
-    listener = listen_on(node.head_ports.control)
+    listener = listen_on()
+    write_control_port(Path(node.environ["HPC_SERVE_JOB_DIR"]), listener.getsockname()[1])
     store = ServiceStore(default_home(node.environ))
     service = node.options.service
     claim(store, service, node.command.model)
@@ -157,11 +159,13 @@ class Head:
         await self._stage_model()
         if ray is not None:
             environ = await ray.engine_environ()
-            await self._workers.start_all(environ["RAY_ADDRESS"], keeps_cache=keeps_cache)
+            await self._workers.start_all(keeps_cache=keeps_cache, gcs=environ["RAY_ADDRESS"])
             await ray.wait_for_nodes(self._workers.names)
         else:
             environ = node.child_environ(address=node.internal_head)
-            await self._workers.start_all(None, keeps_cache=keeps_cache)
+            (master_port,) = choose_ports(1)
+            node.write_master_port(master_port)
+            await self._workers.start_all(keeps_cache=keeps_cache, master_port=master_port)
         await self._engine.serve(environ)
 
     async def _stage_model(self) -> None:
@@ -254,14 +258,7 @@ class Head:
     def _publish_end(self, outcome: Outcome) -> None:
         if outcome.is_failure:
             _log.error("%s failed (exit code %d): %s", outcome.failed_part, outcome.exit_code, outcome.reason)
-            self._keeper.update(
-                state="failed",
-                progress=None,
-                reason=outcome.reason,
-                failed_part=outcome.failed_part,
-                exit_code=outcome.exit_code,
-                last_log_lines=outcome.last_log_lines,
-            )
+            self._keeper.update(progress=None, **end_of(outcome, self._node.environ))
         else:
             _log.info("stopping: %s", outcome.reason)
             self._keeper.update(state="draining", stage="stopping", progress=None, reason=outcome.reason)

@@ -2,8 +2,8 @@
 
 It is ready when it answers /health, lists the model's name, and has completed one request.
 One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
-Each connection is verified first (`trust.connection`): until the engine listens, anybody may take its port, and would
-get the key. When to ask, and what follows from the answer, is decided by the head.
+Each connection is verified first (`trust.connection`), so nobody else gets the key. When to ask, and what follows from
+the answer, is decided by the head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_serve.job.canary import Look
 from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, RequestCount, read_request_count
-from hpc_serve.trust.connection import Identity, VerifiedConnection
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 from hpc_serve.vllm import metrics
 
 _TIMEOUT_S = 10.0
@@ -53,9 +53,11 @@ class SmallRequest:
 
 
 def is_healthy(engine: EngineAddress) -> bool:
-    """Whether /health answers with 200 now."""
+    """Whether /health answers with 200 now. Raises NotOurEngineError if another program answers."""
     try:
         return _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)[0] == 200
+    except NotOurEngineError:
+        raise
     except (OSError, http.client.HTTPException):
         return False
 
@@ -63,7 +65,7 @@ def is_healthy(engine: EngineAddress) -> bool:
 def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> SmallRequest:
     """Check once that the engine serves `model`; returns the request that it completed.
 
-    Raises NotReadyError if any of the three checks fails.
+    Raises NotReadyError if any of the three checks fails, NotOurEngineError if another program answers.
     The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
     """
     try:
@@ -80,6 +82,8 @@ def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: floa
             status = ask(engine, first, timeout_s=completion_timeout_s)
         _require(status == 200, f"a first request was answered with {status}")
         return first
+    except NotOurEngineError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise NotReadyError(str(error) or type(error).__name__) from error
 

@@ -12,7 +12,6 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.cache_key import cache_key
 from hpc_serve.job.engine_cache import EngineCache, open_cache
-from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node, read_token
 from hpc_serve.job.node_dir import DirOwner
 from hpc_serve.job.ray_logs import kept_ray_logs
@@ -25,7 +24,7 @@ from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 from hpc_serve.vllm.load_strategy import LoadStrategy
 
 _FROM_PREPARE = (
-    *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS", "HPC_SERVE_HEAD_PORTS"),
+    *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS"),
     *("HPC_SERVE_DRAIN_FILE", "HPC_SERVE_DRAIN_REQUEST"),
 )
 _MIN_SILENCE_S, _MAX_SILENCE_S = 5, 3_600
@@ -57,7 +56,6 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
                 loading=strategy.reason,
                 backend=choose_backend(options.backend, command, allocation.num_nodes),
                 head=environ["HPC_SERVE_HEAD_ADDRESS"],
-                head_ports=HeadPorts.from_text(environ["HPC_SERVE_HEAD_PORTS"]),
                 silence_s=_silence_s(environ),
                 node_dir=node_dir,
                 cache=cache,

@@ -1,7 +1,7 @@
 """The addresses of this node, and free ports on it. Other users' programs may run on the same node.
 
-Only what several programs must agree on gets a port from here, chosen at random. Every other program binds port 0, so
-that the kernel chooses. A port that is taken later shows when the program it was meant for binds it.
+A launcher's own sockets bind port 0, so that the kernel chooses, and listen at once. A program of Ray's or vLLM's that
+must be told a port gets a free one, chosen at random. If it is taken meanwhile, that program fails to bind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
@@ -24,6 +23,7 @@ _FIRST_PORT = 10_240
 _DEFAULT_EPHEMERAL_START = 32_768
 # Connections that wait to be accepted; the kernel takes no more than its net.core.somaxconn.
 _MOST_WAITING = 4_096
+_NO_FREE_PORT = "This node has no free port left: other programs on it have bound them all."
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IP_LOCAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -32,36 +32,6 @@ class PortsInUseError(HpcServeError):
     """A chosen port or folder was taken before it was used. The batch script starts again with others (exit 75)."""
 
     exit_code = 75
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadPorts:
-    """The ports of the head node that the other nodes must know before they reach it.
-
-    Every other port is the business of the program that binds it.
-    """
-
-    control: int
-    torch_master: int
-    """vLLM's multi-node executor without Ray meets here (`--master-port`)."""
-
-    @classmethod
-    def choose(cls) -> HeadPorts:
-        """Ports that are free now. Raises PortsInUseError if this node has none."""
-        control, torch_master = choose_ports(2)
-        return cls(control=control, torch_master=torch_master)
-
-    @classmethod
-    def from_text(cls, text: str) -> HeadPorts:
-        """What `to_text` wrote. Raises InvalidRequestError."""
-        try:
-            control, torch_master = map(int, text.split(","))
-        except ValueError:
-            raise InvalidRequestError(f"HPC_SERVE_HEAD_PORTS={text!r} are not two ports.") from None
-        return cls(control=control, torch_master=torch_master)
-
-    def to_text(self) -> str:
-        return f"{self.control},{self.torch_master}"
 
 
 def choose_ports(count: int) -> tuple[int, ...]:
@@ -101,17 +71,27 @@ def hold_port() -> socket.socket:
             raise
 
 
-def listen_on(port: int) -> socket.socket:
-    """Listen on a port, on all interfaces. Raises PortsInUseError if another program does."""
+def listen_on(port: int = 0, *, host: str = "", most_waiting: int = _MOST_WAITING) -> socket.socket:
+    """Listen on `port`, or with 0 on one of the kernel's choice, which nobody else can take from then on.
+
+    `host` is the address; "" stands for all. `most_waiting` connections wait at most, and one. Raises PortsInUseError.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    if port:  # the last run's connections may keep it in TIME_WAIT
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("", port))
-        listener.listen(_MOST_WAITING)
+        listener.bind((host, port))
+        listener.listen(most_waiting)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortsInUseError(f"Port {port} was taken by another program.") from error
-        raise
+        if error.errno != errno.EADDRINUSE:
+            raise
+        if port:
+            raise PortsInUseError(
+                f"Port {port} of {socket.gethostname()} was taken by another program: leave --port out, and a free "
+                "one is found."
+            ) from error
+        raise PortsInUseError(_NO_FREE_PORT) from error
     listener.setblocking(False)
     return listener
 
@@ -123,9 +103,7 @@ def _ports_from_the_kernel(count: int) -> tuple[int, ...]:
             for bound in sockets:
                 bound.bind(("", 0))
         except OSError as error:
-            raise PortsInUseError(
-                f"This node has no free port left ({error.strerror}): other programs on it listen on all of them."
-            ) from error
+            raise PortsInUseError(_NO_FREE_PORT) from error
         return tuple(int(bound.getsockname()[1]) for bound in sockets)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.engine_cache import EngineCache, private_cache
-from hpc_serve.job.network import LOOPBACK, HeadPorts, choose_ports, interface_of, node_address
+from hpc_serve.job.network import LOOPBACK, choose_ports, interface_of, node_address
 from hpc_serve.job.outcome import KILL_WAIT_S
 from hpc_serve.job.process import mark_environ
 from hpc_serve.job.ray_cluster import RayStartOptions, ray_environ, ray_start_options
@@ -75,7 +75,6 @@ class Node:
     command: ServeCommand
     backend: str
     head: str
-    head_ports: HeadPorts
     silence_s: float
     node_dir: Path
     cache: EngineCache
@@ -124,27 +123,30 @@ class Node:
                 f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
             )
 
+    @property
+    def spans_nodes_without_ray(self) -> bool:
+        """Whether vLLM's own multi-node start joins the engine's processes."""
+        return self.backend == "mp" and self.allocation.num_nodes > 1
+
     def multi_node_args(self) -> list[str]:
         """What vLLM is told on this node if it spans several nodes without Ray; else nothing."""
-        if self.backend != "mp" or self.allocation.num_nodes == 1:
+        if not self.spans_nodes_without_ray:
             return []
         return multi_node_args(
             num_nodes=self.allocation.num_nodes,
             node_rank=self.allocation.node_rank,
             master_address=self.head,
-            settings_file=None if self.allocation.is_head and self.command.port is None else str(self.settings_file),
+            settings_file=str(self.settings_file),
         )
 
     @property
     def settings_file(self) -> Path:
-        """A file that tells this node's engine its ports, and nobody else."""
+        """A file that tells this node's engine the port where its processes meet, and nobody else."""
         return self.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
 
-    def write_settings(self, *, port: int | None) -> None:
-        """`port` is that of the engine's API, which the head has. Raises StoreError."""
-        has_master = self.backend == "mp" and self.allocation.num_nodes > 1
-        settings = {"port": port, "master-port": self.head_ports.torch_master if has_master else None}
-        write_private(self.settings_file, "".join(f"{name}: {it}\n" for name, it in settings.items() if it is not None))
+    def write_master_port(self, port: int) -> None:
+        """Write the port of the head where the engine's processes meet. Raises StoreError."""
+        write_private(self.settings_file, f"master-port: {port}\n")
 
     def child_environ(self, *, address: str) -> dict[str, str]:
         """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set."""

@@ -1,7 +1,7 @@
 """Prepares a run, once, on the head node: the batch script evaluates the shell exports that this program prints.
 
 It makes the run's private folder with Ray's token, makes the service's API key if there is none, and chooses the head's
-address, its ports and the name of the node-local folder. Every attempt of a script prepares anew. Standard output has
+address and the name of the node-local folder. Every attempt of a script prepares anew. Standard output has
 the exports alone; errors are logged to standard error.
 """
 
@@ -19,7 +19,7 @@ from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
 from hpc_serve.job import node_dir
 from hpc_serve.job.allocation import Allocation, read_allocation
 from hpc_serve.job.log_setup import set_up_logging
-from hpc_serve.job.network import HeadPorts, node_address
+from hpc_serve.job.network import node_address
 from hpc_serve.job.node import ray_dir
 from hpc_serve.job.record_keeper import publish_failure
 from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
@@ -73,7 +73,6 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     job_id, restart, replica = allocation.job_id, allocation.restart, allocation.share.index
     drain_request = drain_file(store, service, job_id=job_id, restart=restart, replica=replica)
     forget_drain_request(drain_request)  # a job on this machine may have the pid of one before
-    ports = HeadPorts.choose()
     run_dir = make_run_dir(store.home, allocation)  # the last step that can fail: it leaves a secret
     return {
         "HPC_SERVE_HOME": str(store.home),
@@ -82,7 +81,6 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
         "HPC_SERVE_LOG_DIR": str(log_dir),
         "HPC_SERVE_NODE_TMP": node_dir_name,
         "HPC_SERVE_HEAD_ADDRESS": address,
-        "HPC_SERVE_HEAD_PORTS": ports.to_text(),
         "HPC_SERVE_API_KEY_FILE": str(api_key_file),
         "HPC_SERVE_DRAIN_FILE": f"{node_dir_name}/drain",
         "HPC_SERVE_DRAIN_REQUEST": str(drain_request),

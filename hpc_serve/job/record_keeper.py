@@ -16,8 +16,9 @@ from typing import Any
 
 from hpc_serve.errors import HpcServeError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.network import PortsInUseError, choose_ports, reachable_addresses
+from hpc_serve.job.network import PortsInUseError, reachable_addresses
 from hpc_serve.job.node import Node
+from hpc_serve.job.outcome import Outcome
 from hpc_serve.job.start_stages import StartStages
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
@@ -35,23 +36,28 @@ _LAST_RECORD_S = 20.0
 def publish_failure(
     service: str, allocation: Allocation | None, error: HpcServeError, environ: Mapping[str, str]
 ) -> None:
-    """Publish the record of a run that ended before it had one, so that `status` can say why.
-
-    A clash of ports is not published: the batch script starts again.
-    """
-    if allocation is None or isinstance(error, PortsInUseError):
+    """Publish the record of a run that ended before it had one, so that `status` can say why."""
+    if allocation is None:
         return
-    record = replace(
-        _run_record(service, allocation, environ),
-        state="failed",
-        failed_part="launcher",
-        reason=str(error),
-        exit_code=error.exit_code,
-    )
+    outcome = Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code)
+    record = replace(_run_record(service, allocation, environ), **end_of(outcome, environ))
     with contextlib.suppress(HpcServeError, OSError):
         store = ServiceStore(default_home(environ))
         store.ensure_service(service)
         store.write(record)
+
+
+def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a record whose run failed: it is over, or its script starts it again with other ports."""
+    if outcome.exit_code == PortsInUseError.exit_code and environ.get("HPC_SERVE_ATTEMPTS_LEFT", "0") != "0":
+        return {"state": "starting", "stage": "starting again with other ports", "reason": outcome.reason}
+    return {
+        "state": "failed",
+        "reason": outcome.reason,
+        "failed_part": outcome.failed_part,
+        "exit_code": outcome.exit_code,
+        "last_log_lines": outcome.last_log_lines,
+    }
 
 
 def first_record(node: Node) -> EndpointRecord:
@@ -64,7 +70,6 @@ def first_record(node: Node) -> EndpointRecord:
         served_model_names=command.served_model_names,
         stage="starting",
         hosts=_hosts(allocation, node.head),
-        port=command.port or choose_ports(1)[0],
         nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
         tensor_parallel_size=command.tensor_parallel_size,
         pipeline_parallel_size=command.pipeline_parallel_size,
@@ -221,10 +226,12 @@ class RecordKeeper:
             _log.warning("cannot write down how long this start took: %s", error)
 
     async def finish(self, within_s: float = _LAST_RECORD_S) -> None:
-        """Write what could not be written, again and again for `within_s` seconds: a full disk may have room by then.
+        """Write what has changed, again and again for `within_s` seconds: a full disk may have room by then.
 
         A last record that is missing leaves the replica `ready` for everybody, until its lease has run out.
         """
+        if self._changed.is_set():
+            await asyncio.to_thread(self._write)
         deadline = time.monotonic() + within_s
         while not self._is_written and time.monotonic() < deadline:
             await asyncio.sleep(_WRITE_INTERVAL_S)

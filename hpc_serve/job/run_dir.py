@@ -1,4 +1,5 @@
-"""The run's private folder in the shared home. It holds Ray's token, which all nodes read.
+"""The run's private folder in the shared home. It holds what all nodes read: Ray's token, and the port where the head's
+launcher listens.
 
 The head removes it at the end of the run. If the head was killed, its sweep process removes it (`sweep`), or a later
 run does. A later run decides by the records, because the code inside a job calls no Slurm command.
@@ -7,19 +8,21 @@ run does. A later run decides by the records, because the code inside a job call
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shutil
 import time
 from pathlib import Path
 
-from hpc_serve.errors import HpcServeError
+from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.job.allocation import Allocation
-from hpc_serve.rendezvous.files import create_private, make_private_folder
+from hpc_serve.rendezvous.files import create_private, make_private_folder, read_private
 from hpc_serve.rendezvous.names import run_name
 from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
+_CONTROL_PORT = "control_port"
 _NAME = re.compile(r"(?P<run>.+-r\d+(?:-\d+)?)-[0-9a-f]{8}")
 
 
@@ -33,7 +36,30 @@ def make_run_dir(home: Path, allocation: Allocation) -> Path:
     run_dir = jobs / f"{allocation.run_name}-{secrets.token_hex(4)}"
     run_dir.mkdir(mode=0o700)
     create_private(run_dir / "ray_token", secrets.token_hex(32))
+    # Empty, and written in place: a file that was missing, or is replaced, may stay so for half a minute over NFS.
+    create_private(run_dir / _CONTROL_PORT, "")
     return run_dir
+
+
+def write_control_port(run_dir: Path, port: int) -> None:
+    """Tell the other nodes where the head's launcher listens. Raises StoreError."""
+    path = run_dir / _CONTROL_PORT
+    try:
+        with path.open("r+") as file:
+            file.write(f"{port}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def read_control_port(run_dir: Path) -> int | None:
+    """The port where the head's launcher listens; None until it is written. Raises StoreError, RecordError."""
+    try:
+        text = read_private(run_dir / _CONTROL_PORT)
+    except FileNotFoundError:
+        return None
+    return int(text) if text.endswith("\n") else None
 
 
 def remove_run_dir(path: Path) -> None:

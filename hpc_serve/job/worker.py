@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.control import connect
@@ -17,11 +19,13 @@ from hpc_serve.job.parts import Parts, StopOrder
 from hpc_serve.job.preflight.node_side import answer_head
 from hpc_serve.job.ray_cluster import worker_argv
 from hpc_serve.job.reading import RunReading
+from hpc_serve.job.run_dir import read_control_port
 from hpc_serve.job.staging import stage
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
 _GRACE_S = 5.0
+_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ async def run_worker(node: Node) -> int:
             "own. Name the network that joins them in HPC_SERVE_INTERFACE."
         )
     link = await connect(
-        (node.head, node.head_ports.control),
+        (node.head, await _control_port(node)),
         node.token,
         rank=node.allocation.node_rank,
         name=node.allocation.node_name,
@@ -73,6 +77,19 @@ async def run_worker(node: Node) -> int:
     return outcome.exit_code
 
 
+async def _control_port(node: Node) -> int:
+    """Wait until the head's launcher has written down where it listens. Raises LinkLostError."""
+    run_dir, deadline = Path(node.environ["HPC_SERVE_JOB_DIR"]), time.monotonic() + node.options.join_s
+    while (port := read_control_port(run_dir)) is None:
+        if time.monotonic() > deadline:
+            raise LinkLostError(
+                f"node {node.allocation.node_name} cannot read in {run_dir} where the head's launcher listens, after "
+                f"{node.options.join_s:.0f} s: it has not started, or this node does not see what the head has written"
+            )
+        await asyncio.sleep(_POLL_INTERVAL_S)
+    return port
+
+
 async def _hold_ray(node: Node, parts: Parts, ready: asyncio.Future[_Ray]) -> None:
     address = _own_address(node)
     held = HeldRay("ray worker", parts, grace_s=_GRACE_S)
@@ -98,7 +115,7 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ra
         if message["kind"] == "go":
             if not message.get("keeps_cache"):
                 node = node.without_kept_cache("the head says so")
-            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, ray, str(message.get("gcs")))))
+            parts.run_in_background(run_end.fail_on_error(_start_part(node, parts, ray, message)))
             message = await link.receive()
         while message["kind"] == "ready":
             await asyncio.to_thread(node.cache.note_ready)
@@ -125,17 +142,17 @@ async def _answer_preflight(node: Node, link: Link, messages: asyncio.Queue[Mess
         await link.send("unreached")
 
 
-async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | None, gcs: str) -> None:
-    """Start this node's share of Ray, whose GCS is at `gcs`, or of the engine where there is no Ray."""
+async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | None, go: Message) -> None:
+    """Start this node's share of Ray, or of the engine where there is no Ray, as the message `go` says."""
     node.check_gpus()
     if holding is not None:
         ray = await holding
-        argv = worker_argv(node.ray_options(address=ray.address), head=gcs)
+        argv = worker_argv(node.ray_options(address=ray.address), head=str(go.get("gcs")))
         await ray.held.release(argv, node.ray_environ(address=ray.address))
     else:
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
         environ = node.child_environ(address=_own_address(node))
-        node.write_settings(port=None)
+        node.write_master_port(int(go.get("master_port", 0)))
         await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
 
 

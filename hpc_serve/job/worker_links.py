@@ -74,13 +74,14 @@ class WorkerLinks:
         """Whether every worker has the lock of this folder of caches on its own node."""
         return all(link.cache == path for link in self._links.values())
 
-    async def start_all(self, gcs: str | None, *, keeps_cache: bool) -> None:
-        """Tell every worker to start its part. `gcs` is the "address:port" of Ray's GCS, where there is Ray.
+    async def start_all(self, *, keeps_cache: bool, gcs: str = "", master_port: int = 0) -> None:
+        """Tell every worker to start its part.
 
+        `gcs` is the "address:port" of Ray's GCS. Without Ray, the engine's processes meet at `master_port` of the head.
         Without `keeps_cache` the engine uses no folder of caches that outlives the run.
         """
         for link in self._links.values():
-            await link.send("go", gcs=gcs, keeps_cache=keeps_cache)
+            await link.send("go", gcs=gcs, master_port=master_port, keeps_cache=keeps_cache)
 
     async def stage_all(self) -> None:
         """Tell every worker to copy the model to its own node."""

@@ -23,6 +23,7 @@ _READ_BY_LAUNCHER = (
     "--pipeline-parallel-size",
     "--served-model-name",
     "--port",
+    "--api-server-count",
     "--distributed-executor-backend",
 )
 

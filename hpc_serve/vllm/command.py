@@ -45,6 +45,7 @@ class ServeCommand:
     pipeline_parallel_size: int
     port: int | None
     executor: str | None
+    api_servers: int = 1
     scheduling_policy: str | None = None
     stand_in: str | None = None
 
@@ -83,6 +84,7 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
         pipeline_parallel_size=value_of(given, "--pipeline-parallel-size") or 1,
         port=value_of(given, "--port") or None,
         executor=value_of(given, "--distributed-executor-backend"),
+        api_servers=value_of(given, "--api-server-count") or 1,
         scheduling_policy=value_of(given, "--scheduling-policy"),
         stand_in=stand_in.folder if stand_in else None,
     )
@@ -123,8 +125,6 @@ def check_layout(command: ServeCommand, *, num_nodes: int, device: Device, per_n
 def head_args(
     command: ServeCommand,
     *,
-    host: str,
-    settings_file: str,
     device: Device,
     backend: str,
     tls_files: tuple[str, str],
@@ -132,28 +132,26 @@ def head_args(
 ) -> list[str]:
     """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
 
-    `settings_file` is a YAML file that holds the port. On the command line every user of the node could read the port,
-    and take it in the seconds until the engine listens on it.
+    vLLM binds a port at once and listens much later. It gets any port, and serves on the launcher's socket (`job`).
     `tls_files` are the files of the run's key and certificate.
     After SIGTERM the engine finishes the requests under way for `shutdown_timeout_s` seconds.
     vLLM puts each `--middleware` around those before it, so the gate, which comes last, is around all of them.
     """
-    added = ["--host", host, "--middleware", GATE, "--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
+    added = ["--host", "127.0.0.1", "--port", "0", "--middleware", GATE]
+    added += ["--ssl-keyfile", tls_files[0], "--ssl-certfile", tls_files[1]]
     if shutdown_timeout_s > 0:
         added += ["--shutdown-timeout", str(shutdown_timeout_s)]
-    if command.port is None:
-        added += ["--config", settings_file]
     if device != "TPU" and command.world_size > 1 and command.executor is None:
         added += ["--distributed-executor-backend", backend]
     return added
 
 
-def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, settings_file: str | None) -> list[str]:
+def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, settings_file: str) -> list[str]:
     """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone.
 
-    The port at `master_address` is in `settings_file`, for the reason of `head_args`; None: that is given already.
+    The port at `master_address` is in the YAML file `settings_file`. On the command line every user of the node could
+    read the port, and take it before the engine listens.
     """
     args = ["--nnodes", str(num_nodes), "--node-rank", str(node_rank), "--master-addr", master_address]
-    if settings_file is not None:
-        args += ["--config", settings_file]
+    args += ["--config", settings_file]
     return args if node_rank == 0 else [*args, "--headless"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -254,20 +256,40 @@ def test_cancelled_in_every_stage(alice, stage):
     assert not list((alice.home / ".hpc-serve" / "jobs").glob(f"{job_id}-*"))
 
 
-def test_a_port_that_was_taken_is_answered_with_others(alice):
-    """The first attempt's control port is taken by another program on the head; the second finds others."""
-    listen = "s.bind(('', int(os.environ['HPC_SERVE_HEAD_PORTS'].split(',')[0]))); s.listen(); time.sleep(600)"
-    thief = (
-        f'python -c "import os, socket, time; s = socket.socket(); {listen}" & '
-        "until (: <>/dev/tcp/127.0.0.1/${HPC_SERVE_HEAD_PORTS%%,*}) 2>/dev/null; do :; done"
+TAKEN_PORT = 23_999
+
+
+def with_taken_port(*, attempts: int) -> Callable[[str], str]:
+    """Edits a script: another program on the head listens on TAKEN_PORT during so many attempts."""
+    listen = f"s = socket.create_server(('', {TAKEN_PORT})); time.sleep(600)"
+    begin = (
+        f'python -c "import socket, time; {listen}" & thief=$!; '
+        f"until (: <>/dev/tcp/127.0.0.1/{TAKEN_PORT}) 2>/dev/null; do :; done"
     )
 
-    def with_thief(script: str) -> str:
+    def edit(script: str) -> str:
         before, launch, after = script.partition("    srun ")
         assert launch
-        return f"{before}    if [[ $attempt -eq 1 ]]; then {thief}; fi\n{launch}{after}"
+        steps = (
+            f"    if [[ $attempt -eq 1 ]]; then {begin}; fi\n    [[ $attempt -le {attempts} ]] || kill $thief || true\n"
+        )
+        return f"{before}{steps}{launch}{after}"
 
-    job_id = submit(alice, "clash", num_nodes=1, edit=with_thief)
+    return edit
+
+
+def test_a_port_that_is_taken_at_each_attempt_leaves_a_record_that_doctor_explains(alice):
+    job_id = submit(alice, "taken", "--port", str(TAKEN_PORT), num_nodes=1, edit=with_taken_port(attempts=3))
+    record = failed(alice, "taken", job_id)
+    assert record["exit_code"] == 75
+    assert re.match(rf"Port {TAKEN_PORT} of n\d was taken by another program", record["reason"])
+    assert "attempt 3 met a port or folder in use" in (alice.home / f"hpc-serve-taken-{job_id}.log").read_text()
+    assert "leave --port out" in alice.hpc_serve("doctor", "taken").stdout
+
+
+def test_a_port_that_was_taken_is_answered_with_others(alice):
+    """A port that a person has named is another program's at the first attempt."""
+    job_id = submit(alice, "clash", "--port", str(TAKEN_PORT), num_nodes=1, edit=with_taken_port(attempts=1))
     alice.wait_until_ready("clash", job_id, 300)
     assert "attempt 1 met a port or folder in use" in (alice.home / f"hpc-serve-clash-{job_id}.log").read_text()
     alice.cancel(job_id)

@@ -59,14 +59,14 @@ def absent_node(site: Site) -> Seen:
 
 @pain(3, "Ray's and other ports clash", r"attempt 1 met a port or folder in use.*and was ready")
 def port_taken(site: Site) -> Seen:
-    """Another program listens on the port that was chosen for the launchers."""
-    listen = "s.bind(('', int(os.environ['HPC_SERVE_HEAD_PORTS'].split(',')[0]))); s.listen(); time.sleep(600)"
-    thief = (
-        f'python -c "import os, socket, time; s = socket.socket(); {listen}" & '
-        "until (: <>/dev/tcp/127.0.0.1/${HPC_SERVE_HEAD_PORTS%%,*}) 2>/dev/null; do :; done"
+    """Another program listens on the port that a person has named, and ends after the first attempt."""
+    begin = (
+        "python -c \"import socket, time; s = socket.create_server(('', 23999)); time.sleep(600)\" & thief=$!; "
+        "until (: <>/dev/tcp/127.0.0.1/23999) 2>/dev/null; do :; done"
     )
-    edit = replaced("    srun --nodes", f"    if [[ $attempt -eq 1 ]]; then {thief}; fi\n    srun --nodes")
-    job = site.submit("port-taken", edit=edit, **ONE_NODE)
+    steps = f"    if [[ $attempt -eq 1 ]]; then {begin}; else kill $thief; fi\n"
+    edit = replaced("    srun --nodes", f"{steps}    srun --nodes")
+    job = site.submit("port-taken", "--port", "23999", edit=edit, **ONE_NODE)
     site.ready(job)
     said = " ".join(line for line in site.script_log(job).splitlines() if "attempt" in line)
     return replace(_cured(job, f"{said} and was ready", by="the script"), is_before_weights=True)

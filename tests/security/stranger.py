@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import resource
 import socket
@@ -79,6 +80,74 @@ def take_a_port_in_every_block() -> dict[str, int]:
     print(json.dumps({"held": len(held)}), flush=True)
     time.sleep(3600)
     return {}
+
+
+def listen_beside_silent_ports(enough: str) -> dict[str, list[int]]:
+    """Listen on every port that a program has bound and does not listen on, until a file is there; which those were.
+
+    With SO_REUSEADDR on both sockets anybody may bind the same port, and the first that listens has it.
+    """
+    taken: dict[int, socket.socket] = {}
+    print(json.dumps({"began": True}), flush=True)
+    while not Path(enough).exists():
+        for port in range(10_240, 65_536):
+            if port not in taken and (own := listener_beside(port)) is not None:
+                taken[port] = own
+    return {"taken": sorted(taken)}
+
+
+def listener_beside(port: int) -> socket.socket | None:
+    """A listener on a port that another program has bound; None if none has, or if it listens."""
+    if (free := bind(port)) is not None:
+        free.close()
+        return None
+    own = socket.socket()
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        own.bind(("", port))
+        own.listen()
+    except OSError:
+        own.close()
+        return None
+    return own
+
+
+def bind(port: int) -> socket.socket | None:
+    bound = socket.socket()
+    try:
+        bound.bind(("", port))
+    except OSError:
+        bound.close()
+        return None
+    return bound
+
+
+def take_the_range_after_prepare(enough: str) -> dict[str, int]:
+    """Hold every port below the ephemeral ones for a second after each `prepare`, until a file is there; how often."""
+    times = 0
+    print(json.dumps({"began": True}), flush=True)
+    while not Path(enough).exists():
+        if not is_preparing():
+            continue
+        while is_preparing():
+            pass
+        times += 1
+        for first in range(10_240, 32_768, 2_816):  # one process may have too few descriptors for all
+            if not os.fork():
+                held = [bind(port) for port in range(first, first + 2_816)]
+                time.sleep(1.2)
+                os._exit(len(held) == 0)
+        for _ in range(10_240, 32_768, 2_816):
+            os.wait()
+    return {"times": times}
+
+
+def is_preparing() -> bool:
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and b"hpc_serve.job.prepare" in (process / "cmdline").read_bytes():
+                return True
+    return False
 
 
 def take_ports_seen_in_command_lines(enough: str) -> dict[str, bool]:

@@ -20,14 +20,20 @@ pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
-def over_ray(alice):
-    """Two hosts, Ray between them."""
+def over_ray(alice, mallory):
+    """Two hosts, Ray between them. On the head's a stranger listens on what is bound and silent until it is ready."""
+    enough = mallory.home / "enough-beside"
+    words = [sys.executable, STRANGER, "listen_beside_silent_ports", enough]
+    listener = mallory.cluster.popen(words, user="mallory", node="n1", env=mallory.environ)
     layout = ("--nodes=2", "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--nodelist=n1,n2")
     shared = ("--name", "over-ray", "--backend", "ray", "--no-exclusive", "--mem", "8G")
     done = alice.hpc_serve("submit", "--model=405b", *layout, *shared, "--json")
     assert done.returncode == 0, done.stderr
     job_id = json.loads(done.stdout)["job_id"]
-    yield alice.wait_until_ready("over-ray", job_id, START_S)
+    record = alice.wait_until_ready("over-ray", job_id, START_S)
+    enough.touch()
+    taken = json.loads(listener.communicate(timeout=300)[0].splitlines()[-1])["taken"]
+    yield {**record, "taken": taken}
     alice.run("scancel", job_id)
     alice.wait_until_gone(job_id)
 
@@ -37,6 +43,12 @@ def ray_processes(alice: User) -> set[int]:
 
 
 class TestRay:
+    def test_a_stranger_who_listens_beside_silent_ports_has_not_the_engines(self, alice, over_ray):
+        """vLLM binds one itself long before it would listen: he has that, and nobody is told of it."""
+        assert over_ray["taken"]
+        assert over_ray["port"] not in over_ray["taken"]
+        assert answers(alice, "over-ray")
+
     def test_a_strangers_calls_are_refused_on_every_port_and_end_nothing(
         self, alice, mallory, over_ray, own_certificate
     ):

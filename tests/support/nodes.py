@@ -8,7 +8,6 @@ from typing import Any
 
 from hpc_serve.job.allocation import Allocation
 from hpc_serve.job.engine_cache import private_cache
-from hpc_serve.job.network import HeadPorts
 from hpc_serve.job.node import LaunchOptions, Node
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.command import read_command
@@ -34,7 +33,6 @@ def make_node(node_dir: Path, *, backend: str = "ray", words: str = "vllm serve 
         command=read_command(words.split()),
         backend=backend,
         head="127.0.0.1",
-        head_ports=HeadPorts(control=1, torch_master=3),
         silence_s=60,
         node_dir=node_dir,
         cache=private_cache(node_dir, "a test"),

@@ -379,7 +379,19 @@ class Engine(ThreadingHTTPServer):
         if options.ssl_certfile:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self.tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-        super().__init__((options.host, options.port), Handler)
+        super().__init__((options.host, options.port), Handler, bind_and_activate=False)
+        self.server_bind()
+
+    def serve_on_launchers_socket(self) -> None:
+        """As the gate has vLLM do, if there is a launcher; else listen on the own port."""
+        if path := os.environ.get("HPC_SERVE_ENGINE_SOCKET"):
+            with socket.socket(socket.AF_UNIX) as launcher:
+                launcher.connect(path)
+                _, (descriptor,), _, _ = socket.recv_fds(launcher, 1, 1)
+            self.socket.close()
+            self.socket = socket.socket(fileno=descriptor)
+            self.server_address = self.socket.getsockname()
+        self.server_activate()
 
     def get_request(self) -> tuple[Any, Any]:
         connection, address = super().get_request()
@@ -738,10 +750,12 @@ def main() -> None:
     if options.stub_share_memory:
         segment = SharedMemory(create=True, size=4096)
         resource_tracker.unregister(f"/{segment.name}", "shared_memory")  # which would tidy up, were it not killed too
+    engine = None if options.headless else Engine(options)
     load(options)
-    if options.headless:
+    if engine is None:
         wait_for_a_signal()
-    engine = Engine(options)
+        return
+    engine.serve_on_launchers_socket()
     if options.stub_worker:
         threading.Thread(target=engine.watch_worker, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):

@@ -82,7 +82,8 @@ def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tupl
     return EngineProcess(node, parts, on_line=on_line, is_noise=lambda line: False), parts
 
 
-ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("/run/key", "/run/certificate")})))
+SOCKET = type("NoSocket", (), {"environ": {}})
+ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("key", "certificate"), "socket": SOCKET})))
 
 
 def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):

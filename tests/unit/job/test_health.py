@@ -12,7 +12,7 @@ import pytest
 
 from hpc_serve.job.health import EngineAddress, NotReadyError, check_ready, is_healthy
 from hpc_serve.trust.authority import make_run_certificate
-from hpc_serve.trust.connection import Identity
+from hpc_serve.trust.connection import Identity, NotOurEngineError
 from tests.support.tls_servers import server_context
 
 
@@ -130,8 +130,9 @@ def test_whoever_took_the_port_first_is_sent_no_key(certificate, tmp_path, kind)
     context = server_context(shown.certificate_file, shown.key_file) if kind == "own certificate" else None
     with answering(context) as stranger:
         stranger.certificate = certificate.certificate
-        assert not is_healthy(engine(stranger))
-        with pytest.raises(NotReadyError):
+        with pytest.raises(NotOurEngineError):
+            is_healthy(engine(stranger))
+        with pytest.raises(NotOurEngineError):
             check_ready(engine(stranger), "m", completion_timeout_s=60)
         assert {key for _, key in stranger.seen} <= {None}
         assert {path for path, _ in stranger.seen} <= {"/health"}

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.trust.authority import make_run_certificate
 from tests.cluster import wait_for
 from tests.support.local_run import Run
 from tests.support.stubs import SCRIPT
@@ -57,12 +59,68 @@ def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_i
     wait_for(is_ready, 60, what="ready")
     seen.extend(command_lines(run))  # the engine may have begun, and become ready, since the last look
     assert run.record is not None
-    engine = next(words for words in seen if "--config" in words)
     port = re.compile(rf"(?<![0-9a-f]){run.record.port}(?![0-9a-f])")  # a name by chance may hold its digits
     assert not [words for words in seen for word in words if port.search(word)]
-    port_file = Path(engine[engine.index("--config") + 1])
-    assert port_file.read_text() == f"port: {run.record.port}\n"
-    assert (port_file.stat().st_mode & 0o777, port_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    engine = next(words for words in seen if "--middleware" in words)
+    assert engine[engine.index("--port") + 1] == "0"
+
+
+def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_the_engine(tmp_path):
+    """Whoever binds beside the engine, or first at its next start, has the port of nobody."""
+    hold_file = tmp_path / "hold"
+    hold_file.touch()
+    run = Run(tmp_path, "--stub-hold-file", str(hold_file))
+    try:
+        port = wait_for(lambda: run.record and run.record.stage == "loading weights" and run.record.port, 60, what="it")
+        assert listener_beside("127.0.0.1", port) is None
+        hold_file.unlink()
+        assert run.wait_for_state("ready").port == port
+        (engine,) = run.engines()
+        os.kill(engine, signal.SIGKILL)
+        wait_for(lambda: run.record.state == "ready" and run.record.engine_restarts, 60, what="its next start")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+        assert run.record.port != port
+    finally:
+        run.close()
+
+
+def test_another_program_that_answers_in_the_engines_place_is_a_port_clash_that_is_told_and_tried_again(tmp_path):
+    """It is the stub that shows the certificate of another run."""
+    other = make_run_certificate(tmp_path / "other", tmp_path, run="1-r0", addresses=[])
+    shown = f"--ssl-certfile {other.certificate_file} --ssl-keyfile {other.key_file}"
+    stages = set()
+    run = Run(tmp_path, variables={"STUB_ENGINE_ARGS": shown})
+    try:
+
+        def is_over() -> bool:
+            if run.record is not None:
+                stages.add((run.record.state, run.record.stage))
+            return run.process.poll() is not None
+
+        wait_for(is_over, 180, what="the end")
+        record = run.record
+    finally:
+        run.close()
+    assert run.process.returncode == 75
+    assert "attempt 3 met a port" in run.log.read_text()
+    assert ("starting", "starting again with other ports") in stages
+    assert (record.state, record.exit_code, record.failed_part) == ("failed", 75, "engine")
+    assert record.reason.startswith(f"the server is up, but another program answers at 127.0.0.1:{record.port}")
+
+
+def listener_beside(host: str, port: int) -> socket.socket | None:
+    """What a program gets that asks to share a port."""
+    beside = socket.socket()
+    beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        beside.bind((host, port))
+        beside.listen()
+    except OSError:
+        beside.close()
+        return None
+    return beside
 
 
 def ctrl_c(run: Run) -> None:

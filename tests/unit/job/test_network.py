@@ -9,19 +9,7 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job import network
-from hpc_serve.job.network import HeadPorts, PortsInUseError
-
-
-def test_the_heads_ports_are_all_different_and_survive_the_environment():
-    ports = HeadPorts.choose()
-    assert len({ports.control, ports.torch_master}) == 2
-    assert HeadPorts.from_text(ports.to_text()) == ports
-
-
-@pytest.mark.parametrize("text", ["", "1", "1,2,3", "1,2,3,4", "a,b"])
-def test_other_text_is_not_taken_for_ports(text):
-    with pytest.raises(InvalidRequestError, match="HPC_SERVE_HEAD_PORTS"):
-        HeadPorts.from_text(text)
+from hpc_serve.job.network import PortsInUseError
 
 
 def test_ports_are_chosen_below_those_of_outgoing_connections_and_not_twice_alike():
@@ -48,8 +36,8 @@ def test_a_stranger_who_listens_all_over_the_node_stops_no_start():
         for port in range(network._FIRST_PORT + 9, network._ephemeral_start(), 256):
             with contextlib.suppress(OSError):
                 held.enter_context(socket.create_server(("", port)))
-        ports = HeadPorts.choose()
-        network.listen_on(ports.control).close()
+        network.choose_ports(2)
+        network.listen_on().close()
 
 
 def test_a_held_port_is_for_programs_of_the_same_user_that_share_it():

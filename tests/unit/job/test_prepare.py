@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.job import network
 from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.prepare import choose_node_dir, main, prepare
+from hpc_serve.job.run_dir import read_control_port, write_control_port
 from hpc_serve.rendezvous.claims import _FILELOCK
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -86,15 +86,16 @@ def test_a_run_that_cannot_begin_leaves_a_record_that_says_why(environ, monkeypa
     assert not (Path(environ["HPC_SERVE_HOME"]) / "jobs").exists()
 
 
-def test_a_run_without_a_port_leaves_no_folder_with_its_token_behind(environ, monkeypatch):
-    def none_free(count: int) -> tuple[int, ...]:
-        raise network.PortsInUseError("This node has no free port left.")
-
-    monkeypatch.setattr(network, "choose_ports", none_free)
-    for name, text in environ.items():
-        monkeypatch.setenv(name, text)
-    assert main(["--service", "8b"]) == 75
-    assert not list((Path(environ["HPC_SERVE_HOME"]) / "jobs").glob("*"))
+def test_the_head_tells_the_other_nodes_where_it_listens_in_a_file_that_prepare_has_made(environ):
+    """A node that looks before the head has written sees no port; a file that is half written is none either."""
+    run_dir = Path(prepare("8b", read_allocation(environ), environ)["HPC_SERVE_JOB_DIR"])
+    (file,) = {path for path in run_dir.iterdir() if path.name != "ray_token"}
+    assert (mode(file), read_control_port(run_dir)) == (0o600, None)
+    made = file.stat().st_ino
+    file.write_text("40")
+    assert read_control_port(run_dir) is None
+    write_control_port(run_dir, 40_001)
+    assert (read_control_port(run_dir), file.stat().st_ino, mode(file)) == (40_001, made, 0o600)
 
 
 def test_under_any_umask_everything_that_it_makes_is_the_users_alone(environ, monkeypatch, tmp_path):

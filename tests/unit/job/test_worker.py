@@ -13,8 +13,9 @@ from hpc_serve.job import outcome as outcome_module
 from hpc_serve.job.control import ControlServer
 from hpc_serve.job.engine_cache import open_cache
 from hpc_serve.job.link import Link, LinkLostError
-from hpc_serve.job.network import HeadPorts, listen_on
+from hpc_serve.job.network import listen_on
 from hpc_serve.job.process import marked_pids
+from hpc_serve.job.run_dir import write_control_port
 from hpc_serve.job.worker import run_worker
 from tests.support.nodes import ALLOCATION, make_node
 
@@ -37,14 +38,14 @@ def over_a_connection(tmp_path, monkeypatch):
             script.chmod(0o755)
 
         async def meet():
-            ports = HeadPorts.choose()
-            listener = listen_on(ports.control)
+            listener = listen_on()
+            (tmp_path / "control_port").touch(mode=0o600)
+            write_control_port(tmp_path, listener.getsockname()[1])
             node = make_node(
                 tmp_path,
                 backend=backend,
                 words="vllm serve m -pp 2",
                 allocation=replace(ALLOCATION, node_rank=1, node_name="n2"),
-                head_ports=ports,
                 run_mark=f"test-{os.getpid()}-worker",
                 environ={"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path)},
                 **changes,

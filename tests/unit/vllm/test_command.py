@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,7 +102,7 @@ def test_middleware_of_the_owner_stays_and_the_gate_comes_last():
     command = read_command(words("vllm serve m --middleware a.B"))
     argv = [
         *command.argv,
-        *head_args(command, host="h", settings_file="/node/engine.yaml", device="GPU", backend="mp", tls_files=FILES),
+        *head_args(command, device="GPU", backend="mp", tls_files=FILES),
     ]
     assert [argv[place + 1] for place, word in enumerate(argv) if word == "--middleware"] == ["a.B", GATE]
 
@@ -161,33 +160,26 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
-    given: dict[str, Any] = {"host": "0.0.0.0", "settings_file": "/node/engine.yaml", "device": "GPU"}
-    assert head_args(command, **given, backend="ray", tls_files=FILES) == words(
-        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
-        " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
-    )
+    told = "--host 127.0.0.1 --port 0 --middleware hpc_serve.job.engine_gate.Gate"
+    told += " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
+    assert head_args(command, device="GPU", backend="ray", tls_files=FILES) == words(told)
     one_gpu = read_command(words("vllm serve m"))
-    assert head_args(one_gpu, **given, backend="mp", tls_files=FILES) == words(
-        "--host 0.0.0.0 --middleware hpc_serve.job.engine_gate.Gate"
-        " --ssl-keyfile /run/key --ssl-certfile /run/certificate --config /node/engine.yaml"
-    ), "and the port is in no command line"
+    assert head_args(one_gpu, device="GPU", backend="mp", tls_files=FILES) == words(told)
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("GPU", True), ("TPU", False)])
 def test_vllm_chooses_its_executor_on_tpus_by_itself(device, is_told):
     command = read_command(words("vllm serve m -tp 8"))
-    args = head_args(
-        command, host="h", settings_file="/node/engine.yaml", device=device, backend="ray", tls_files=FILES
-    )
+    args = head_args(command, device=device, backend="ray", tls_files=FILES)
     assert ("--distributed-executor-backend" in args) == is_told
 
 
 def test_only_the_first_of_several_nodes_has_a_server():
     first, second = (
-        multi_node_args(num_nodes=2, node_rank=rank, master_address="10.0.0.1", settings_file=file)
-        for rank, file in ((0, None), (1, "/node/engine.yaml"))
+        multi_node_args(num_nodes=2, node_rank=rank, master_address="10.0.0.1", settings_file="/node/engine.yaml")
+        for rank in (0, 1)
     )
-    assert first == words("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
+    assert first == words("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --config /node/engine.yaml")
     assert second == words("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --config /node/engine.yaml --headless")
 
 

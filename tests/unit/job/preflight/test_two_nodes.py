@@ -13,12 +13,13 @@ import pytest
 from hpc_serve.job import outcome as outcome_module
 from hpc_serve.job import worker as worker_module
 from hpc_serve.job.control import ControlServer
-from hpc_serve.job.network import HeadPorts, listen_on
+from hpc_serve.job.network import listen_on
 from hpc_serve.job.outcome import RunEnd
 from hpc_serve.job.parts import Parts
 from hpc_serve.job.preflight import head_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
+from hpc_serve.job.run_dir import write_control_port
 from hpc_serve.job.worker import run_worker
 from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.preflight import read_preflight
@@ -37,15 +38,14 @@ def two_nodes(tmp_path, monkeypatch):
         (tmp_path / name).chmod(0o755)
 
     async def meet():
-        ports = HeadPorts.choose()
-        listener = listen_on(ports.control)
+        listener = listen_on()
+        (tmp_path / "control_port").touch(mode=0o600)
+        write_control_port(tmp_path, listener.getsockname()[1])
         environ = {
             **{"PATH": str(tmp_path), "HPC_SERVE_JOB_DIR": str(tmp_path), "HPC_SERVE_LOG_DIR": str(tmp_path)},
             "VLLM_RPC_BASE_PATH": "/tmp",  # pytest's own folders have long names
         }
-        head = make_node(
-            tmp_path, head=HEAD, head_ports=ports, run_mark=f"test-{os.getpid()}-preflight", environ=environ
-        )
+        head = make_node(tmp_path, head=HEAD, run_mark=f"test-{os.getpid()}-preflight", environ=environ)
         worker = replace(head, allocation=replace(ALLOCATION, node_rank=1, node_name="n2"))
         run_end = RunEnd()
         parts = Parts(head.run_mark, run_end)
