@@ -104,10 +104,11 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "port-in-use",
-        r"[Aa]ddress already in use|EADDRINUSE|port \S+ is already (?:in use|used)",
+        r"[Aa]ddress already in use|EADDRINUSE|port \S+ is already (?:in use|used)|no free port left"
+        r"|Port \d+ of \S+ was taken by another program|server is up, but another program answers",
         "a port was taken by another program",
-        "The script starts again with other ports by itself. VLLM_PORT and MASTER_PORT in your environment pin ports: "
-        "unset them.",
+        "The script starts again by itself, three times in all. --port, and VLLM_PORT and MASTER_PORT in your "
+        "environment, name the same port each time: leave --port out, and unset the others.",
         kind="symptom",
         pains=(3, 22),
     ),

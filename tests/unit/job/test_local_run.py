@@ -71,7 +71,8 @@ def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_
     hold_file.touch()
     run = Run(tmp_path, "--stub-hold-file", str(hold_file))
     try:
-        port = wait_for(lambda: run.record and run.record.stage == "loading weights" and run.record.port, 60, what="it")
+        wait_for(lambda: run.record and run.record.stage == "loading weights", 60, what="loading")
+        port = run.record.port
         assert listener_beside("127.0.0.1", port) is None
         hold_file.unlink()
         assert run.wait_for_state("ready").port == port
