@@ -36,11 +36,14 @@ _LAST_RECORD_S = 20.0
 def publish_failure(
     service: str, allocation: Allocation | None, error: HpcServeError, environ: Mapping[str, str]
 ) -> None:
-    """Publish the record of a run that ended before it had one, so that `status` can say why."""
-    if allocation is None:
+    """Publish the record of a run that ended before it had one, so that `status` can say why.
+
+    A run that its script starts again gets its record then: until a command is read, the service has no model.
+    """
+    end = end_of(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code), environ)
+    if allocation is None or end["state"] != "failed":
         return
-    outcome = Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code)
-    record = replace(_run_record(service, allocation, environ), **end_of(outcome, environ))
+    record = replace(_run_record(service, allocation, environ), **end)
     with contextlib.suppress(HpcServeError, OSError):
         store = ServiceStore(default_home(environ))
         store.ensure_service(service)

@@ -8,10 +8,12 @@ import threading
 import pytest
 
 from hpc_serve.job import record_keeper
-from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.job.network import PortsInUseError
+from hpc_serve.job.record_keeper import RecordKeeper, publish_failure
 from hpc_serve.rendezvous.start_times import FILE, last_start
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.cluster import wait_for
+from tests.support.nodes import ALLOCATION
 from tests.support.stubs import make_record, make_submitted
 
 
@@ -234,3 +236,17 @@ def test_the_plans_weights_stand_in_for_files_that_nobody_has_measured(tmp_path)
         assert keeper.record.start.checkpoint_bytes == 3 * 10**9
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("attempts_left", "is_told"), [("2", False), ("0", True), (None, True)])
+def test_a_port_that_was_taken_before_there_was_a_record_is_told_after_the_last_attempt(
+    tmp_path, attempts_left, is_told
+):
+    """Before that, the next attempt would find a record without a model in its way."""
+    environ = {"HPC_SERVE_HOME": str(tmp_path / "home")}
+    if attempts_left is not None:
+        environ["HPC_SERVE_ATTEMPTS_LEFT"] = attempts_left
+    publish_failure("8b", ALLOCATION, PortsInUseError("Port 1 of n1 was taken by another program."), environ)
+    records = ServiceStore(tmp_path / "home").read("8b").records
+    told = [("failed", "launcher", 75, "Port 1 of n1 was taken by another program.")] if is_told else []
+    assert [(it.state, it.failed_part, it.exit_code, it.reason) for it in records] == told
