@@ -15,6 +15,7 @@ import pytest
 from tests.cluster import wait_for
 from tests.e2e.jobs import User, stub_script
 from tests.security.attacks import START_S, STRANGER, answers, listening, tries
+from tests.security.test_ports import at_work
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 
@@ -22,18 +23,14 @@ pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 @pytest.fixture(scope="module")
 def over_ray(alice, mallory):
     """Two hosts, Ray between them. On the head's a stranger listens on what is bound and silent until it is ready."""
-    enough = mallory.home / "enough-beside"
-    words = [sys.executable, STRANGER, "listen_beside_silent_ports", enough]
-    listener = mallory.cluster.popen(words, user="mallory", node="n1", env=mallory.environ)
     layout = ("--nodes=2", "--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--nodelist=n1,n2")
     shared = ("--name", "over-ray", "--backend", "ray", "--no-exclusive", "--mem", "8G")
-    done = alice.hpc_serve("submit", "--model=405b", *layout, *shared, "--json")
-    assert done.returncode == 0, done.stderr
-    job_id = json.loads(done.stdout)["job_id"]
-    record = alice.wait_until_ready("over-ray", job_id, START_S)
-    enough.touch()
-    taken = json.loads(listener.communicate(timeout=300)[0].splitlines()[-1])["taken"]
-    yield {**record, "taken": taken}
+    with at_work(mallory, "listen_beside_silent_ports", node="n1") as told:
+        done = alice.hpc_serve("submit", "--model=405b", *layout, *shared, "--json")
+        assert done.returncode == 0, done.stderr
+        job_id = json.loads(done.stdout)["job_id"]
+        record = alice.wait_until_ready("over-ray", job_id, START_S)
+    yield {**record, **told}
     alice.run("scancel", job_id)
     alice.wait_until_gone(job_id)
 
