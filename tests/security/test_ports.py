@@ -39,7 +39,7 @@ def at_work(mallory: User, what: str, *, node: str) -> Iterator[Told]:
     """The stranger does this on a node meanwhile; afterwards the value holds what he tells."""
     enough, told = mallory.home / f"enough-{what}", Told()
     enough.unlink(missing_ok=True)
-    words = [sys.executable, STRANGER, what, enough]
+    words: list[str | Path] = [sys.executable, STRANGER, what, enough]
     process = mallory.cluster.popen(words, user=mallory.name, node=node, env=mallory.environ)
     try:
         assert process.stdout is not None
