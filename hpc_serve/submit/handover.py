@@ -1,13 +1,11 @@
-"""When a job needs its successor, and what is said of it. Pure: keep_up.py looks at the clock and does what is due."""
+"""When a job needs its successor. Pure: keep_up.py looks at the clock and does what is due."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from hpc_serve.rendezvous.drain import DrainRequest
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.successor import Successor
 from hpc_serve.submit.slurm import JobState
 
 KEEP_UP = "hpc-serve keep-up"
@@ -80,15 +78,3 @@ def was_stopped(request: DrainRequest | None, record: EndpointRecord | None) -> 
         return True
     is_ending = record is not None and record.state in ("draining", "stopped")
     return is_ending and record is not None and (record.reason or "").startswith(_FOR_GOOD)
-
-
-def successor_sentence(successor: Successor, state: str) -> str:
-    """How it stands with a successor, for people; `state` is its replica's, "" where it is not known."""
-    if successor.tries == 0 and not successor.problem:
-        return ""
-    if not successor.problem:
-        return f"{successor.job_id} {state or 'submitted'}" if successor.job_id else "is being submitted"
-    which = f"{successor.job_id} " if successor.job_id else ""
-    at = time.strftime("%H:%M:%S", time.localtime(successor.next_try_at))
-    again = f"; trying again at {at}" if successor.next_try_at else ""
-    return f"{which}{successor.problem}{again}"

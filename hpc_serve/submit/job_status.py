@@ -7,12 +7,14 @@ ask the scheduler.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_serve.client.status import ReplicaStatus
 from hpc_serve.rendezvous.elastic import Elastic
+from hpc_serve.rendezvous.successor import Successor
 from hpc_serve.submit.slurm import UNKNOWN, JobState
 from hpc_serve.submit.slurm_messages import ended_sentence, pending_cure, pending_sentence
 
@@ -174,3 +176,15 @@ def _no_record(job: JobState, home: Path) -> str:
 def never_starts(status: ReplicaStatus) -> bool:
     """Whether a job waits in the queue for what only a person can change."""
     return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))
+
+
+def successor_sentence(successor: Successor, state: str) -> str:
+    """Return how it stands with a successor, for people; `state` is its replica's, "" where it is not known."""
+    if successor.tries == 0 and not successor.problem:
+        return ""
+    if not successor.problem:
+        return f"{successor.job_id} {state or 'submitted'}" if successor.job_id else "is being submitted"
+    which = f"{successor.job_id} " if successor.job_id else ""
+    at = time.strftime("%H:%M:%S", time.localtime(successor.next_try_at))
+    again = f"; trying again at {at}" if successor.next_try_at else ""
+    return f"{which}{successor.problem}{again}"

@@ -25,13 +25,13 @@ from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
 from hpc_serve.rendezvous.successor import successor_of
 from hpc_serve.submit import scheduler
 from hpc_serve.submit.chain import chain_sentence
-from hpc_serve.submit.handover import successor_sentence
 from hpc_serve.submit.job_status import (
     RECORD_EXPECTED_WITHIN_S,
     StatusReport,
     add_job_state,
     explain_job_by_hand,
     explain_missing_record,
+    successor_sentence,
 )
 from hpc_serve.submit.local import local_job_state
 from hpc_serve.submit.log_files import files_of, known_secrets, tail

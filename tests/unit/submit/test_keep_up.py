@@ -26,7 +26,8 @@ from hpc_serve.rendezvous.successor import (
     write_successor,
 )
 from hpc_serve.submit import keep_up, service_keeper, services
-from hpc_serve.submit.handover import JobTimes, due_at, successor_sentence, times_of, was_stopped
+from hpc_serve.submit.handover import JobTimes, due_at, times_of, was_stopped
+from hpc_serve.submit.job_status import successor_sentence
 from hpc_serve.submit.keep_up import KeepUp
 from hpc_serve.submit.planning import plan_service
 from hpc_serve.submit.render import render_script
