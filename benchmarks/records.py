@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import ROOT, Benchmark, Figures, Measured, cost_of, run_alone
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.status import ProbeResult
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.cluster import wait_for

@@ -20,11 +20,11 @@ from benchmarks.common import Benchmark, Measured, run_alone, show, variables
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
-from hpc_serve.submit import services
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.status_reader import find
-from hpc_serve.submit.stop import stop
-from hpc_serve.submit.wait import wait
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.services import services
+from hpc_serve.submit.services.stop import stop
+from hpc_serve.submit.services.wait import wait
+from hpc_serve.submit.status.status_reader import find
 from hpc_serve.vllm.arguments import ARGS_FILE
 
 SERVICE = "second-start"

@@ -1,1 +1,1 @@
-"""Jinja templates of the scripts; `hpc_serve.submit.render` fills them, a site's own folder may override blocks."""
+"""Jinja templates of the scripts; `submit/script/render.py` fills them, a site's own folder may override blocks."""

@@ -19,8 +19,8 @@ from hpc_serve.plan.make import PlanRequest
 from hpc_serve.plan.speed.estimate import Speed, estimate_speed
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.planned_speed import planned_request, planned_tokens_per_s
-from hpc_serve.submit.planning import plan_for
+from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
+from hpc_serve.submit.plans.planning import plan_for
 
 
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> Prediction:

@@ -17,7 +17,7 @@ from hpc_serve.bench.answers import AnswerReader
 from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare
 from hpc_serve.bench.own_share import OwnShareMeter
 from hpc_serve.bench.service import BenchService, refusal
-from hpc_serve.client.transport import EXCHANGE
+from hpc_serve.client.requests.transport import EXCHANGE
 
 
 @dataclass(frozen=True, kw_only=True)

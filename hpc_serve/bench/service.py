@@ -15,11 +15,11 @@ import anyio.to_thread
 
 from hpc_serve.bench.answers import error_text
 from hpc_serve.bench.outcome import Split
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.pool import ReplicaAddress
-from hpc_serve.client.sdk import http
-from hpc_serve.client.transport import AsyncServiceTransport
-from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica_async
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.store import ServiceStore
 

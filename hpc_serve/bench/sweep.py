@@ -19,7 +19,7 @@ from hpc_serve.bench.outcome import BenchRequest, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.bench.texts import EngineTexts
 from hpc_serve.bench.workload import MADE, Workload, make_requests
-from hpc_serve.client.wait import Wait
+from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
 
 T = TypeVar("T")

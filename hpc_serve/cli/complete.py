@@ -75,8 +75,8 @@ def model_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
 
 
 def _site_model_names() -> Iterable[str]:
-    from hpc_serve.submit.site_files import read_site
-    from hpc_serve.submit.site_models import load_site_models
+    from hpc_serve.submit.site.site_files import read_site
+    from hpc_serve.submit.site.site_models import load_site_models
 
     return [entry.name for entry in load_site_models(read_site(os.environ).models).values()]
 

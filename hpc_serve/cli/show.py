@@ -22,9 +22,9 @@ from hpc_serve.printable import json_text
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
-    from hpc_serve.client.status import ReplicaStatus
+    from hpc_serve.client.replicas.status import ReplicaStatus
     from hpc_serve.rendezvous.elastic import Elastic
-    from hpc_serve.submit.job_status import StatusReport
+    from hpc_serve.submit.status.job_status import StatusReport
 
 _COLOURS = {
     "ready": "green",
@@ -63,8 +63,8 @@ def _elastic_json(elastic: Elastic) -> dict[str, Any]:
 def print_counts(report: StatusReport) -> None:
     """How many replicas are ready of each service that has several which are not over, without those that only wait to
     take over from one of them; and what its jobs decided of their number."""
-    from hpc_serve.submit.elastic_sentence import elastic_sentence
-    from hpc_serve.submit.job_status import without_successors
+    from hpc_serve.submit.services.elastic_sentence import elastic_sentence
+    from hpc_serve.submit.status.job_status import without_successors
 
     live = without_successors(status for status in report.replicas if not status.is_over)
     for service, count in Counter(status.service for status in live).items():
@@ -79,7 +79,7 @@ def print_counts(report: StatusReport) -> None:
 def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:
     """A status under stable keys: ReplicaStatus but what it was derived from, and four more."""
     from hpc_serve.cli.work_view import work_json
-    from hpc_serve.submit.log_files import files_of
+    from hpc_serve.submit.logs.log_files import files_of
 
     keys = dataclasses.asdict(dataclasses.replace(status, record=None, probe=None))
     for name in ("record", "record_age_s", "probe"):
@@ -117,9 +117,9 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
     """All there is to say about one replica, and what its engine does, if it was asked."""
     from hpc_serve.cli.work_view import when, work_rows
     from hpc_serve.durations import duration
-    from hpc_serve.submit.diagnosis import diagnose_replica
-    from hpc_serve.submit.log_files import files_of, places_of
-    from hpc_serve.submit.start_words import stages_words
+    from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
+    from hpc_serve.submit.logs.log_files import files_of, places_of
+    from hpc_serve.submit.status.start_words import stages_words
 
     console = PlainConsole(soft_wrap=True)
     cause = diagnose_replica(status).cause if status.state == "failed" else None
@@ -177,7 +177,7 @@ def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
 
 
 def _sentence(status: ReplicaStatus) -> str:
-    from hpc_serve.submit.start_words import detail_words
+    from hpc_serve.submit.status.start_words import detail_words
 
     return f"starting: {detail_words(status)}" if status.state == "starting" and status.detail else status.sentence
 
@@ -197,7 +197,7 @@ def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str
 
 def _first_words(status: ReplicaStatus) -> str:
     """The detail of a status in at most _DETAIL_LENGTH characters, and where the rest is."""
-    from hpc_serve.submit.start_words import detail_words
+    from hpc_serve.submit.status.start_words import detail_words
 
     detail = " ".join(detail_words(status).split())
     if len(detail) <= _DETAIL_LENGTH:

@@ -15,7 +15,7 @@ from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
     from hpc_serve.plan.catalog import CatalogModel
-    from hpc_serve.submit.site_models import SiteModel
+    from hpc_serve.submit.site.site_models import SiteModel
 
 _WIDE_ENOUGH = 60  # columns for a list of models with their sizes
 

@@ -10,7 +10,7 @@ import click
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.sizes import parse_size
-from hpc_serve.submit.bounds import parse_replicas
+from hpc_serve.submit.request.bounds import parse_replicas
 from hpc_serve.vllm.options import read_size
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.planned_speed import planned_request, planned_tokens_per_s
+from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
-    from hpc_serve.client.status import ReplicaStatus
+    from hpc_serve.client.replicas.status import ReplicaStatus
 
 
 def work_rows(status: ReplicaStatus, work: ReplicaWork) -> dict[str, str]:

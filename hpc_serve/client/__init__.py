@@ -7,8 +7,8 @@ The OpenAI SDK is imported when the first client is made, not here.
 """
 
 from hpc_serve.client.access import Endpoint, connect, connect_async, endpoint, pick_service, services
-from hpc_serve.client.replicas import Replica
-from hpc_serve.client.status import ReplicaStatus, ServiceStatus
+from hpc_serve.client.replicas.replicas import Replica
+from hpc_serve.client.replicas.status import ReplicaStatus, ServiceStatus
 
 __all__ = [
     "Endpoint",

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_serve.client.all_services import discover_services, find_ready_services
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.messages import listing
-from hpc_serve.client.status import ServiceStatus
-from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery.all_services import discover_services, find_ready_services
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.replicas.messages import listing
+from hpc_serve.client.replicas.status import ServiceStatus
 from hpc_serve.errors import AmbiguousServiceError, ServiceNotFoundError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.trust.bundle import trust_variables

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hpc_serve.client.probe import PROBE_TIMEOUT_S, in_background
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S, in_background
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.trust.connection import Identity, VerifiedConnection

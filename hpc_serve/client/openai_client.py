@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.replicas import Replica, known_replicas
-from hpc_serve.client.sdk import http, openai
-from hpc_serve.client.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
-from hpc_serve.client.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy, wait_for_replica, wait_for_replica_async
+from hpc_serve.client.replicas.replicas import Replica, known_replicas
+from hpc_serve.client.replicas.sdk import http, openai
+from hpc_serve.client.requests.transport import AsyncServiceTransport, NoReplicaError, ServiceTransport
 
 # A replica may go between the wait and the request. How often a request waits for another one:
 _MOST_ROUNDS = 3

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 
 SERVICE_LABEL = "service"
 _SCRAPED = ("ready", "draining", "unresponsive")

@@ -2,6 +2,6 @@
 
 `lines` says what the beginning of a line tells, `tracebacks` which exception a process raised, `rules` which lines mean
 a known cause and its cure, `evidence` collects both from one log, and `causes` chooses the first cause out of all logs.
-Which files are read is decided by `submit/diagnosis.py`; the launcher notes the lines of its children as they come.
+`submit/diagnosis/diagnosis.py` decides which files are read; the launcher notes the lines of its children.
 Only the standard library is used.
 """

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_serve.client.exchange import NoReplicaError
-from hpc_serve.client.sdk import http, openai
+from hpc_serve.client.replicas.sdk import http, openai
+from hpc_serve.client.requests.exchange import NoReplicaError
 from hpc_serve.errors import HpcServeError, StreamBrokenError
 
 FULL_RETRY_S = 1

@@ -15,6 +15,8 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from hpc_serve.gate.connection_limits import HAS_KEY
+from hpc_serve.gate.gate import discard_body
 from hpc_serve.gateway.answers import Refusal, refusal_of
 from hpc_serve.gateway.bodies import asked_model
 from hpc_serve.gateway.directory import Directory
@@ -32,8 +34,6 @@ from hpc_serve.gateway.headers import BadHeaderError, for_engine, hosts_of, is_o
 from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.job.connection_limits import HAS_KEY
-from hpc_serve.job.gate import discard_body
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
 

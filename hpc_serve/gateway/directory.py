@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front

@@ -12,15 +12,15 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_serve.client.sdk import http
-from hpc_serve.client.transport import EXCHANGE
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.transport import EXCHANGE
+from hpc_serve.gate.gate import discard_body
 from hpc_serve.gateway.answers import Refusal, broken_event
 from hpc_serve.gateway.bodies import with_model
 from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.headers import Header, for_client
 from hpc_serve.gateway.metrics import Metrics
 from hpc_serve.gateway.settings import MIB
-from hpc_serve.job.gate import discard_body
 from hpc_serve.printable import printable
 
 Scope = MutableMapping[str, Any]

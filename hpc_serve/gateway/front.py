@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.exchange import NoReplicaError
-from hpc_serve.client.messages import summary
-from hpc_serve.client.sdk import http
-from hpc_serve.client.transport import AsyncServiceTransport
-from hpc_serve.client.wait import WaitPolicy, wait_for_replica_async
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import WaitPolicy, wait_for_replica_async
+from hpc_serve.client.replicas.messages import summary
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.exchange import NoReplicaError
+from hpc_serve.client.requests.transport import AsyncServiceTransport
 from hpc_serve.errors import HpcServeError, WaitTimeoutError
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.gateway.turns import Turns

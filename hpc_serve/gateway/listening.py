@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
-from hpc_serve.job.guarded_folders import make_named_folder
-from hpc_serve.job.network import PortsInUseError
+from hpc_serve.job.machine.guarded_folders import make_named_folder
+from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.rendezvous.files import make_folders, make_private_folder
 from hpc_serve.rendezvous.ownership import require
 

@@ -26,7 +26,7 @@ except ImportError as error:
         " environment of vLLM, which has them."
     ) from error
 
-from hpc_serve.job import connection_limits
+from hpc_serve.gate import connection_limits
 
 KEEP_ALIVE_S = 65
 

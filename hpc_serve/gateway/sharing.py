@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.network import LOOPBACK, reachable_addresses
+from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
 from hpc_serve.rendezvous.files import make_folders, make_private_folder, write_private
 from hpc_serve.rendezvous.ownership import require
 from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems

@@ -10,14 +10,14 @@ import sys
 from typing import overload
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
-from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
-from hpc_serve.job.log_setup import set_up_logging
-from hpc_serve.job.node import LaunchOptions, PreflightMode
-from hpc_serve.job.outcome import KILL_WAIT_S
-from hpc_serve.job.record_keeper import publish_failure
-from hpc_serve.job.restarts import DEFAULT_RESTARTS
-from hpc_serve.job.share import Share
+from hpc_serve.job.machine.allocation import read_allocation
+from hpc_serve.job.machine.log_setup import set_up_logging
+from hpc_serve.job.machine.share import Share
+from hpc_serve.job.run.node import LaunchOptions, PreflightMode
+from hpc_serve.job.run.outcome import KILL_WAIT_S
+from hpc_serve.job.run.record_keeper import publish_failure
+from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 
 _log = logging.getLogger("hpc_serve.job")
 

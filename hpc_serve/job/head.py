@@ -16,22 +16,22 @@ from pathlib import Path
 
 from hpc_serve.errors import StoreError
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
-from hpc_serve.job.control import ControlServer
-from hpc_serve.job.drain import Drain, follow_drain_requests
-from hpc_serve.job.endpoint import Endpoint, make_endpoint
-from hpc_serve.job.engine import Engine
-from hpc_serve.job.head_ray import HeadRay
-from hpc_serve.job.link import Link, Message
-from hpc_serve.job.network import choose_ports, listen_on
-from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Outcome, RunEnd, failure
-from hpc_serve.job.parts import Parts
+from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.engine.drain import Drain, follow_drain_requests
+from hpc_serve.job.engine.endpoint import Endpoint, make_endpoint
+from hpc_serve.job.engine.engine import Engine
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.links.link import Link, Message
+from hpc_serve.job.links.worker_links import WorkerLinks
+from hpc_serve.job.machine.network import choose_ports, listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
-from hpc_serve.job.record_keeper import RecordKeeper, end_of, first_record
-from hpc_serve.job.run_dir import write_control_port
-from hpc_serve.job.staging import stage
-from hpc_serve.job.takeover import take_over
-from hpc_serve.job.worker_links import WorkerLinks
+from hpc_serve.job.ray.head_ray import HeadRay
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
+from hpc_serve.job.run.parts import Parts
+from hpc_serve.job.run.record_keeper import RecordKeeper, end_of, first_record
+from hpc_serve.job.run.takeover import take_over
+from hpc_serve.job.weights.staging import stage
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import forget_drain_request
 from hpc_serve.rendezvous.record import NodeRecord

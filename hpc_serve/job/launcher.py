@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.cache_key import cache_key
-from hpc_serve.job.engine_cache import EngineCache, open_cache
-from hpc_serve.job.node import LaunchOptions, Node, read_token
-from hpc_serve.job.node_dir import DirOwner
-from hpc_serve.job.ray_logs import kept_ray_logs
-from hpc_serve.job.run_dir import remove_run_dir
-from hpc_serve.job.staging import Staging, plan_staging, staged_command
-from hpc_serve.job.sweep import private_node_dir
-from hpc_serve.job.weights_place import find_load_strategy, with_strategy
-from hpc_serve.stand_in import find_stand_in
+from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.job.cache.cache_key import cache_key
+from hpc_serve.job.cache.engine_cache import EngineCache, open_cache
+from hpc_serve.job.cleanup.node_dir import DirOwner
+from hpc_serve.job.cleanup.run_dir import remove_run_dir
+from hpc_serve.job.cleanup.sweep import private_node_dir
+from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.ray.ray_logs import kept_ray_logs
+from hpc_serve.job.run.node import LaunchOptions, Node, read_token
+from hpc_serve.job.weights.staging import Staging, plan_staging, staged_command
+from hpc_serve.job.weights.weights_place import find_load_strategy, with_strategy
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 from hpc_serve.vllm.load_strategy import LoadStrategy
 

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.job import node_dir
-from hpc_serve.job.allocation import Allocation, read_allocation
-from hpc_serve.job.log_setup import set_up_logging
-from hpc_serve.job.network import node_address
-from hpc_serve.job.node import ray_dir
-from hpc_serve.job.record_keeper import publish_failure
-from hpc_serve.job.run_dir import make_run_dir, remove_old_run_dirs
-from hpc_serve.job.share import Share
+from hpc_serve.job.cleanup import node_dir
+from hpc_serve.job.cleanup.run_dir import make_run_dir, remove_old_run_dirs
+from hpc_serve.job.machine.allocation import Allocation, read_allocation
+from hpc_serve.job.machine.log_setup import set_up_logging
+from hpc_serve.job.machine.network import node_address
+from hpc_serve.job.machine.share import Share
+from hpc_serve.job.run.node import ray_dir
+from hpc_serve.job.run.record_keeper import publish_failure
 from hpc_serve.rendezvous.claims import require_filelock
 from hpc_serve.rendezvous.drain import drain_file, forget_drain_request
 from hpc_serve.rendezvous.files import make_log_dir

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.job.allocation import read_allocation
-from hpc_serve.job.drain import WHILE_IT_DRAINED
-from hpc_serve.job.log_setup import set_up_logging
+from hpc_serve.job.engine.drain import WHILE_IT_DRAINED
+from hpc_serve.job.machine.allocation import read_allocation
+from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.control import connect
-from hpc_serve.job.held_ray import HeldRay
-from hpc_serve.job.link import Link, LinkLostError, Message
-from hpc_serve.job.network import node_address, reachable_addresses
-from hpc_serve.job.node import Node
-from hpc_serve.job.outcome import Outcome, RunEnd
-from hpc_serve.job.parts import Parts, StopOrder
+from hpc_serve.job.cleanup.run_dir import read_control_port
+from hpc_serve.job.links.control import connect
+from hpc_serve.job.links.link import Link, LinkLostError, Message
+from hpc_serve.job.machine.network import node_address, reachable_addresses
 from hpc_serve.job.preflight.node_side import answer_head
-from hpc_serve.job.ray_cluster import worker_argv
-from hpc_serve.job.reading import RunReading
-from hpc_serve.job.run_dir import read_control_port
-from hpc_serve.job.staging import stage
+from hpc_serve.job.progress.reading import RunReading
+from hpc_serve.job.ray.held_ray import HeldRay
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.job.run.ray_cluster import worker_argv
+from hpc_serve.job.weights.staging import stage
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0

@@ -1,7 +1,7 @@
 """Makes a plan from what a person asked: the smallest layout that fits, or the replicas that serve fastest.
 
-The model and the machines are found before (submit/planning.py). Whether a layout fits is decided in choice/, how fast
-it is in speed/. This module decides only what they are asked.
+submit/plans/planning.py finds the model and the machines. choice/ decides whether a layout fits, speed/ how fast it
+is. This module decides only what they are asked.
 """
 
 from __future__ import annotations

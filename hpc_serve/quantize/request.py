@@ -13,11 +13,11 @@ from typing import Literal
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.job_env import check_env
-from hpc_serve.submit.request import Cluster
-from hpc_serve.submit.sbatch_options import SlurmOptions, check_choice, check_directive
-from hpc_serve.submit.slurm import batch_log_option
-from hpc_serve.submit.template import Checked, comment, render_template
+from hpc_serve.submit.request.job_env import check_env
+from hpc_serve.submit.request.request import Cluster
+from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
+from hpc_serve.submit.script.template import Checked, comment, render_template
+from hpc_serve.submit.slurm.slurm import batch_log_option
 
 Scheme = Literal["int8", "fp8"]
 SCHEMES: Mapping[Scheme, str] = {"int8": "INT8", "fp8": "FP8_DYNAMIC"}

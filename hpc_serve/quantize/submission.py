@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError, ServiceFailedError
-from hpc_serve.hub import FoundModel, find_model
-from hpc_serve.local_weights import missing_weights, weight_files
+from hpc_serve.hub.hub import FoundModel, find_model
+from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
-from hpc_serve.submit import scheduler
-from hpc_serve.submit.local import process_start_time
-from hpc_serve.submit.log_files import follow, tail
-from hpc_serve.submit.slurm import GONE, JobState
-from hpc_serve.submit.slurm_messages import ended_sentence
-from hpc_serve.submit.weights import is_repository
+from hpc_serve.submit.logs.log_files import follow, tail
+from hpc_serve.submit.plans.weights import is_repository
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.local import process_start_time
+from hpc_serve.submit.slurm.slurm import GONE, JobState
+from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 
 _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than the log is read
 _LAST_LINES = 5
@@ -83,7 +83,7 @@ def check_paths(output: Path, venv: Path, calibration: Path | None) -> None:
 
 def submit(request: QuantizeRequest, home: Path) -> Submitted:
     """Give the script to sbatch, or run it on this machine. Raises HpcServeError of every kind."""
-    from hpc_serve.submit import executor  # submitit takes longer to import than all the rest
+    from hpc_serve.submit.slurm import executor
 
     script = render_quantize_script(request)
     make_private_folder(home)

@@ -1,6 +1,6 @@
 """Chains of jobs that were submitted ahead: which come before a job, and which after it. Pure.
 
-When each begins is left to Slurm, and what a job does about those before it to job/takeover.py.
+When each begins is left to Slurm, and what a job does about those before it to job/run/takeover.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which job takes over from a replica before its time limit: one file beside the record, and who may submit that job.
 
 Several programs may want to submit a successor at once: `replace_successor` lets one of them claim it. When one is
-needed is decided in submit/handover.py.
+needed is decided in submit/services/handover.py.
 """
 
 from __future__ import annotations

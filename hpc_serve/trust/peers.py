@@ -1,7 +1,7 @@
 """The certificates by which the processes of one run's Ray know each other.
 
 A run has an authority of its own, in its private folder and gone with it, so that no certificate of another run is
-accepted. Each launcher signs one certificate for its node. Where they are used is decided in `job/ray_cluster`.
+accepted. Each launcher signs one certificate for its node. Where they are used is decided in `job/run/ray_cluster`.
 """
 
 from __future__ import annotations

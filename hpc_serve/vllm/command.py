@@ -17,7 +17,7 @@ from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 
 Device = Literal["GPU", "TPU"]
 """What Ray calls the devices that an engine's ranks take one each of; engines on CPUs take none."""
-GATE = "hpc_serve.job.engine_gate.Gate"
+GATE = "hpc_serve.gate.engine_gate.Gate"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.hub import find_model
+from hpc_serve.hub.hub import find_model
 from hpc_serve.plan import ClusterSpec, accelerator, model_from_config, plan
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Backend, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.request import Backend, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
 from tests.cluster import SlurmCluster, wait_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]

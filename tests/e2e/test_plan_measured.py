@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.hub import find_spec
+from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import EngineConfig, accelerator, estimate_memory
 from hpc_serve.plan.memory.stages import pipeline_stages
 from hpc_serve.sizes import GIB

@@ -231,12 +231,12 @@ def test_vllm_that_was_imported_for_a_ray_that_never_forms_ends_with_the_run(ali
     record = alice.record("never-forms", job_id)
     assert record["failed_part"] == "ray nodes"
     assert "has not joined within 30 s" in record["reason"]
-    assert [words[1:] for words in seen] == [("-m", "hpc_serve.job.engine_start")]
+    assert [words[1:] for words in seen] == [("-m", "hpc_serve.job.engine.engine_start")]
     assert "APIServer" not in alice.log("never-forms", job_id)
 
 
 def _is_vllm(argv: Sequence[str]) -> bool:
-    """Started as a command, or by `hpc_serve.job.engine_start`."""
+    """Started as a command, or by `hpc_serve.job.engine.engine_start`."""
     return any(word.endswith("/vllm") and following == "serve" for word, following in itertools.pairwise(argv[:5]))
 
 

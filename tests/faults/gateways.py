@@ -17,7 +17,7 @@ from typing import Any
 
 import openai
 
-from hpc_serve.client.sdk import http
+from hpc_serve.client.replicas.sdk import http
 from tests.cluster import wait_for
 
 START_S = 180.0

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.network import choose_ports
+from hpc_serve.job.machine.network import choose_ports
 
 STRANGER = Path(__file__).with_name("stranger.py")
 TOKEN = "a-token-of-a-run"
 JOINS = 5
 HEAD = f"""
 import asyncio, sys
-from hpc_serve.job.control import ControlServer
-from hpc_serve.job.network import listen_on
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.machine.network import listen_on
 
 async def main():
     server = ControlServer({TOKEN!r}, "n1", lambda link: print(link.rank, flush=True), silence_s=60, num_nodes=2)
@@ -34,7 +34,7 @@ asyncio.run(main())
 """
 NODE = f"""
 import asyncio, sys
-from hpc_serve.job.control import connect
+from hpc_serve.job.links.control import connect
 
 async def main():
     at = ("127.0.0.1", int(sys.argv[1]))

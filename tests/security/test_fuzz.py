@@ -22,15 +22,15 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import HpcServeError
-from hpc_serve.hub import find_model
-from hpc_serve.job import connection_limits
-from hpc_serve.job.admission import make_ticket
-from hpc_serve.job.control import ControlServer, connect
-from hpc_serve.job.gate import Gate
-from hpc_serve.job.network import choose_ports, listen_on
+from hpc_serve.gate import connection_limits
+from hpc_serve.gate.gate import Gate
+from hpc_serve.hub.hub import find_model
+from hpc_serve.job.links.admission import make_ticket
+from hpc_serve.job.links.control import ControlServer, connect
+from hpc_serve.job.machine.network import choose_ports, listen_on
 from hpc_serve.plan import model_from_config
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
-from hpc_serve.submit.site import load_site
+from hpc_serve.submit.site.site import load_site
 from hpc_serve.vllm.allowed import check_file_arguments
 from hpc_serve.vllm.arguments import read_args_file
 from tests.support.asgi_server import served

@@ -14,9 +14,9 @@ from typing import Any
 import hpc_serve.client
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.script.render import render_script
 from tests.cluster import processes, wait_for
 from tests.support.stubs import SCRIPT
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.job.allocation import Allocation
-from hpc_serve.job.engine_cache import private_cache
-from hpc_serve.job.node import LaunchOptions, Node
+from hpc_serve.job.cache.engine_cache import private_cache
+from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.run.node import LaunchOptions, Node
 from hpc_serve.sizes import GIB
 from hpc_serve.vllm.command import read_command
 

@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, discovery, exchange, lateness, pool, probe, pulse, reading, verified_streams
-from hpc_serve.job import health
+from hpc_serve.client import connect
+from hpc_serve.client.connections import verified_streams
+from hpc_serve.client.discovery import discovery, reading
+from hpc_serve.client.replicas import pool, probe
+from hpc_serve.client.requests import exchange
+from hpc_serve.client.silence import lateness, pulse
+from hpc_serve.job.engine import health
 from tests.support.stubs import StubService
 
 PATIENCE_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hpc_serve.submit.site import SiteProfile
+from hpc_serve.submit.site.site import SiteProfile
 
 
 def site_table() -> str:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub import find_model, find_spec, stored_tensors
-from hpc_serve.local_weights import cached_folder
+from hpc_serve.hub.hub import find_model, find_spec, stored_tensors
+from hpc_serve.hub.local_weights import cached_folder
 from hpc_serve.plan.model.checkpoint import StoredTensor, loaded_bytes
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.hub_settings import DEFAULT_ENDPOINT, read_hub_settings
-from hpc_serve.local_weights import cached_folder
+from hpc_serve.hub.hub_settings import DEFAULT_ENDPOINT, read_hub_settings
+from hpc_serve.hub.local_weights import cached_folder
 
 TOKEN = "hf_secretsecretsecret"
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.needed_files import RepositoryFile, has_weights, needed_files
+from hpc_serve.hub.needed_files import RepositoryFile, has_weights, needed_files
 
 COMMON = ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "modeling_x.py", "LICENSE")
 FOR_PEOPLE = (".gitattributes", "README.md", "figures/loss.png", "training.pdf")

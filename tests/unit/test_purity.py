@@ -25,27 +25,27 @@ FORBIDDEN = (
 PURE = (
     "hpc_serve.errors",
     "hpc_serve.sizes",
-    "hpc_serve.needed_files",
-    "hpc_serve.fetch.progress",
+    "hpc_serve.hub.needed_files",
+    "hpc_serve.hub.fetch.progress",
     "hpc_serve.rendezvous.names",
-    "hpc_serve.submit.bounds",
-    "hpc_serve.submit.chain",
-    "hpc_serve.submit.elastic",
-    "hpc_serve.submit.handover",
-    "hpc_serve.submit.planned_speed",
+    "hpc_serve.submit.request.bounds",
+    "hpc_serve.submit.request.chain",
+    "hpc_serve.submit.services.elastic",
+    "hpc_serve.submit.services.handover",
+    "hpc_serve.submit.plans.planned_speed",
     "hpc_serve.submit.init.choose",
     "hpc_serve.submit.init.machine_facts",
     "hpc_serve.submit.init.site_text",
     "hpc_serve.submit.init.slurm_facts",
-    "hpc_serve.submit.job_env",
-    "hpc_serve.submit.render",
-    "hpc_serve.submit.request",
-    "hpc_serve.submit.sbatch_options",
-    "hpc_serve.submit.slurm_answers",
-    "hpc_serve.submit.slurm_messages",
-    "hpc_serve.submit.slurm",
-    "hpc_serve.submit.template",
-    "hpc_serve.submit.start_words",
+    "hpc_serve.submit.request.job_env",
+    "hpc_serve.submit.script.render",
+    "hpc_serve.submit.request.request",
+    "hpc_serve.submit.request.sbatch_options",
+    "hpc_serve.submit.slurm.slurm_answers",
+    "hpc_serve.submit.slurm.slurm_messages",
+    "hpc_serve.submit.slurm.slurm",
+    "hpc_serve.submit.script.template",
+    "hpc_serve.submit.status.start_words",
     "hpc_serve.plan.catalog",
     "hpc_serve.vllm.allowed",
     "hpc_serve.vllm.arguments",
@@ -80,21 +80,21 @@ def test_pure_code_imports_nothing_with_an_effect(module):
 
 
 def test_the_guard_itself_refuses():
-    code = GUARD.format(forbidden=FORBIDDEN, module="hpc_serve.job.network")
+    code = GUARD.format(forbidden=FORBIDDEN, module="hpc_serve.job.machine.network")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "forbidden here" in done.stderr
 
 
 def test_rendering_needs_no_engine_and_no_network():
     forbidden = ("ray", "vllm", "torch", "openai", "submitit", "httpx", "httpx2", "subprocess")
-    code = GUARD.format(forbidden=forbidden, module="hpc_serve.submit.render")
+    code = GUARD.format(forbidden=forbidden, module="hpc_serve.submit.script.render")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 JOB_SIDE = (
-    *("hpc_serve.job.launcher", "hpc_serve.job.prepare", "hpc_serve.job.gate"),
-    *("hpc_serve.job.ray_nodes", "hpc_serve.job.ray_start"),
+    *("hpc_serve.job.launcher", "hpc_serve.job.prepare", "hpc_serve.gate.gate"),
+    *("hpc_serve.job.ray.ray_nodes", "hpc_serve.job.ray.ray_start"),
 )
 
 

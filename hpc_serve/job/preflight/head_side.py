@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_serve.errors import RecordError, StoreError
-from hpc_serve.job.link import Link, Message
-from hpc_serve.job.node import Node
+from hpc_serve.job.links.link import Link, Message
 from hpc_serve.job.preflight.facts import ClockReading, NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of, texts
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
+from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import from_json_text
 from hpc_serve.rendezvous.preflight import PreflightReport, preflight_file, write_preflight
 from hpc_serve.rendezvous.store import ServiceStore

@@ -13,15 +13,15 @@ from concurrent.futures import Future
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.link import Link, Message
-from hpc_serve.job.network import node_address
-from hpc_serve.job.node import Node
+from hpc_serve.job.links.link import Link, Message
+from hpc_serve.job.machine.network import node_address
+from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.preflight.checks.node import CACHES, LOGS, STAGED
 from hpc_serve.job.preflight.facts import NodeFacts
 from hpc_serve.job.preflight.gather import gpus, machine, network, software, weights
 from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
-from hpc_serve.job.process import mark_environ
+from hpc_serve.job.run.node import Node
 from hpc_serve.rendezvous.fields import to_json_text
 from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_of
 

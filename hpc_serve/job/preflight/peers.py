@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_serve.job.admission import Admission
-from hpc_serve.job.control import open_with_ticket
+from hpc_serve.job.links.admission import Admission
+from hpc_serve.job.links.control import open_with_ticket
 
 _BACKLOG = 1_024
 _AT_ONCE = 64

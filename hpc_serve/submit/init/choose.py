@@ -16,7 +16,7 @@ from hpc_serve.submit.init.facts import ClusterFacts, NodeFacts, PartitionFacts
 from hpc_serve.submit.init.gpu_names import gpu_named
 from hpc_serve.submit.init.places import places
 from hpc_serve.submit.init.setting import Setting
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
 
 _LEAST_TIME_S = 3600.0
 _USUAL_TIME_S = 12 * 3600.0

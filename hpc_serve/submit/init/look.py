@@ -22,11 +22,11 @@ from pathlib import Path
 
 from hpc_serve.errors import SchedulerError
 from hpc_serve.rendezvous.user import user_name
-from hpc_serve.submit import scheduler
 from hpc_serve.submit.init import machine_facts, slurm_facts
 from hpc_serve.submit.init.facts import ClusterFacts
-from hpc_serve.submit.slurm import Partition, sinfo_argv
-from hpc_serve.submit.slurm_answers import parse_sinfo
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.slurm import Partition, sinfo_argv
+from hpc_serve.submit.slurm.slurm_answers import parse_sinfo
 
 _DEADLINE_S = 30.0
 _LONGEST_REASON = 160

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hpc_serve.submit.init.facts import Association, GpuKind, NodeFacts, PartitionFacts
-from hpc_serve.submit.slurm import Partition
-from hpc_serve.submit.slurm_answers import duration_s
+from hpc_serve.submit.slurm.slurm import Partition
+from hpc_serve.submit.slurm.slurm_answers import duration_s
 
 CONFIG_ARGV = ("scontrol", "show", "config")
 PARTITIONS_ARGV = ("scontrol", "--oneliner", "show", "partition")

@@ -21,8 +21,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig
 from hpc_serve.plan.make import PlanRequest
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.planned_speed import speed_figures
-from hpc_serve.submit.planning import plan_for
+from hpc_serve.submit.plans.planned_speed import speed_figures
+from hpc_serve.submit.plans.planning import plan_for
 from tests.support.stubs import make_record, make_submitted
 from tests.unit.bench.conftest import make_outcome, make_run
 

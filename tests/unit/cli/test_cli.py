@@ -17,13 +17,13 @@ import pytest
 
 from hpc_serve.cli import main as cli_main
 from hpc_serve.cli.main import COMMANDS, run
-from hpc_serve.cli.request import default_service
+from hpc_serve.cli.submit.request import default_service
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import stop, wait
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.services import stop, wait
 from tests.support.patience import be_patient
 from tests.support.stubs import StubService, make_record
 

@@ -8,7 +8,8 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import job_logs, log_files
+from hpc_serve.submit.diagnosis import job_logs
+from hpc_serve.submit.logs import log_files
 from tests.support.stubs import make_record
 
 

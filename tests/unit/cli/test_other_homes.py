@@ -11,8 +11,8 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.live_replicas import live_replicas
-from hpc_serve.submit.status_reader import read_status
+from hpc_serve.submit.services.live_replicas import live_replicas
+from hpc_serve.submit.status.status_reader import read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 from tests.support.stubs import make_record, make_submitted

@@ -12,8 +12,8 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.cli.values import Size
 from hpc_serve.demo_model import make_demo_model
-from hpc_serve.hub import find_model
-from hpc_serve.job import weights_place
+from hpc_serve.hub.hub import find_model
+from hpc_serve.job.weights import weights_place
 from hpc_serve.sizes import GIB
 
 KEYS = {

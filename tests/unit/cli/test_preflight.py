@@ -12,7 +12,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.rendezvous.preflight import PreflightReport, Verdict, preflight_file, write_preflight
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import services, wait
+from hpc_serve.submit.services import services, wait
 from tests.support.stubs import make_record
 
 SHM = Verdict(check="shm", level="ok", nodes=("n1", "n2"), seen="/dev/shm has 10.0 of 10.0 GiB free", took_s=0.01)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hpc_serve.cli import report
+from hpc_serve.cli.doctor import report
 from hpc_serve.cli.main import run
 from hpc_serve.cli.work_view import figure_name
 from hpc_serve.client.engine_work import WorkWatch

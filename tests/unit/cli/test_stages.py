@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.cli import stages, watching
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.main import run
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.cli.services import stages, watching
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_serve.cli import targets
 from hpc_serve.cli.main import run
+from hpc_serve.cli.services import targets
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica
 from hpc_serve.client.scrape import scrape_config, target_groups
-from hpc_serve.client.status import ProbeResult, ReplicaStatus, assess_replica
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate
 from hpc_serve.vllm.options import load_data

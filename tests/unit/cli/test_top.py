@@ -14,11 +14,11 @@ import time
 
 import pytest
 
-from hpc_serve.cli import top
 from hpc_serve.cli.main import run
-from hpc_serve.cli.top import Frame, Looks, frame_lines
+from hpc_serve.cli.services import top
+from hpc_serve.cli.services.top import Frame, Looks, frame_lines
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork

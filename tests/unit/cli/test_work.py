@@ -9,11 +9,11 @@ import time
 import pytest
 from rich.console import Console
 
-from hpc_serve.cli import watch
 from hpc_serve.cli.main import run
+from hpc_serve.cli.services import watch
 from hpc_serve.cli.show import print_table
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.durations import duration
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork
@@ -60,7 +60,7 @@ def busy(store, tmp_path):
 
 
 def watch_statuses(store):
-    from hpc_serve.submit.status_reader import read_status
+    from hpc_serve.submit.status.status_reader import read_status
 
     return read_status(store).replicas
 

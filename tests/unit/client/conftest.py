@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client import discovery, request_watch
-from hpc_serve.client import wait as waiting
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.probe import probe_records
-from hpc_serve.client.status import ProbeResult
+from hpc_serve.client.discovery import discovery
+from hpc_serve.client.discovery import wait as waiting
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.probe import probe_records
+from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.silence import request_watch
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubEngine, StubService
 

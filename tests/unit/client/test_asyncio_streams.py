@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from hpc_serve.client.asyncio_streams import AsyncioBackend
-from hpc_serve.client.sdk import core
+from hpc_serve.client.connections.asyncio_streams import AsyncioBackend
+from hpc_serve.client.replicas.sdk import core
 
 LATE_S = 60.0
 MUCH = b"x" * 5_000_000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.speeds import HALF_LIFE_S, Speeds
+from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.speeds import HALF_LIFE_S, Speeds
 from hpc_serve.trust.connection import Identity
 
 FOUR = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}

@@ -16,10 +16,11 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, discovery, endpoint, services
-from hpc_serve.client import wait as waiting
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.probe import LeaseWatch, probe, probe_record, probe_records
+from hpc_serve.client import connect, connect_async, endpoint, services
+from hpc_serve.client.discovery import discovery
+from hpc_serve.client.discovery import wait as waiting
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.probe import LeaseWatch, probe, probe_record, probe_records
 from hpc_serve.errors import (
     AmbiguousServiceError,
     InvalidRequestError,

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import attempt, connect, connect_async, connections
-from hpc_serve.client.sdk import http
-from hpc_serve.client.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.connections import connections
+from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests import attempt
 from tests.support.stub_engine import greedy_answer
 
 WORDS = 8

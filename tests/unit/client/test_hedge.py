@@ -15,8 +15,10 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, exchange, hedge, repeats, request_watch
-from hpc_serve.client.request_watch import HEDGES, MOST_HEDGES, ONE_HEDGE_FOR
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.requests import exchange, hedge, repeats
+from hpc_serve.client.silence import request_watch
+from hpc_serve.client.silence.request_watch import HEDGES, MOST_HEDGES, ONE_HEDGE_FOR
 from tests.support.patience import connect_to_all, wait_until
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]

@@ -11,14 +11,16 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, exchange, pulse, request_watch
-from hpc_serve.client.attempt import ReplicaLostError
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.pulse import QUIET_S, SILENT_S
-from hpc_serve.client.sdk import core
-from hpc_serve.client.status import ProbeResult
-from hpc_serve.client.transport import AsyncServiceTransport, ServiceTransport
-from hpc_serve.client.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.sdk import core
+from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.client.requests import exchange
+from hpc_serve.client.requests.attempt import ReplicaLostError
+from hpc_serve.client.requests.transport import AsyncServiceTransport, ServiceTransport
+from hpc_serve.client.silence import pulse, request_watch
+from hpc_serve.client.silence.pulse import QUIET_S, SILENT_S
 from hpc_serve.errors import StreamBrokenError
 from tests.support.patience import PATIENCE_S, wait_until
 from tests.support.stub_engine import chat_context, greedy_answer

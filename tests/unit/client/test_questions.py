@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.questions import _Path
+from hpc_serve.client.silence.questions import _Path
 from tests.support.patience import wait_until
 
 

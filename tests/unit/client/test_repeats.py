@@ -8,13 +8,13 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client.connections import Origins
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.exchange import Exchange, NoReplicaError
-from hpc_serve.client.repeats import MOST_ENGINES, Repeats
+from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
+from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats
+from hpc_serve.client.requests.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.client.resume.request import read_request
-from hpc_serve.client.sdk import http
-from hpc_serve.client.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
 from tests.support.patience import wait_until

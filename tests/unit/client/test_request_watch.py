@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import request_watch
-from hpc_serve.client.pool import ReplicaAddress
-from hpc_serve.client.request_watch import Look, RequestWatch, Verdict
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.silence import request_watch
+from hpc_serve.client.silence.request_watch import Look, RequestWatch, Verdict
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 

@@ -10,13 +10,14 @@ from typing import Any
 import openai
 import pytest
 
-from hpc_serve.client import connect, connect_async, exchange
-from hpc_serve.client.connections import Origins
-from hpc_serve.client.discovery import ServiceWatch
-from hpc_serve.client.exchange import Exchange
-from hpc_serve.client.sdk import http
-from hpc_serve.client.steps import Send
-from hpc_serve.client.wait import WaitPolicy
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import WaitPolicy
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests import exchange
+from hpc_serve.client.requests.exchange import Exchange
+from hpc_serve.client.requests.steps import Send
 from hpc_serve.errors import StreamBrokenError
 from tests.cluster import wait_for
 from tests.support.stub_engine import chat_context, greedy_answer

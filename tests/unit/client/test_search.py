@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async, discovery, endpoint
-from hpc_serve.client.discovery import ServiceWatch
+from hpc_serve.client import connect, connect_async, endpoint
+from hpc_serve.client.discovery import discovery
+from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
 from tests.support.patience import wait_until

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from hpc_serve.client import lateness, probation
-from hpc_serve.client.lateness import Lateness
-from hpc_serve.client.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.probation import Probation
-from hpc_serve.client.questions import Sign
-from hpc_serve.client.request_watch import LISTEN_S
-from hpc_serve.client.silence import HUNG_COUNTS_S, PROMPT_BYTES_S, Silence
+from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.silence import lateness, probation
+from hpc_serve.client.silence.lateness import Lateness
+from hpc_serve.client.silence.probation import Probation
+from hpc_serve.client.silence.questions import Sign
+from hpc_serve.client.silence.request_watch import LISTEN_S
+from hpc_serve.client.silence.silence import HUNG_COUNTS_S, PROMPT_BYTES_S, Silence
 from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.metrics import EngineFigures
 

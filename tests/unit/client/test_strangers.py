@@ -12,11 +12,14 @@ import openai
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.client import connect, connect_async, discovery, exchange, proofs
-from hpc_serve.client.connections import Origins, make_async_transport, make_transport
-from hpc_serve.client.pool import ReplicaAddress
-from hpc_serve.client.probe import probe
-from hpc_serve.client.sdk import http
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.connections.connections import Origins, make_async_transport, make_transport
+from hpc_serve.client.discovery import discovery
+from hpc_serve.client.replicas import proofs
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.probe import probe
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests import exchange
 from hpc_serve.errors import HpcServeError
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import connect_to_all, wait_until

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.sdk import core
-from hpc_serve.client.thread_streams import SocketStream
+from hpc_serve.client.connections.thread_streams import SocketStream
+from hpc_serve.client.replicas.sdk import core
 
 
 class CountingSocket(socket.socket):

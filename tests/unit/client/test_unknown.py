@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client import connect, connect_async, discovery, reading, request_watch
+from hpc_serve.client import connect, connect_async
+from hpc_serve.client.discovery import discovery, reading
+from hpc_serve.client.silence import request_watch
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.patience import connect_to_all
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.fetch import download
-from hpc_serve.hub_settings import HubSettings, read_hub_settings
+from hpc_serve.hub.fetch import download
+from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
 from tests.support.fake_hub import FakeHub, model_files, running_hub
 
 MODEL = "org/model"

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_serve.errors import StoreError, UnknownModelError
-from hpc_serve.fetch import download
-from hpc_serve.fetch.hub_repository import HubConnectionError
-from hpc_serve.fetch.model_files import cached_alone, look_for_model
-from hpc_serve.local_weights import cached_folder, damaged_files, missing_weights
+from hpc_serve.hub.fetch import download
+from hpc_serve.hub.fetch.hub_repository import HubConnectionError
+from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
+from hpc_serve.hub.local_weights import cached_folder, damaged_files, missing_weights
 from tests.support.fake_hub import COMMIT, model_files
 from tests.unit.fetch.conftest import MODEL
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_serve.fetch.progress import Meter, Progress, Tenths
+from hpc_serve.hub.fetch.progress import Meter, Progress, Tenths
 from hpc_serve.sizes import GIB, MIB
 
 

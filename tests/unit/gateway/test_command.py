@@ -22,7 +22,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from hpc_serve.client.sdk import http
+from hpc_serve.client.replicas.sdk import http
 from hpc_serve.gateway import listening
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer

@@ -10,9 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from hpc_serve.client import attempt, connections, discovery, exchange
-from hpc_serve.client.sdk import http
-from hpc_serve.client.verified_streams import AsyncVerifyingBackend
+from hpc_serve.client.connections import connections
+from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend
+from hpc_serve.client.discovery import discovery
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests import attempt, exchange
 from tests.cluster import wait_for
 from tests.support.stub_engine import greedy_answer
 from tests.support.stubs import StubService, make_submitted

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from hpc_serve.job import connection_limits
+from hpc_serve.gate import connection_limits
 from tests.support.stub_engine import greedy_answer
 
 GREEDY = ("--stub-greedy", "--stub-words", "3")

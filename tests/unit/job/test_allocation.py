@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.sizes import GIB
 
 SLURM = {

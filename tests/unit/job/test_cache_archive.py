@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job import engine_cache
-from hpc_serve.job.cache_archive import CacheArchive
-from hpc_serve.job.engine_cache import open_cache
+from hpc_serve.job.cache import engine_cache
+from hpc_serve.job.cache.cache_archive import CacheArchive
+from hpc_serve.job.cache.engine_cache import open_cache
 
 KEY = "0123456789abcdef"
 STRANGER = 64_999

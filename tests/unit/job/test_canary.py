@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hpc_serve.job.canary import LOOK_INTERVAL_S, EngineJudge, Look
+from hpc_serve.job.engine.canary import LOOK_INTERVAL_S, EngineJudge, Look
 from hpc_serve.vllm.metrics import EngineFigures
 
 LIMIT_S = 5.0

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from hpc_serve.job import connection_limits as limits
-from hpc_serve.job.gate import Gate
+from hpc_serve.gate import connection_limits as limits
+from hpc_serve.gate.gate import Gate
 from hpc_serve.trust.authority import make_run_certificate
 
 pytest.importorskip("httptools")
@@ -366,7 +366,7 @@ def test_requests_with_the_key_are_all_logged():
 
 IN_AN_ENGINE = """
 import asyncio, logging
-from hpc_serve.job.engine_gate import Gate
+from hpc_serve.gate.engine_gate import Gate
 import uvicorn
 
 async def app(scope, receive, send): ...

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_serve.job import control
-from hpc_serve.job.admission import make_ticket
-from hpc_serve.job.control import ControlServer, _proof, connect
-from hpc_serve.job.link import Link, LinkLostError
-from hpc_serve.job.network import PortsInUseError, choose_ports, listen_on
-from hpc_serve.job.reading import ReadSoFar
+from hpc_serve.job.links import control
+from hpc_serve.job.links.admission import make_ticket
+from hpc_serve.job.links.control import ControlServer, _proof, connect
+from hpc_serve.job.links.link import Link, LinkLostError
+from hpc_serve.job.machine.network import PortsInUseError, choose_ports, listen_on
+from hpc_serve.job.progress.reading import ReadSoFar
 
 
 def over_a_connection(scenario, *, server_token="secret", client_token="secret", silence_s=60.0, deadline_s=60):

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.job import drain as drain_module
-from hpc_serve.job import outcome as outcome_module
-from hpc_serve.job.drain import Drain, follow_drain_requests
-from hpc_serve.job.health import EngineAddress, requests_under_way
-from hpc_serve.job.outcome import Outcome, RunEnd, drain_s_after_signal
-from hpc_serve.job.process import start_child
-from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.job.engine import drain as drain_module
+from hpc_serve.job.engine.drain import Drain, follow_drain_requests
+from hpc_serve.job.engine.health import EngineAddress, requests_under_way
+from hpc_serve.job.machine.process import start_child
+from hpc_serve.job.run import outcome as outcome_module
+from hpc_serve.job.run.outcome import Outcome, RunEnd, drain_s_after_signal
+from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import make_run_certificate

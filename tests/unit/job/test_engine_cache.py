@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job import engine_cache
-from hpc_serve.job.cache_key import cache_key, machine_key
-from hpc_serve.job.engine_cache import open_cache
+from hpc_serve.job.cache import engine_cache
+from hpc_serve.job.cache.cache_key import cache_key, machine_key
+from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.vllm.command import read_command
 
 KEY = "0123456789abcdef"

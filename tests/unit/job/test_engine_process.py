@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_serve.job.endpoint import Endpoint
-from hpc_serve.job.engine_process import EngineProcess
-from hpc_serve.job.engine_start import VLLM_MODULE
-from hpc_serve.job.own_script import is_own_script
-from hpc_serve.job.parts import Parts
-from hpc_serve.job.process import marked_pids
+from hpc_serve.job.engine.endpoint import Endpoint
+from hpc_serve.job.engine.engine_process import EngineProcess
+from hpc_serve.job.engine.engine_start import VLLM_MODULE
+from hpc_serve.job.machine.own_script import is_own_script
+from hpc_serve.job.machine.process import marked_pids
+from hpc_serve.job.run.parts import Parts
 from tests.support.nodes import make_node
 
 WITHIN_S = 120
@@ -174,7 +174,7 @@ def test_what_is_not_this_pythons_vllm_is_not_held_nor_anything_for_tpus(vllm, t
 
 def start(vllm: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "hpc_serve.job.engine_start", str(vllm), "serve", "m"],
+        [sys.executable, "-m", "hpc_serve.job.engine.engine_start", str(vllm), "serve", "m"],
         env=environ_of(vllm, **variables),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -204,7 +204,7 @@ def test_vllm_still_has_what_is_imported():
     pytest.importorskip("vllm")
     from importlib.util import find_spec
 
-    from hpc_serve.job.engine_start import _MODULES
+    from hpc_serve.job.engine.engine_start import _MODULES
 
     assert all(find_spec(module) for module in _MODULES)
 

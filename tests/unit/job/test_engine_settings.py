@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.run.node import LaunchOptions
 from tests.support.nodes import ALLOCATION, make_node
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job import canary
-from hpc_serve.job.engine_watch import EngineWatch
-from hpc_serve.job.health import EngineAddress, SmallRequest, ask, look
-from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.job.engine import canary
+from hpc_serve.job.engine.engine_watch import EngineWatch
+from hpc_serve.job.engine.health import EngineAddress, SmallRequest, ask, look
+from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity
 from tests.cluster import wait_for
@@ -28,7 +28,7 @@ REQUEST = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": 
 def _quick(monkeypatch):
     monkeypatch.setattr(canary, "LOOK_INTERVAL_S", 0.1)
     monkeypatch.setattr(canary, "_STILL_S", 0.1)
-    monkeypatch.setattr("hpc_serve.job.health._LOOK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("hpc_serve.job.engine.health._LOOK_TIMEOUT_S", 0.5)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service, mon
 
 
 def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_serve.job.health._LOOK_TIMEOUT_S", 60.0)  # it answers, however busy the machine is
+    monkeypatch.setattr("hpc_serve.job.engine.health._LOOK_TIMEOUT_S", 60.0)  # it answers, however busy the machine is
     hang = tmp_path / "hang"
 
     async def test(scene: Scene) -> None:
@@ -118,7 +118,7 @@ def test_one_that_stays_unresponsive_is_given_up(service):
 @pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
 def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
     asked = []
-    monkeypatch.setattr("hpc_serve.job.engine_watch.look", lambda *question: asked.append(question))
+    monkeypatch.setattr("hpc_serve.job.engine.engine_watch.look", lambda *question: asked.append(question))
     scene = Scene(service, limit_s=limit_s)
     scene.keeper.update(state=state)
     with pytest.raises(asyncio.TimeoutError):

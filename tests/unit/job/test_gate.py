@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.probe import probe
-from hpc_serve.job import gate
-from hpc_serve.job.gate import Gate
+from hpc_serve.client.replicas.probe import probe
+from hpc_serve.gate import gate
+from hpc_serve.gate.gate import Gate
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER, read_request_count
 from hpc_serve.trust.authority import make_run_certificate
 from hpc_serve.trust.connection import Identity
@@ -391,7 +391,7 @@ def test_every_route_of_vllm_but_health_asks_for_the_key(key_file, monkeypatch):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        ["--model", "none", "--middleware", "hpc_serve.job.gate.Gate"]
+        ["--model", "none", "--middleware", "hpc_serve.gate.gate.Gate"]
     )
     app = build_app(args, ("generate", "embed", "classify", "transcription", "realtime", "render"))
     client = TestClient(app, raise_server_exceptions=False)
@@ -432,7 +432,7 @@ def _routes(routes):
 def test_the_gate_imports_nothing_but_the_standard_library_and_this_package(tmp_path):
     """In a Python that finds nothing else, as in a container that knows nothing of us."""
     code = (
-        f"import sys; sys.path.append({str(Path(gate.__file__).parents[2])!r}); import hpc_serve.job.gate;"
+        f"import sys; sys.path.append({str(Path(gate.__file__).parents[2])!r}); import hpc_serve.gate.gate;"
         "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))"
     )
     done = subprocess.run(

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_serve.job.engine_cache import open_cache
+from hpc_serve.job.cache.engine_cache import open_cache
 from hpc_serve.job.head import Head
-from hpc_serve.job.link import Link
-from hpc_serve.job.reading import ReadSoFar
-from hpc_serve.job.record_keeper import RecordKeeper
+from hpc_serve.job.links.link import Link
+from hpc_serve.job.progress.reading import ReadSoFar
+from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node
 from tests.unit.rendezvous.test_record import FULL

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-from hpc_serve.job.head_ray import HeadRay
+from hpc_serve.job.ray.head_ray import HeadRay
 from tests.support.nodes import make_node
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.job.allocation import read_allocation
 from hpc_serve.job.launcher import launch
-from hpc_serve.job.node import LaunchOptions
+from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
+from hpc_serve.job.run.node import LaunchOptions
 
 OPTIONS = LaunchOptions(service="8b", backend="auto", gpus_per_node=0)
 

@@ -177,7 +177,7 @@ def test_streams_under_way_finish_and_the_script_ends_well(run, hang_file, end: 
 
 
 def _under_way(run: Run) -> int | None:
-    from hpc_serve.job.health import EngineAddress, requests_under_way
+    from hpc_serve.job.engine.health import EngineAddress, requests_under_way
     from hpc_serve.trust.connection import Identity
 
     record = run.record

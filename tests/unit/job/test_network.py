@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job import network
-from hpc_serve.job.network import PortsInUseError
+from hpc_serve.job.machine import network
+from hpc_serve.job.machine.network import PortsInUseError
 
 
 def test_ports_are_chosen_below_those_of_outgoing_connections_and_not_twice_alike():

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from hpc_serve.job.network import LOOPBACK, reachable_addresses
+from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
 from tests.support.nodes import ALLOCATION, make_node
 
 ALONE = dataclasses.replace(ALLOCATION, num_nodes=1)

@@ -13,10 +13,10 @@ import stat
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.job import node_dir
-from hpc_serve.job.network import PortsInUseError
-from hpc_serve.job.node_dir import DirOwner
-from hpc_serve.job.shared_memory import Segment
+from hpc_serve.job.cleanup import node_dir
+from hpc_serve.job.cleanup.node_dir import DirOwner
+from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.machine.network import PortsInUseError
 
 OWNER = DirOwner(run_mark="hs-0000000a-0")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, RecordError, StoreError
-from hpc_serve.job import node_dir
-from hpc_serve.job.allocation import read_allocation
-from hpc_serve.job.engine_cache import open_cache
+from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.job.cache.engine_cache import open_cache
+from hpc_serve.job.cleanup import node_dir
 from hpc_serve.job.launcher import launch
-from hpc_serve.job.node import LaunchOptions, read_token
+from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import prepare
+from hpc_serve.job.run.node import LaunchOptions, read_token
 from hpc_serve.rendezvous import files, ownership
-from hpc_serve.stand_in import find_stand_in
 from tests.support.nodes import make_node
 
 STRANGER = 64_999

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from hpc_serve.job import outcome as outcome_module
-from hpc_serve.job.outcome import Outcome, RunEnd
+from hpc_serve.job.run import outcome as outcome_module
+from hpc_serve.job.run.outcome import Outcome, RunEnd
 
 
 def failed(part: str) -> Outcome:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
-from hpc_serve.job.allocation import read_allocation
+from hpc_serve.job.cleanup.run_dir import read_control_port, write_control_port
+from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.prepare import choose_node_dir, main, prepare
-from hpc_serve.job.run_dir import read_control_port, write_control_port
 from hpc_serve.rendezvous.claims import _FILELOCK
 from hpc_serve.rendezvous.store import ServiceStore
 

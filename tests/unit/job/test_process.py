@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hpc_serve.job.process import end_marked, mark_environ, marked_pids, start_child
+from hpc_serve.job.machine.process import end_marked, mark_environ, marked_pids, start_child
 from tests.cluster import wait_for
 
 

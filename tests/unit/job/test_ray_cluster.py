@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.ray_cluster import (
+from hpc_serve.job.run.ray_cluster import (
     RayNodes,
     head_argv,
     parse_gcs_port,

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from hpc_serve.job import ray_logs
-from hpc_serve.job.ray_logs import kept_ray_logs, read_ends
+from hpc_serve.job.ray import ray_logs
+from hpc_serve.job.ray.ray_logs import kept_ray_logs, read_ends
 from tests.cluster import wait_for
 from tests.support.nodes import make_node
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.ray_cluster import RayNodes, parse_gcs_port, parse_nodes
+from hpc_serve.job.run.ray_cluster import RayNodes, parse_gcs_port, parse_nodes
 
 WITHIN_S = 120
 OF_RAY = f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n"

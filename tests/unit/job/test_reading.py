@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.checkpoint import file_sizes, weights_in
-from hpc_serve.job.process import mark_environ
-from hpc_serve.job.reading import ReadSoFar, RunReading
+from hpc_serve.job.machine.process import mark_environ
+from hpc_serve.job.progress.checkpoint import file_sizes, weights_in
+from hpc_serve.job.progress.reading import ReadSoFar, RunReading
 from hpc_serve.sizes import MIB
 
 SIZE = 32 * MIB

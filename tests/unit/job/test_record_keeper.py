@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from hpc_serve.job import record_keeper
-from hpc_serve.job.network import PortsInUseError
-from hpc_serve.job.record_keeper import RecordKeeper, publish_failure
+from hpc_serve.job.machine.network import PortsInUseError
+from hpc_serve.job.run import record_keeper
+from hpc_serve.job.run.record_keeper import RecordKeeper, publish_failure
 from hpc_serve.rendezvous.start_times import FILE, last_start
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.cluster import wait_for

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from hpc_serve.job.gate import Gate
-from hpc_serve.job.health import EngineAddress, SmallRequest, ask, read_load
+from hpc_serve.gate.gate import Gate
+from hpc_serve.job.engine.health import EngineAddress, SmallRequest, ask, read_load
 from hpc_serve.rendezvous.gate_headers import REQUESTS_HEADER, RequestCount, read_request_count
 from hpc_serve.trust.connection import Identity
 from hpc_serve.vllm.metrics import requests_running_and_waiting

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job import shared_memory
-from hpc_serve.job.shared_memory import Segment
+from hpc_serve.job.cleanup import shared_memory
+from hpc_serve.job.cleanup.shared_memory import Segment
 
 
 @pytest.fixture

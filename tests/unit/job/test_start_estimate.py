@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.reading import ReadSoFar
-from hpc_serve.job.start_stages import StartStages
+from hpc_serve.job.progress.reading import ReadSoFar
+from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.sizes import GIB, MIB
 from tests.unit.job.starts import Clock, Said, gpu_start, play, recorded, tell

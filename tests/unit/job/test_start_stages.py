@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.job.start_stages import STAGE_OF_PHRASE, StartStages
+from hpc_serve.job.progress.start_stages import STAGE_OF_PHRASE, StartStages
 from hpc_serve.rendezvous.record import START_STAGES
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.sizes import GIB

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job import node_dir, shared_memory
-from hpc_serve.job.process import RUN_MARK, marked_pids
-from hpc_serve.job.shared_memory import Segment
-from hpc_serve.job.sweep import remove_abandoned
+from hpc_serve.job.cleanup import node_dir, shared_memory
+from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.cleanup.sweep import remove_abandoned
+from hpc_serve.job.machine.process import RUN_MARK, marked_pids
 
 # A launcher whose engine shares memory, prints the segment's name, and may be deaf to SIGTERM.
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
-from hpc_serve.job.node_dir import DirOwner
-from hpc_serve.job.sweep import private_node_dir
+from hpc_serve.job.cleanup.node_dir import DirOwner
+from hpc_serve.job.cleanup.sweep import private_node_dir
 engine = '''
 import signal, sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -60,7 +60,7 @@ def watchers(path):
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"hpc_serve.job.sweep" in words and str(path).encode() in words:
+            if b"hpc_serve.job.cleanup.sweep" in words and str(path).encode() in words:
                 yield int(entry.name)
 
 
@@ -121,7 +121,7 @@ def test_a_killed_launcher_leaves_no_process_no_folder_and_no_shared_memory(run)
 
 
 def test_what_is_left_when_all_was_killed_goes_with_the_next_run(run, monkeypatch):
-    monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 60.0)
+    monkeypatch.setattr("hpc_serve.job.cleanup.sweep._GRACE_S", 60.0)
     run.wait_for_notes()
     run.kill(watcher_too=True)
     assert list(marked_pids(run.mark))
@@ -151,9 +151,9 @@ def test_a_folder_of_the_dead_stays_while_the_kernel_holds_a_process_of_theirs(t
     tmp_path.chmod(0o1777)
     path, mark = tmp_path / "hs-0000000a", f"held-{os.getpid()}"
     os.close(node_dir.make(path, node_dir.DirOwner(run_mark=mark)))
-    monkeypatch.setattr("hpc_serve.job.process._kill", lambda *_: None)
-    monkeypatch.setattr("hpc_serve.job.sweep._GRACE_S", 0.1)
-    monkeypatch.setattr("hpc_serve.job.sweep._KILLED_S", 0.1)
+    monkeypatch.setattr("hpc_serve.job.machine.process._kill", lambda *_: None)
+    monkeypatch.setattr("hpc_serve.job.cleanup.sweep._GRACE_S", 0.1)
+    monkeypatch.setattr("hpc_serve.job.cleanup.sweep._KILLED_S", 0.1)
     held = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARK: mark})
     until(lambda: list(marked_pids(mark)), "the process")
     assert remove_abandoned(tmp_path) == []

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from hpc_serve.job import takeover
-from hpc_serve.job.record_keeper import RecordKeeper
-from hpc_serve.job.takeover import drain_predecessors, take_over
+from hpc_serve.job.run import takeover
+from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.job.run.takeover import drain_predecessors, take_over
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore

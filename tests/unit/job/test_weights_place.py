@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job import weights_place
-from hpc_serve.job.weights_place import filesystem_of, find_load_strategy, find_weights, known_strategies, with_strategy
+from hpc_serve.job.weights import weights_place
+from hpc_serve.job.weights.weights_place import (
+    filesystem_of,
+    find_load_strategy,
+    find_weights,
+    known_strategies,
+    with_strategy,
+)
 from hpc_serve.vllm.command import StandIn, read_command
 from hpc_serve.vllm.load_strategy import STRATEGY
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job import outcome as outcome_module
-from hpc_serve.job.control import ControlServer
-from hpc_serve.job.engine_cache import open_cache
-from hpc_serve.job.link import Link, LinkLostError
-from hpc_serve.job.network import listen_on
-from hpc_serve.job.process import marked_pids
-from hpc_serve.job.run_dir import write_control_port
+from hpc_serve.job.cache.engine_cache import open_cache
+from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.links.link import Link, LinkLostError
+from hpc_serve.job.machine.network import listen_on
+from hpc_serve.job.machine.process import marked_pids
+from hpc_serve.job.run import outcome as outcome_module
 from hpc_serve.job.worker import run_worker
 from tests.support.nodes import ALLOCATION, make_node
 

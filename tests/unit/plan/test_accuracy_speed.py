@@ -51,7 +51,7 @@ def test_accuracy_on_sources_the_factors_were_not_fitted_on(
 
 
 def test_what_plan_says_of_its_own_accuracy(folds: Folds) -> None:
-    """ "Half of 96 published measurements are within a quarter", and both on TPUs (hpc_serve/cli/plan_speed.py)."""
+    """ "Half of 96 published measurements are within a quarter", and both on TPUs (cli/plan/plan_speed.py)."""
     errors = [abs(error(one, factors)) for factors, rows in folds.values() for one in rows]
     assert len(errors) == 96
     assert statistics.median(errors) <= 25

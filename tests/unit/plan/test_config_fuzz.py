@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.accuracy import published_configs
 from hpc_serve.errors import HpcServeError, InvalidRequestError
-from hpc_serve.hub import find_spec
+from hpc_serve.hub.hub import find_spec
 from hpc_serve.plan import model_from_config, resolve
 from hpc_serve.plan.catalog import models
 from hpc_serve.plan.model.config_check import CheckedConfig

@@ -11,9 +11,9 @@ import pytest
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.catalog.parsers import Parsers, families, parsers_of, reasoning_parsers, tool_parsers
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.script.render import render_script
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.quantize.request import QuantizeRequest, directives, program_words, render_quantize_script
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
 
 
 def request(**changes: Any) -> QuantizeRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_serve.quantize.submission import Submitted, lines_until_end
-from hpc_serve.submit.slurm import JobState
+from hpc_serve.submit.slurm.slurm import JobState
 
 
 def test_lines_that_came_before_the_first_look_are_seen(tmp_path: Path) -> None:

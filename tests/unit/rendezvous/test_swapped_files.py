@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError, RecordError, StoreError
+from hpc_serve.hub.stand_in import find_stand_in
 from hpc_serve.rendezvous.files import read_private
-from hpc_serve.stand_in import find_stand_in
 from hpc_serve.vllm.arguments import ARGS_FILE
 
 STRANGER = 64_999

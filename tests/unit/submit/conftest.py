@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import stop as stopping
+from hpc_serve.submit.services import stop as stopping
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 

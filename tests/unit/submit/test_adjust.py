@@ -18,16 +18,16 @@ from hpc_serve.cli.main import run as run_command
 from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceNotFoundError, SubmissionRefusedError
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, read_elastic
-from hpc_serve.submit import services
-from hpc_serve.submit.adjust import Adjuster
-from hpc_serve.submit.elastic import Bounds, Windows
-from hpc_serve.submit.live_replicas import live_replicas
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.scale import scale
-from hpc_serve.submit.service_bounds import note_stop_of
-from hpc_serve.submit.status_reader import read_status
-from hpc_serve.submit.wait import wait
-from hpc_serve.submit.wake import wake
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.services import services
+from hpc_serve.submit.services.adjust import Adjuster
+from hpc_serve.submit.services.elastic import Bounds, Windows
+from hpc_serve.submit.services.live_replicas import live_replicas
+from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.services.service_bounds import note_stop_of
+from hpc_serve.submit.services.wait import wait
+from hpc_serve.submit.services.wake import wake
+from hpc_serve.submit.status.status_reader import read_status
 from tests.support.stubs import StubService
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -492,7 +492,7 @@ class TestRequest:
         assert run_command(["render", "8b", "--replicas", "2:4", "--idle-stop", "30m", "--keep-up"]) == 0
         text = capsys.readouterr().out
         words = "--service 8b --keep-up --notice-s 120 --replicas 2:4 --idle-stop-s 1800 &\n"
-        assert f"python -m hpc_serve.submit.service_keeper {words}" in text
+        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
         assert "#SBATCH --array=0-1\n" in text
         assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
 

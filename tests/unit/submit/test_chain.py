@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import services
-from hpc_serve.submit import stop as stopping
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
-from hpc_serve.submit.scale import scale
-from hpc_serve.submit.status_reader import find, read_status
-from hpc_serve.submit.wait import wait
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.services import services
+from hpc_serve.submit.services import stop as stopping
+from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.services.wait import wait
+from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService
 

@@ -9,14 +9,15 @@ import tarfile
 
 import pytest
 
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import diagnosis, log_files
-from hpc_serve.submit.bug_report import write_bundle
-from hpc_serve.submit.diagnosis import choose_replica, diagnose_replica, read_log
-from hpc_serve.submit.wait import failure_report
+from hpc_serve.submit.diagnosis import diagnosis
+from hpc_serve.submit.diagnosis.bug_report import write_bundle
+from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
+from hpc_serve.submit.logs import log_files
+from hpc_serve.submit.services.wait import failure_report
 
 OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 DEAD = "ERROR 11-20 10:00:09 [b.py:7] EngineDeadError: EngineCore encountered an issue."
@@ -175,8 +176,8 @@ def test_a_bundle_holds_the_logs_and_no_secret(logs):
 
 
 def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_serve.submit.bug_report._HEAD_BYTES", 50)
-    monkeypatch.setattr("hpc_serve.submit.bug_report._TAIL_BYTES", 50)
+    monkeypatch.setattr("hpc_serve.submit.diagnosis.bug_report._HEAD_BYTES", 50)
+    monkeypatch.setattr("hpc_serve.submit.diagnosis.bug_report._TAIL_BYTES", 50)
     (tmp_path / "7.log").write_text("".join(f"HF_TOKEN=planted-{number:04}\n" for number in range(100)))
     write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
     with tarfile.open(tmp_path / "x.tar.gz") as tar:

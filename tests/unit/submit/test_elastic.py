@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.submit.elastic import (
+from hpc_serve.submit.services.elastic import (
     Add,
     Bounds,
     ElasticJudge,

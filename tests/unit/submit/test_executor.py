@@ -16,14 +16,14 @@ from submitit.core import core, utils
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.submit.executor import (
+from hpc_serve.submit.slurm.executor import (
     ScriptLocalExecutor,
     ScriptSlurmExecutor,
     start_locally,
     submit_to_slurm,
 )
-from hpc_serve.submit.local import local_job_state, process_start_time, stop_local_job
-from hpc_serve.submit.slurm import GONE, UNKNOWN
+from hpc_serve.submit.slurm.local import local_job_state, process_start_time, stop_local_job
+from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
 
 DEADLINE_S = 60.0
 

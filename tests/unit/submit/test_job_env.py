@@ -8,13 +8,13 @@ import pytest
 
 from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, SiteFileError
-from hpc_serve.submit.job_env import check_env, expanded, parse_env
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_argv, render_script
-from hpc_serve.submit.request import JobSettings, ServeRequest
-from hpc_serve.submit.site import load_site
-from hpc_serve.submit.site_files import read_site
-from hpc_serve.submit.site_models import load_site_models
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.job_env import check_env, expanded, parse_env
+from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.script.render import render_argv, render_script
+from hpc_serve.submit.site.site import load_site
+from hpc_serve.submit.site.site_files import read_site
+from hpc_serve.submit.site.site_models import load_site_models
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_service_s_variable_wins_over_its_model_s_and_that_over_the_site_s(tmp
 
 
 def test_weights_are_looked_for_where_the_job_will_look(tmp_path, monkeypatch):
-    from hpc_serve.submit import services
+    from hpc_serve.submit.services import services
 
     seen = []
 

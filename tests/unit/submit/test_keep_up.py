@@ -25,20 +25,20 @@ from hpc_serve.rendezvous.successor import (
     successor_file,
     write_successor,
 )
-from hpc_serve.submit import keep_up, service_keeper, services
-from hpc_serve.submit.handover import JobTimes, due_at, times_of, was_stopped
-from hpc_serve.submit.job_status import successor_sentence
-from hpc_serve.submit.keep_up import KeepUp
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
-from hpc_serve.submit.scale import scale
-from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.script_environ import submission_environ
-from hpc_serve.submit.service_keeper import Ending
-from hpc_serve.submit.slurm import JobState
-from hpc_serve.submit.status_reader import read_status
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
+from hpc_serve.submit.services import keep_up, service_keeper, services
+from hpc_serve.submit.services.handover import JobTimes, due_at, times_of, was_stopped
+from hpc_serve.submit.services.keep_up import KeepUp
+from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.services.script_environ import submission_environ
+from hpc_serve.submit.services.service_keeper import Ending
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.slurm import JobState
+from hpc_serve.submit.status.job_status import successor_sentence
+from hpc_serve.submit.status.status_reader import read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record
 
@@ -254,7 +254,7 @@ class TestFailingSuccessor:
         assert old.successor.startswith("was not submitted: sbatch refused the job: ")
 
     def test_no_sbatch_on_the_node_is_told_at_once(self, kept, store, monkeypatch):
-        monkeypatch.setattr("hpc_serve.submit.keep_up.shutil.which", lambda name: None)
+        monkeypatch.setattr("hpc_serve.submit.services.keep_up.shutil.which", lambda name: None)
         with pytest.raises(SchedulerUnavailableError, match="There is no `sbatch` here"):
             kept.step(time.time())
         (old,) = read_status(store, "8b").replicas
@@ -345,7 +345,7 @@ class TestStop:
         """Its handler runs in the main thread alone, which the signal of another thread does not wake by itself."""
         code = (
             "import signal, sys, threading\n"
-            "from hpc_serve.submit.service_keeper import Ending\n"
+            "from hpc_serve.submit.services.service_keeper import Ending\n"
             "ending, main = Ending(), threading.main_thread().ident\n"
             "ending.listen()\n"
             "def send():\n"
@@ -400,7 +400,7 @@ class TestScript:
 
     def test_the_program_is_started_once_and_ended_with_the_script(self):
         text = self.script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
-        assert "python -m hpc_serve.submit.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
+        assert "python -m hpc_serve.submit.services.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
         assert "hpc-serve render --model 8b --gpu h100-80gb --keep-up --time 12:00:00 --signal B:USR1@300\n" in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         without = self.script(slurm=SlurmOptions(signal="B:USR1@300"))
@@ -453,7 +453,7 @@ def test_the_program_as_a_script_starts_it(kept, slurm, store, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(
         f"""export PATH=/added:$PATH VIRTUAL_ENV=/added HPC_SERVE_JOB_ID=101 HPC_SERVE_JOB_DIR=/run
-{sys.executable} -m hpc_serve.submit.service_keeper --service 8b --keep-up --notice-s 120 &
+{sys.executable} -m hpc_serve.submit.services.service_keeper --service 8b --keep-up --notice-s 120 &
 until grep -qs 102_0 {file_of(kept)}; do sleep 0.1; done
 kill -HUP $!
 wait $!
@@ -483,7 +483,7 @@ wait $!
 def test_the_waiting_program_has_loaded_neither_plans_nor_submitit():
     code = """
 import sys
-import hpc_serve.submit.service_keeper
+import hpc_serve.submit.services.service_keeper
 print([name for name in ("hpc_serve.plan", "submitit", "jinja2", "openai", "click", "yaml") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

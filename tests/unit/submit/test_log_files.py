@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit import log_files as module
-from hpc_serve.submit.log_files import follow, lines_of, log_files, tail
+from hpc_serve.submit.logs import log_files as module
+from hpc_serve.submit.logs.log_files import follow, lines_of, log_files, tail
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hpc_serve.submit import log_files, log_history
-from hpc_serve.submit.log_history import read_reports
+from hpc_serve.submit.logs import log_files, log_history
+from hpc_serve.submit.logs.log_history import read_reports
 
 # As real vLLM 0.32 and the launcher wrote it, shortened; shards have no time of their own.
 LOG = """\

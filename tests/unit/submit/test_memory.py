@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import JobSettings, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
 
 REQUEST = ServeRequest(model="8b", service="8b")
 

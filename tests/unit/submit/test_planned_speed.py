@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.submit.planned_speed import planned_request, planned_tokens_per_s, speed_figures
-from hpc_serve.submit.planning import plan_service_with_inputs
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s, speed_figures
+from hpc_serve.submit.plans.planning import plan_service_with_inputs
+from hpc_serve.submit.request.request import ServeRequest
 
 PREDICTED = {f"output_tokens_per_s_at_{count}": 100.0 * count for count in (1, 4, 16)}
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.hub import find_model
+from hpc_serve.hub.hub import find_model
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_argv, render_script
-from hpc_serve.submit.request import Environment, EnvironmentKind, JobSettings, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, EnvironmentKind, JobSettings, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_argv, render_script
 
 NASTY = ("a'; echo foo", 'a"b', "$(reboot)", "`id`", "a b", "a\\", "*", "{{ model }}", "ü", "#x")
 

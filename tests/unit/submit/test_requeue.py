@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
 from tests.cluster import wait_for
 from tests.unit.submit.test_render import bash_accepts
 

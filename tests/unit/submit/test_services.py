@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.status import ProbeResult, ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus
 from hpc_serve.errors import (
     DoesNotFitError,
     InvalidRequestError,
@@ -32,14 +32,16 @@ from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import DrainRequest, drain_file, read_drain_request
 from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit import job_logs, scheduler, services, wait
-from hpc_serve.submit import stop as stopping
-from hpc_serve.submit.log_files import files_of
-from hpc_serve.submit.planned_speed import planned_tokens_per_s
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
-from hpc_serve.submit.scheduler import SchedulerView
-from hpc_serve.submit.status_reader import find, read_status
+from hpc_serve.submit.diagnosis import job_logs
+from hpc_serve.submit.logs.log_files import files_of
+from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.services import services, wait
+from hpc_serve.submit.services import stop as stopping
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -518,7 +520,7 @@ class TestStatus:
             return {one.name: ProbeResult(status=probe_status) for one in records}
 
         store.ensure_api_key("8b")
-        monkeypatch.setattr("hpc_serve.submit.status_reader.probe_records", gone)
+        monkeypatch.setattr("hpc_serve.submit.status.status_reader.probe_records", gone)
         status = the_one(store)
         assert (status.state, status.stage) == ("draining", "stopping")
         assert not status.is_over
@@ -532,7 +534,7 @@ class TestStatus:
         well = ProbeResult(status="ready", host="127.0.0.1")
         store.ensure_api_key("8b")
         monkeypatch.setattr(
-            "hpc_serve.submit.status_reader.probe_records",
+            "hpc_serve.submit.status.status_reader.probe_records",
             lambda records, key: {one.name: answers.pop() if answers else well for one in records},
         )
         assert the_one(store).state == state
@@ -628,7 +630,7 @@ class TestWait:
         store.ensure_api_key("8b")
         answer_of_engine = ProbeResult(status="ready", host="127.0.0.1")
         monkeypatch.setattr(
-            "hpc_serve.submit.status_reader.probe_records",
+            "hpc_serve.submit.status.status_reader.probe_records",
             lambda records, key: {one.name: answer_of_engine for one in records},
         )
         told = []

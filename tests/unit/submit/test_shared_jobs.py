@@ -18,14 +18,14 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError, WaitTimeoutEr
 from hpc_serve.plan.hardware.cluster import ClusterSpec, cluster_named, part_of_node
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
-from hpc_serve.submit import services
-from hpc_serve.submit import stop as stopping
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import Environment, ServeRequest
-from hpc_serve.submit.sbatch_options import SlurmOptions
-from hpc_serve.submit.scale import scale
-from hpc_serve.submit.status_reader import find, read_status
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
+from hpc_serve.submit.services import services
+from hpc_serve.submit.services import stop as stopping
+from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import SiteFileError
-from hpc_serve.submit.site import SiteProfile, load_site
+from hpc_serve.submit.site.site import SiteProfile, load_site
 
 FULL = """
 partition: gpu

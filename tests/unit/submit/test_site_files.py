@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import SiteFileError
-from hpc_serve.submit import site_files
-from hpc_serve.submit.site_files import find_system_file, find_user_file, merge_site, read_site
+from hpc_serve.submit.site import site_files
+from hpc_serve.submit.site.site_files import find_system_file, find_user_file, merge_site, read_site
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import SchedulerError
-from hpc_serve.submit.slurm import (
+from hpc_serve.submit.slurm.slurm import (
     GONE,
     UNKNOWN,
     JobState,
@@ -19,7 +19,7 @@ from hpc_serve.submit.slurm import (
     sinfo_argv,
     squeue_argv,
 )
-from hpc_serve.submit.slurm_answers import (
+from hpc_serve.submit.slurm.slurm_answers import (
     parse_sacct,
     parse_sbatch,
     parse_scontrol_job,
@@ -28,7 +28,7 @@ from hpc_serve.submit.slurm_answers import (
     says_no_such_job,
     says_unreachable,
 )
-from hpc_serve.submit.slurm_messages import ended_sentence, pending_cure, pending_sentence, refusal_hint
+from hpc_serve.submit.slurm.slurm_messages import ended_sentence, pending_cure, pending_sentence, refusal_hint
 
 OUTPUTS = Path(__file__).parent / "slurm_outputs"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.sizes import GIB, MIB
-from hpc_serve.submit.start_words import CoarseChanges, detail_words, progress_words, stages_words
+from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, progress_words, stages_words
 
 NOW = 1_000_000.0
 

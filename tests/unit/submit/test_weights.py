@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from hpc_serve.errors import InvalidRequestError, UnknownModelError
-from hpc_serve.hub_requests import check_access
-from hpc_serve.submit import weights
-from hpc_serve.submit.planning import plan_service
-from hpc_serve.submit.preflight import check_parsers, check_weights
-from hpc_serve.submit.render import render_script
-from hpc_serve.submit.request import JobSettings, ServeRequest
+from hpc_serve.hub.hub_requests import check_access
+from hpc_serve.submit.plans import weights
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.plans.preflight import check_parsers, check_weights
+from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.script.render import render_script
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 SHARDS = ("model-1.safetensors", "model-2.safetensors")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
-from hpc_serve.stand_in import find_stand_in
-from hpc_serve.submit.request import ServeRequest
+from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.vllm.command import (
     GATE,
     Device,
@@ -160,7 +160,7 @@ def test_what_cpus_and_tpus_cannot_do_is_said(fields, why):
 
 def test_the_head_is_told_only_what_the_line_leaves_open():
     command = read_command(words("vllm serve m -tp 2 --port 9000 --distributed-executor-backend ray"))
-    told = "--host 127.0.0.1 --port 0 --middleware hpc_serve.job.engine_gate.Gate"
+    told = "--host 127.0.0.1 --port 0 --middleware hpc_serve.gate.engine_gate.Gate"
     told += " --ssl-keyfile /run/key --ssl-certfile /run/certificate"
     assert head_args(command, device="GPU", backend="ray", tls_files=FILES) == words(told)
     one_gpu = read_command(words("vllm serve m"))

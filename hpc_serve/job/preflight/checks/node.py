@@ -19,7 +19,7 @@ _ENOUGH_LOCKED_BYTES = 64 * MIB
 # The kernel's limit of a UNIX socket's path, and what vLLM's names of sockets add to their folder.
 _SOCKET_PATH, _SOCKET_NAME = 107, 37
 _UNLIMITED = -1
-# vLLM's queues between ranks, Ray's object store (job/ray_cluster.py), and what one model compiles to.
+# vLLM's queues between ranks, Ray's object store (job/run/ray_cluster.py), and what one model compiles to.
 _SHARED_BYTES_PER_RANK, _OBJECT_STORE_BYTES, _CACHES_BYTES = GIB // 4, GIB, 2 * GIB
 LOGS = "logs"
 """The purpose of the one folder without which an engine serves."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_serve.job.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
+from hpc_serve.job.machine.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
 from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts
-from hpc_serve.job.weights_place import is_in_memory
+from hpc_serve.job.weights.weights_place import is_in_memory
 
 _SHM = "/dev/shm"
 _LIMITS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_serve.job.network import interface_of
+from hpc_serve.job.machine.network import interface_of
 from hpc_serve.job.preflight.facts import NetworkFacts
 
 _SYS = Path("/sys/class")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_serve.hub_settings import HubSettings, read_hub_settings
+from hpc_serve.hub.hub_settings import HubSettings, read_hub_settings
+from hpc_serve.hub.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
 from hpc_serve.job.preflight.facts import WeightsFacts
-from hpc_serve.local_weights import cached_folder, damaged_files, lacks_tokenizer, missing_weights, weight_files
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_S = 3.0

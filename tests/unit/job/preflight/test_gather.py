@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.hub_settings import HubSettings
-from hpc_serve.job import node_memory
+from hpc_serve.hub.hub_settings import HubSettings
+from hpc_serve.job.machine import node_memory
 from hpc_serve.job.preflight.facts import CudaFacts
 from hpc_serve.job.preflight.gather import cuda_probe, gpus, machine, network, software, weights
 from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job import outcome as outcome_module
 from hpc_serve.job import worker as worker_module
-from hpc_serve.job.control import ControlServer
-from hpc_serve.job.network import listen_on
-from hpc_serve.job.outcome import RunEnd
-from hpc_serve.job.parts import Parts
+from hpc_serve.job.cleanup.run_dir import write_control_port
+from hpc_serve.job.links.control import ControlServer
+from hpc_serve.job.links.worker_links import WorkerLinks
+from hpc_serve.job.machine.network import listen_on
 from hpc_serve.job.preflight import head_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
-from hpc_serve.job.run_dir import write_control_port
+from hpc_serve.job.run import outcome as outcome_module
+from hpc_serve.job.run.outcome import RunEnd
+from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.worker import run_worker
-from hpc_serve.job.worker_links import WorkerLinks
 from hpc_serve.rendezvous.preflight import read_preflight
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.nodes import ALLOCATION, make_node

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpc_serve.job.reading import ReadSoFar
-from hpc_serve.job.start_stages import StartStages
+from hpc_serve.job.progress.reading import ReadSoFar
+from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.rendezvous.start_times import PastStart
 from hpc_serve.sizes import MIB
 from tests.unit.job.starts import LAYOUT, Clock, Said, tell

@@ -18,7 +18,7 @@ from hpc_serve.submit.init.slurm_facts import (
     parse_partitions,
     with_nodes,
 )
-from hpc_serve.submit.site import load_site
+from hpc_serve.submit.site.site import load_site
 from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_22_05, SLURM_24_11, Printed
 
 

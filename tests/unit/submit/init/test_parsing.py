@@ -21,7 +21,7 @@ from hpc_serve.submit.init.slurm_facts import (
     parse_partitions,
     with_nodes,
 )
-from hpc_serve.submit.slurm_answers import parse_sinfo
+from hpc_serve.submit.slurm.slurm_answers import parse_sinfo
 from tests.unit.submit.init.printed import DF, IP, LMOD, NET_DEV, QUOTA, SLURM_22_05, SLURM_24_11
 
 

@@ -1,0 +1,88 @@
+"""`doctor --preflight`: a short job that looks at the nodes and starts no engine, and the table of what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
+from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
+from hpc_serve.cli.values import Duration
+from hpc_serve.errors import HpcServeError, ServiceFailedError
+from hpc_serve.printable import printable
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.rendezvous.preflight import PreflightReport
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "not checked": "dim"}
+
+
+@click.command(
+    "preflight",
+    cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
+    help="Look at the nodes that a service would get, in a short job that starts no engine: take the options of "
+    "`submit`. Exit code 0 if an engine could start, 6 if not.",
+)
+@request_options
+@click.option("--timeout", type=Duration(), help="How long to wait for the job (600, 10m, 2h) [default: for ever].")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> None:
+    from hpc_serve.cli import show
+    from hpc_serve.cli.services.stages import Stages
+    from hpc_serve.submit.plans.preflight_job import preflight_request, report_of
+    from hpc_serve.submit.services import services
+    from hpc_serve.submit.services.wait import wait
+    from hpc_serve.submit.status.status_reader import find
+
+    request = preflight_request(make_request(options), time=options["time"])
+    submission = services.submit(request)
+    if note := assumed_gpu_note():
+        click.echo(f"note: {note}", err=True)
+    store = ServiceStore(default_home(os.environ))
+    ended = ""
+    try:
+        with Stages(request.service) as stages:
+            wait(store, request.service, job_id=submission.job_id, timeout_s=timeout, on_change=stages.show)
+    except ServiceFailedError as error:  # it ends, as it shall, before it is ready
+        ended = str(error)
+    (status,) = find(store, submission.job_id)
+    report = report_of(store, status)
+    if report is None:
+        raise ServiceFailedError(ended)
+    if as_json:
+        show.print_json({"job_id": submission.job_id, "service": request.service, **dataclasses.asdict(report)})
+    else:
+        print_report(report)
+    if report.of_level("failed"):
+        raise click.exceptions.Exit(ServiceFailedError.exit_code)
+    with contextlib.suppress(HpcServeError):
+        store.forget(request.service, {status.job_id})
+
+
+def print_report(report: PreflightReport) -> None:
+    """A table of all checks, then what to do about those that did not pass."""
+    console = PlainConsole()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in ("CHECK", "RESULT", "NODES"):
+        table.add_column(heading, no_wrap=heading != "NODES")
+    table.add_column("SEEN", overflow="fold")
+    table.add_column("TIME", justify="right", no_wrap=True)
+    for verdict in report.verdicts:
+        level = Text(verdict.level, style=_COLOURS[verdict.level])
+        seen = Text(printable(verdict.seen), overflow="fold")
+        table.add_row(Text(verdict.check), level, Text(printable(verdict.where)), seen, f"{verdict.took_s:.2f} s")
+    console.print(table)
+    for verdict in (*report.of_level("failed"), *report.of_level("warning")):
+        click.echo(printable(f"{verdict.check}: {verdict.cure}"))
+    click.echo(printable(report.summary))

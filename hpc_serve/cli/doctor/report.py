@@ -1,0 +1,89 @@
+"""`report`: one page of HTML about a service or a job, to look at and to pass on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import service_names
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.cli.doctor.report_page import ReplicaReport
+    from hpc_serve.client.replicas.status import ReplicaStatus
+    from hpc_serve.submit.logs.log_history import Reports
+
+_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
+_MOST_REPLICAS = 16
+
+
+@click.command("report")
+@click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    help="Where to; - is stdout [default: hpc-serve-report-SERVICE|JOB.html].",
+)
+def report_command(target: str, output: str | None) -> None:
+    """Write a page about a service or a job: plan, stages of the start, measured against predicted, figures over time.
+
+    One file of HTML without a script, which loads nothing. Of a service, its replicas that are not over, else the last.
+    Look through it before you pass it on: it names addresses and folders, and quotes logs.
+    """
+    from hpc_serve.cli.doctor.report_page import report_page
+    from hpc_serve.rendezvous.files import write_private
+
+    store = ServiceStore(default_home(os.environ))
+    page = report_page(f"hpc-serve: {target}", _reports(store, target), at=time.time())
+    if output == "-":
+        click.echo(page, nl=False)
+        return
+    path = Path(output or f"hpc-serve-report-{target}.html")
+    if not path.absolute().parent.is_dir():
+        raise click.UsageError(f"--output {path}: there is no folder {path.absolute().parent}.")
+    write_private(path, page)
+    click.echo(f"{path}: open it in a browser.")
+
+
+def _reports(store: ServiceStore, target: str) -> list[ReplicaReport]:
+    from hpc_serve.cli.doctor.report_page import ReplicaReport
+    from hpc_serve.client.engine_work import look_for
+    from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
+    from hpc_serve.submit.status.status_reader import find
+
+    shown = _shown(find(store, target), target)
+    works = look_for(shown, store.read_api_key, at_least_s=_LOOK_S)
+    return [
+        ReplicaReport(
+            status=status,
+            work=work,
+            reports=_engine_reports(status),
+            diagnosis=diagnose_replica(status),
+            engine_args=_engine_args(store, status),
+        )
+        for status, work in zip(shown, works)
+    ]
+
+
+def _shown(found: Sequence[ReplicaStatus], target: str) -> list[ReplicaStatus]:
+    live = [status for status in found if not status.is_over or status.service != target]
+    return (live or list(found[-1:]))[-_MOST_REPLICAS:]
+
+
+def _engine_reports(status: ReplicaStatus) -> Reports:
+    from hpc_serve.submit.logs.log_history import read_reports
+
+    near = status.updated_at or status.started_at or time.time()
+    head = Path(status.log_dir) / f"{status.name}-node0.log"
+    return read_reports(head, near=near) if status.log_dir else ()
+
+
+def _engine_args(store: ServiceStore, status: ReplicaStatus) -> tuple[str, ...]:
+    submitted = store.read_submitted(status.service)
+    return next((job.engine_args for job in submitted if job.job_id == status.job_id), ())

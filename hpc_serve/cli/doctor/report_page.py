@@ -1,0 +1,217 @@
+"""The report of replicas as one page of HTML: no script, no picture and no style from elsewhere. Pure.
+
+Text of records and logs is made printable and escaped wherever it is put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+import hpc_serve
+from hpc_serve.cli.work_view import figure, figure_name, when, work_rows
+from hpc_serve.durations import duration
+from hpc_serve.pages.charts import Curve, over_time, stage_bar
+from hpc_serve.pages.frame import document, swatch, table
+from hpc_serve.printable import printable
+from hpc_serve.redact import redact
+from hpc_serve.submit.plans.planned_speed import planned_request, planned_speeds, planned_tokens_per_s
+from hpc_serve.submit.status.start_words import stage_seconds
+
+if TYPE_CHECKING:
+    from hpc_serve.client.engine_work import ReplicaWork
+    from hpc_serve.client.replicas.status import ReplicaStatus
+    from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
+    from hpc_serve.submit.logs.log_history import Reports
+
+_STYLE = """
+body{max-width:900px} th{white-space:nowrap} td{overflow-wrap:anywhere} .scroll td{overflow-wrap:normal}
+svg{width:100%;display:block}
+pre{background:var(--panel);padding:.7em;white-space:pre-wrap;overflow-wrap:anywhere} svg .in{fill:var(--paper)}
+.ready{color:var(--good)} .failed,.unresponsive{color:var(--bad)}
+.bad{background:var(--bad-panel);border-left:3px solid var(--bad);padding:.4em .8em}
+.bad pre{background:none;padding:0;margin:.3em 0}
+"""
+_WITHOUT_HISTORY = (
+    "No figures over time: vLLM writes them to its log every ten seconds while it has work, and the log that this host "
+    "can see has none."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaReport:
+    """All that the page says of one replica."""
+
+    status: ReplicaStatus
+    work: ReplicaWork
+    reports: Reports
+    diagnosis: Diagnosis
+    engine_args: Sequence[str] = ()
+
+
+def report_page(title: str, replicas: Sequence[ReplicaReport], *, at: float) -> str:
+    """The page. `at`: seconds since the epoch, when its figures were read."""
+    about = Markup('<h1>{}</h1><p class="when">hpc-serve {}, {}</p>').format(
+        _text(title), hpc_serve.__version__, when(at)
+    )
+    return document(_text(title), Markup("\n").join((about, *(_replica(one, at) for one in replicas))), style=_STYLE)
+
+
+def _replica(found: ReplicaReport, at: float) -> Markup:
+    status = found.status
+    parts = [
+        Markup('<h2>{} job {} <span class="{}">{}</span></h2>').format(
+            _text(status.service), _text(status.name), status.state, status.state
+        ),
+        _facts(_status_rows(status, at)),
+        _failure(found.diagnosis),
+        _section("Plan", _plan(found)),
+        _section("The start", _start(status)),
+        _section("Measured against predicted", _figures(status)),
+        _section("Now", _facts(work_rows(status, found.work))),
+        _section("Over time", _over_time(found)),
+    ]
+    return Markup("\n").join(part for part in parts if part)
+
+
+def _section(title: str, content: Markup) -> Markup:
+    return Markup("<h3>{}</h3>\n{}").format(title, content) if content else Markup("")
+
+
+def _status_rows(status: ReplicaStatus, at: float) -> dict[str, str]:
+    started = status.started_at
+    return {
+        "model": status.model,
+        "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
+        "state": status.sentence,
+        "address": status.address,
+        "nodes": " ".join(node.name for node in status.nodes) or str(status.num_nodes),
+        "submitted": when(status.submitted_at),
+        "started": when(started),
+        "age": duration(at - started) if started is not None and not status.is_over else "",
+        "ended": when(status.updated_at) if status.is_over else "",
+        "time left": status.time_left or "",
+        "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
+        "exit code": "" if status.exit_code is None else str(status.exit_code),
+    }
+
+
+def _failure(diagnosis: Diagnosis) -> Markup:
+    if diagnosis.cause is None:
+        return Markup("")
+    return Markup('<div class="bad"><pre>{}</pre></div>').format(_text(diagnosis.report))
+
+
+def _plan(found: ReplicaReport) -> Markup:
+    status = found.status
+    layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
+    nodes = "a node" if status.num_nodes == 1 else f"{status.num_nodes} nodes"
+    gpus = f" with {status.gpus_per_node} GPUs" if status.gpus_per_node else ""
+    rows = {
+        "layout": f"{layout} on {nodes}{gpus}".strip(),
+        "options": " ".join(found.engine_args),
+    }
+    speeds, request = planned_speeds(status.predicted), planned_request(status.predicted)
+    if not status.predicted:
+        note = "The plan was not written down: this job was not submitted by hpc-serve submit."
+        return Markup('{}<p class="note">{}</p>').format(_facts(rows), note)
+    if not speeds or request is None:
+        return _facts(rows)
+    cells = [(f"{count:,}", f"{speed:,.0f}") for count, speed in speeds]
+    what = f"Expected of requests of {request[0]:,} tokens in and {request[1]:,} out:"
+    return Markup('{}<p class="note">{}</p>{}').format(
+        _facts(rows), what, table(("in flight", "generated tokens/s"), cells, numbers_from=0)
+    )
+
+
+def _start(status: ReplicaStatus) -> Markup:
+    stages = {_text(name): seconds for name, seconds in stage_seconds(status).items()}
+    if not stages:
+        return Markup('<p class="note">{}</p>').format("Its record tells no stage of it.")
+    total = sum(stages.values())
+    cells = [
+        (
+            Markup("{} {}").format(swatch(place), name),
+            f"{seconds:,.1f} s",
+            f"{100 * seconds / max(total, 1.0):.0f} %",
+        )
+        for place, (name, seconds) in enumerate(stages.items())
+    ]
+    is_ready = status.start is not None and not status.start.stage
+    end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
+    caches = f" Caches: {_text(status.cache)}." if status.cache else ""
+    note = f"{duration(total)} {end}.{caches}"
+    return Markup('{}<p class="note">{}</p>{}').format(
+        stage_bar(list(stages.items())), note, table(("stage", "took", "share"), cells, numbers_from=1)
+    )
+
+
+def _figures(status: ReplicaStatus) -> Markup:
+    names = [name for name in status.predicted if name in status.measured]
+    if not names:
+        return Markup('<p class="note">{}</p>').format(
+            "No figure is both predicted and measured: "
+            + ("the plan was not written down." if not status.predicted else "the engine has logged none so far.")
+        )
+    cells = []
+    for name in names:
+        predicted, measured = status.predicted[name], status.measured[name]
+        ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
+        cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
+    return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)
+
+
+def _over_time(found: ReplicaReport) -> Markup:
+    reports = found.reports
+    if not reports:
+        return Markup('<p class="note">{}</p>').format(_WITHOUT_HISTORY)
+    generated = [Curve(name="generated", points=[(at, one.generation_tokens_per_s) for at, one in reports])]
+    planned = [
+        (at, speed)
+        for at, one in reports
+        if (speed := planned_tokens_per_s(found.status.predicted, one.running + one.waiting)) is not None
+    ]
+    if planned:
+        generated.append(Curve(name="planned, for as many requests as there were at that moment", points=planned))
+    pictures = [
+        over_time("Generated", generated, unit="tokens/s"),
+        over_time(
+            "Prompts",
+            [Curve(name="of prompts", points=[(at, one.prompt_tokens_per_s) for at, one in reports])],
+            unit="tokens/s",
+        ),
+        over_time(
+            "Requests",
+            [
+                Curve(name="running", points=[(at, float(one.running)) for at, one in reports]),
+                Curve(name="waiting", points=[(at, float(one.waiting)) for at, one in reports]),
+            ],
+        ),
+        over_time(
+            "KV cache in use",
+            [Curve(name="in use", points=[(at, one.cache_use) for at, one in reports if one.cache_use is not None])],
+            percent=True,
+        ),
+    ]
+    note = (
+        f"{len(reports):,} reports that vLLM wrote to the head's log, every ten seconds while it had work. "
+        "Where nothing is drawn, it had none."
+    )
+    return Markup('<p class="note">{}</p>{}').format(note, Markup("\n").join(pictures))
+
+
+def _facts(rows: Mapping[str, str]) -> Markup:
+    lines = [
+        Markup("<tr><th>{}</th><td>{}</td></tr>").format(_text(name), _text(value))
+        for name, value in rows.items()
+        if value
+    ]
+    return Markup("<table>{}</table>").format(Markup("").join(lines)) if lines else Markup("")
+
+
+def _text(text: str) -> str:
+    """Text of others without what moves a cursor or looks like a secret; it is escaped where it is put in."""
+    return redact(printable(text))

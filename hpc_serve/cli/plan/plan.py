@@ -1,0 +1,129 @@
+"""`plan`: what fits where, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.submit.options import PLAN_GROUPS, not_empty, plan_options
+from hpc_serve.cli.submit.request import assumed_gpu_note, engine_words, machines_of, model_of
+from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
+
+if TYPE_CHECKING:
+    from hpc_serve.plan.make import PlanRequest
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no price; write dollars as in {param.opts[0]} 2.50.", ctx, param)
+    return value
+
+
+@click.command("plan", cls=CommandWithVllmOptions, groups=PLAN_GROUPS)
+@plan_options
+@click.option("--replicas", type=int, metavar="N", help="Engines that share those GPUs [default: 1].")
+@click.option("--vllm-version", metavar="X.Y.Z", help="Version to plan for [default: the pinned one].")
+@click.option(
+    "--usd-per-gpu-hour",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="USD",
+    callback=_finite,
+    help="Price, for tokens a dollar.",
+)
+@click.option(
+    "--decode-only", is_flag=True, help="Speed of generating alone: prompts are read elsewhere and take no time."
+)
+@click.option("--ideal", is_flag=True, help="The roofline: every rate at its peak, which no engine beats.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    callback=not_empty,
+    help="Draw it: .html, a page with sliders; .png, .svg or .pdf (need the extra hpc-serve[plot]).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option(
+    "--explain", "explained", is_flag=True, help="Print all layouts and speeds, and the arithmetic line by line."
+)
+@click.option("--compare", metavar="GPU,GPU", help="Compare accelerators.")
+def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any) -> None:
+    """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
+
+    Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
+    requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
+
+    Options of `vllm serve` count too, as `submit` takes them: --max-num-seqs 64
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.cli.plan import plan_view
+    from hpc_serve.submit.plans.planning import plan_for
+
+    is_page = plot is not None and plot.lower().endswith(".html")
+    if plot and compare is not None and not is_page:
+        raise click.UsageError(
+            "--plot draws one accelerator: write --gpu NAME in place of --compare, or --plot FILE.html."
+        )
+    names = [word.strip() for word in compare.split(",") if word.strip()] if compare is not None else [options["gpu"]]
+    if not names:
+        raise click.BadParameter(f"name at least one accelerator, as in --compare {DEFAULT_GPU},mi300x.")
+    results = [plan_for(_plan_request(options | {"gpu": name})) for name in names]
+    if plot and is_page and any(result.plan for result in results):
+        from hpc_serve.plots.page import write_page
+
+        write_page(results, plot)
+    elif plot and results[0].plan:
+        from hpc_serve.plots.figure import draw
+
+        draw(results[0], plot)
+    if plot and any(result.plan for result in results):
+        click.echo(f"wrote {plot}", err=True)
+    if as_json:
+        documents = [plan_view.as_json(result) for result in results]
+        show.print_json(documents if compare else documents[0])
+    elif compare:
+        from hpc_serve.cli.plan.plan_compare import print_comparison
+
+        print_comparison(results)
+    elif explained:
+        from hpc_serve.submit.site.site_files import read_site
+
+        plan_view.print_explanation(
+            results[0], engine_words(options, read_site(os.environ))[0], note=assumed_gpu_note()
+        )
+    else:
+        plan_view.print_plan(results[0], note=assumed_gpu_note())
+    if not any(result.plan for result in results):
+        raise click.exceptions.Exit(3)
+
+
+def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
+    """What is asked of the plan; without --gpu, for the machines of the site file, as `submit` does."""
+    from hpc_serve.plan.choice.vllm_flags import read_fields
+    from hpc_serve.plan.engine import EngineConfig, Workload
+    from hpc_serve.plan.make import PlanRequest
+    from hpc_serve.submit.site.site_files import read_site
+    from hpc_serve.vllm.allowed import check_arguments
+
+    site = read_site(os.environ)
+    words, own = engine_words(options, site)
+    check_arguments(words, allow_unknown=False)
+    asked = dict(options) | read_fields(words)  # vLLM's own words win, as they do for `submit`
+    engine = {option.name: asked[option.name] for option in fields(EngineConfig) if option.name in asked}
+    return PlanRequest(
+        model=own.model if own else model_of(options),
+        **machines_of(options, site),
+        engine=EngineConfig(**{name: value for name, value in engine.items() if value is not None}),
+        workload=Workload(**{option.name: asked[option.name] for option in fields(Workload) if option.name in asked}),
+        **{
+            name: options[name]
+            for name in (
+                *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
+                *("decode_only", "ideal", "usd_per_gpu_hour", "allow_unknown_config_keys"),
+            )
+        },
+    )

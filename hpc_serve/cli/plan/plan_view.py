@@ -1,0 +1,232 @@
+"""What `plan` shows: the budget of one GPU as a bar, the layouts considered, the flags; or several accelerators."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpc_serve.cli.plan.plan_speed import print_speed, print_speed_explanation, speed_line, table_padding
+from hpc_serve.plan.choice.candidates import Candidate, on_most_gpus
+from hpc_serve.plan.choice.contexts import LayoutContexts
+from hpc_serve.plan.choice.layout import Layout
+from hpc_serve.plan.choice.planner import ServePlan
+from hpc_serve.plan.choice.replicas import TYPICAL_REQUEST_TOKENS, compare_sharing, replica_options
+from hpc_serve.plan.make import PlanResult
+from hpc_serve.plan.memory.estimate import MemoryEstimate
+from hpc_serve.plan.report.as_json import contexts_json, no_plan_json, plan_json
+from hpc_serve.plan.report.classes import measured_classes
+from hpc_serve.plan.report.explain import explain
+from hpc_serve.plan.report.speed import speed_json
+from hpc_serve.sizes import GIB
+
+_BAR_WIDTH = 60
+_VERDICTS = {"chosen": "bold green", "fits": "green", "too small": "yellow", "refused": "red"}
+
+
+def as_json(result: PlanResult) -> dict[str, Any]:
+    """The plan, or the lack of one, under stable keys."""
+    if result.plan is not None:
+        found = result.estimates()
+        classes = measured_classes(result.roofline()) if found else {}
+        return {
+            **plan_json(result.plan, result.model),
+            "performance": {**speed_json(found), "measured_classes": classes} if found else None,
+            "contexts": [contexts_json(one) for one in result.contexts],
+        }
+    assert result.error is not None
+    return {**no_plan_json(result.error, result.model, result.accelerator), "performance": None}
+
+
+def print_plan(result: PlanResult, *, note: str | None = None) -> None:
+    """The plan for people: where bytes go, what was chosen and why, what to type; `note` says what was assumed.
+
+    Raises NoLayoutError without a plan.
+    """
+    chosen = result.chosen
+    console = Console(highlight=False)
+    _print_choice(console, result, _nearest(chosen.candidates), note)
+    console.print(Text(speed_line(result)))
+    console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
+    console.print()
+    words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
+    Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
+
+
+def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None) -> None:
+    """The plan with all layouts and speeds, and its arithmetic line by line; `words` are further ones of the engine."""
+    chosen = result.chosen
+    console = Console(highlight=False)
+    _print_choice(console, result, chosen.candidates, note)
+    _print_sharing(console, result)
+    print_speed(console, result)
+    console.print()
+    for line in explain(result.inputs, chosen.layout, chosen.memory, chosen.minimum_gpus, note=result.note):
+        click.echo(line)
+    print_speed_explanation(result)
+    click.echo()
+    click.echo(f"Loading the weights: {_loading(chosen, words)}")
+    click.echo(
+        "  The job decides by its nodes. Its log (`loading weights: …`) and `hpc-serve status NAME` say what it was."
+    )
+
+
+def _print_choice(console: Console, result: PlanResult, candidates: Sequence[Candidate], note: str | None) -> None:
+    """The layout with its memory, these candidates beside it, and the notes of the plan."""
+    console.print(_headline(result.chosen))
+    if note:
+        console.print(Text(f"({note})", style="dim"))
+    console.print()
+    _print_bar(console, result.chosen.memory, result.accelerator.unit)
+    console.print()
+    _print_layouts(console, result, candidates)
+    console.print()
+    for reason in result.chosen.notes:
+        console.print(Text(f"- {reason}"))
+    console.print()
+
+
+def _nearest(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """The chosen candidate between the largest smaller one and the runner-up."""
+    place = next(number for number, candidate in enumerate(candidates) if candidate.verdict == "chosen")
+    return (*on_most_gpus(candidates[:place]), *candidates[place : place + 2])
+
+
+def _loading(chosen: ServePlan, words: Sequence[str]) -> str:
+    from hpc_serve.submit.plans.weights import foreseen_loading
+
+    words = (*chosen.vllm_args, *words)
+    return foreseen_loading(chosen.model, words, os.environ, ranks_per_node=chosen.layout.gpus_per_node)
+
+
+def _headline(chosen: ServePlan) -> Text:
+    layout = chosen.layout
+    nodes = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''}"
+    where = f"{nodes} x {layout.gpus_per_node} {chosen.accelerator.name}"
+    sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
+    replicas = f"{chosen.replicas} replicas, each on " if chosen.replicas > 1 else ""
+    return Text(chosen.model, style="bold").append(f": {replicas}{where}, {sizes}", style="not bold")
+
+
+def _print_bar(console: Console, memory: MemoryEstimate, unit: str) -> None:
+    """The GPU's memory as a bar and a legend."""
+    graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
+    parts = [
+        ("weights", memory.model_loading_bytes, "blue", "█"),
+        ("activations", memory.activation_bytes, "yellow", "▓"),
+        ("CUDA graphs", graphs, "magenta", "▒"),
+        ("non-torch", memory.non_torch_bytes, "red", "▒"),
+        ("KV cache", max(0, memory.kv_cache_bytes), "green", "░"),
+        ("left free", memory.total_bytes - memory.requested_bytes, "bright_black", "·"),
+    ]
+    console.print(Text(f"One {unit} of {_gib(memory.total_bytes)} GiB, the tightest:"))
+    bar = Text("  ")
+    widths = _widths([size for _, size, _, _ in parts], min(_BAR_WIDTH, console.width - 2))
+    for width, (_, _, colour, mark) in zip(widths, parts):
+        bar.append(mark * width, style=colour)
+    console.print(bar)
+    for name, size, colour, mark in parts:
+        if size:
+            share = 100 * size / memory.total_bytes
+            console.print(Text(f"  {mark} ", style=colour).append(f"{name:12}{_gib(size):>8} GiB {share:5.1f} %"))
+
+
+def _widths(sizes: list[int], columns: int) -> list[int]:
+    """Columns of the bar for each size, at least one for what is there; they add up to the bar."""
+    total = sum(sizes)
+    widths = [max(1, round(columns * size / total)) if size else 0 for size in sizes]
+    widths[widths.index(max(widths))] += columns - sum(widths)
+    return widths
+
+
+def _print_layouts(console: Console, result: PlanResult, candidates: Sequence[Candidate]) -> None:
+    """The candidates, and the reason of each; with `--max-model-len auto` the context that each holds."""
+    verdicts: dict[Layout, tuple[str, tuple[str, ...]]] = {}
+    for candidate in candidates:
+        verdicts[candidate.layout] = candidate.verdict, (candidate.reason,)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=table_padding(console) if result.contexts else (0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for heading in ("TP", "PP", "NODES"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    if result.contexts:
+        counts = [str(count) for count, _ in result.contexts[0].by_requests]
+        for heading in (f"{counts[0]} AT ONCE", *counts[1:]):
+            table.add_column(heading, justify="right", no_wrap=True)
+        verdicts = _with_contexts(verdicts, result.contexts)
+        console.print(Text("Longest context by layout, for so many requests of that length at once:"))
+    else:
+        table.add_column("WHY", overflow="fold")
+    for layout, (verdict, cells) in verdicts.items():
+        table.add_row(
+            str(layout.tensor_parallel_size),
+            str(layout.pipeline_parallel_size),
+            f"{layout.num_nodes} x {layout.gpus_per_node}",
+            Text(verdict, style=_VERDICTS[verdict]),
+            *map(Text, cells),
+        )
+    console.print(table)
+
+
+def _with_contexts(
+    verdicts: Mapping[Layout, tuple[str, tuple[str, ...]]], contexts: Sequence[LayoutContexts]
+) -> dict[Layout, tuple[str, tuple[str, ...]]]:
+    """The layouts with their contexts in place of the reasons. One that holds some context fits."""
+    held = {
+        found.layout: tuple(f"{length:,}" if length else "-" for _, length in found.by_requests) for found in contexts
+    }
+    none = ("-",) * len(contexts[0].by_requests)
+    order = sorted({*verdicts, *held}, key=lambda one: (one.num_gpus, one.pipeline_parallel_size))
+    chosen = next(layout for layout, (verdict, _) in verdicts.items() if verdict == "chosen")
+    return {
+        layout: (
+            "chosen" if layout == chosen else "fits" if layout in held else verdicts[layout][0],
+            held.get(layout, none),
+        )
+        for layout in order
+    }
+
+
+def _print_sharing(console: Console, result: PlanResult) -> None:
+    """How replicas could share a whole node, where the plan takes a part of one and no sizes were asked for."""
+    workload, engine = result.inputs.workload, result.inputs.engine
+    asked = engine.tensor_parallel_size or engine.pipeline_parallel_size
+    if result.chosen.layout.num_nodes > 1 or result.inputs.cluster.node_size == 1 or asked or workload.replicas:
+        return
+    ways = replica_options(result.inputs)
+    sentence = compare_sharing(ways, result.inputs.max_model_len)
+    if sentence is None:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=table_padding(console), pad_edge=False, show_edge=False)
+    for heading in ("REPLICAS", "TP", "WEIGHTS", "CACHE", "TOKENS IN ALL", f"REQUESTS OF {TYPICAL_REQUEST_TOKENS:,}"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for way in ways:
+        table.add_row(
+            str(way.replicas),
+            str(way.layout.tensor_parallel_size),
+            _gib(way.memory.weight_bytes),
+            _gib(way.memory.kv_cache_bytes),
+            f"{way.total_tokens:,}",
+            f"{way.typical_requests:,}",
+        )
+    console.print(
+        Text(f"A whole node of {result.inputs.cluster.node_size}, shared (GiB per {result.accelerator.unit}):")
+    )
+    console.print(table)
+    console.print(Text(f"- {sentence}"))
+    console.print()
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"

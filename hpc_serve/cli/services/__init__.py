@@ -1,0 +1,1 @@
+"""`status`, `wait`, `top`, `scale`, `wake`, `stop`, `forget`, `targets`, `logs`."""

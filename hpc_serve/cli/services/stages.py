@@ -1,0 +1,119 @@
+"""The stages of a start, while a person waits: on a terminal one line that changes, elsewhere plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import click
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, stages_words
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+
+
+def follow_until_ready(
+    environ: Mapping[str, str],
+    service: str,
+    *,
+    job_id: str | None = None,
+    replicas: int = 1,
+    timeout_s: float | None = None,
+) -> ReplicaStatus:
+    """Show the stages of a service until so many replicas are ready. Ctrl-C leaves it as it is.
+
+    Raises what `wait` raises.
+    """
+    from hpc_serve.submit.services.wait import wait
+
+    store = ServiceStore(default_home(environ))
+    try:
+        with Stages(service) as stages:
+            status = wait(store, service, job_id=job_id, replicas=replicas, timeout_s=timeout_s, on_change=stages.show)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nNo longer watching; {service} goes on. Come back: hpc-serve wait {service}. "
+            f"End it: hpc-serve stop {service}.",
+            err=True,
+        )
+        raise click.exceptions.Exit(130) from None
+    where = f"with {replicas} replicas" if replicas > 1 else f"at {status.address}"
+    click.echo(f"{service} is ready {where}. {_first_use(store, status)}", err=True)
+    return status
+
+
+def _first_use(store: ServiceStore, status: ReplicaStatus) -> str:
+    """A sentence on how to ask a service that is ready."""
+    from hpc_serve.cli.use.talk import embeddings_call
+    from hpc_serve.vllm.arguments import read_arguments, value_of
+
+    submitted = store.read_submitted(status.service)
+    words = next((job.engine_args for job in submitted if job.job_id == status.job_id), ())
+    if value_of(read_arguments(words), "--runner") == "pooling":
+        return f"It generates no text. For embeddings: {embeddings_call(status.service)}"
+    return f"Try: hpc-serve chat {status.service}"
+
+
+class Stages:
+    """The stages of a start, on stderr: on a terminal one line that changes, elsewhere a line for each coarse change.
+
+    Once the replica is ready, the stages are told with their times.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._console = PlainConsole(stderr=True, soft_wrap=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(service)
+        self._began_s = self._stage_began_s = time.monotonic()
+        self._stage = ""
+        self._changes = CoarseChanges()
+
+    def __enter__(self) -> Stages:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, status: ReplicaStatus) -> None:
+        """Show a status."""
+        words = stage_line(status)
+        self._progress.update(self._task, description=f"{self._service} {words}")
+        now_s = time.monotonic()
+        if not self._console.is_terminal:
+            if self._changes.is_one(status):
+                self._console.print(Text(f"{_clock(now_s - self._began_s)} {self._service} {words}"))
+        elif (stage := status.stage or words) != self._stage:
+            if self._stage:
+                self._console.print(Text(f"  {_clock(now_s - self._stage_began_s)} {self._stage}", style="dim"))
+            self._stage, self._stage_began_s = stage, now_s
+        if status.state == "ready" and (stages := stages_words(status)):
+            self._console.print(Text(f"{self._service} took: {stages}"))
+
+
+def stage_line(status: ReplicaStatus) -> str:
+    """How a replica is, as one line; for one that starts without the word itself."""
+    return (detail_words(status) if status.state == "starting" else "") or status.sentence
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds))

@@ -1,0 +1,207 @@
+"""`top`: all replicas with what their engines do, drawn again every two seconds."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import live_service_names
+from hpc_serve.errors import HpcServeError
+from hpc_serve.printable import printable
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.client.engine_work import ReplicaWork
+    from hpc_serve.client.replicas.status import ReplicaStatus
+
+_EVERY_S = 2.0
+_ONCE_S = 1.0  # between the two looks of --once
+_SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
+_NEVER_S = 3600.0
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What one look has found. `works` are of `replicas`, in their order."""
+
+    replicas: tuple[ReplicaStatus, ...] = ()
+    works: tuple[ReplicaWork, ...] = ()
+    problems: tuple[str, ...] = ()
+    at: float = 0.0
+
+
+class Looks:
+    """Looks at services, one after the other; what each engine did between two looks is in the second."""
+
+    def __init__(self, store: ServiceStore, services: Sequence[str]) -> None:
+        from hpc_serve.client.engine_work import WorkWatch
+        from hpc_serve.submit.slurm.scheduler import SchedulerView
+
+        self._store, self._services = store, frozenset(services)
+        self._slurm = SchedulerView(max_age_s=_SLURM_S)
+        self._works = WorkWatch(store.read_api_key)
+
+    def look(self) -> Frame:
+        """How all is now. What cannot be read is one of the problems."""
+        from hpc_serve.submit.status.status_reader import read_status
+
+        try:
+            report = read_status(self._store, slurm=self._slurm)
+        except HpcServeError as error:
+            return Frame(problems=(str(error),), at=time.time())
+        replicas = tuple(one for one in report.everywhere if not one.is_over and self._is_named(one.service))
+        missing = [f"{name} has no replica" for name in self._services - {one.service for one in replicas}]
+        works = tuple(self._works.look(replicas))
+        return Frame(replicas=replicas, works=works, problems=(*report.problems, *sorted(missing)), at=time.time())
+
+    def _is_named(self, service: str) -> bool:
+        return not self._services or service in self._services
+
+
+@click.command("top")
+@click.argument("services", metavar="[SERVICE]...", nargs=-1, shell_complete=live_service_names)
+@click.option("--once", is_flag=True, help="Print it once, after two looks a second apart.")
+@click.option("--json", "as_json", is_flag=True, help="Print one look as JSON.")
+def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
+    """Show what all replicas do: requests, tokens a second, use of the cache. q or Ctrl-C ends it.
+
+    It looks every two seconds; tokens/s are those since the last look. Without a terminal it prints one look.
+    """
+    from hpc_serve.cli.services.terminal_screen import has_screen
+
+    looks = Looks(ServiceStore(default_home(os.environ)), services)
+    if once or as_json or not has_screen():
+        frame = looks.look()
+        if any(work.in_flight for work in frame.works):
+            time.sleep(_ONCE_S)
+            frame = looks.look()
+        if as_json:
+            from hpc_serve.cli.show import print_json, status_json
+
+            found = [status_json(status, work) for status, work in zip(frame.replicas, frame.works)]
+            print_json({"services": found, "problems": list(frame.problems), "at": frame.at})
+            return
+        width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
+        click.echo("\n".join(frame_lines(frame, width=width, height=None)))
+        return
+    try:
+        _follow(looks)
+    except KeyboardInterrupt:
+        return
+
+
+def _follow(looks: Looks) -> None:
+    """Draw frames until q is pressed. A thread looks, so that a key counts also while an engine does not answer."""
+    from hpc_serve.cli.services.terminal_screen import own_screen
+
+    latest, is_new, is_over = [Frame(at=time.time())], threading.Event(), threading.Event()
+    is_first = True
+
+    def go_on_looking() -> None:
+        while not is_over.is_set():
+            began_s = time.monotonic()
+            latest[0] = looks.look()
+            is_new.set()
+            is_over.wait(max(0.0, _EVERY_S - (time.monotonic() - began_s)))
+
+    with own_screen() as screen:
+        threading.Thread(target=go_on_looking, daemon=True, name="hpc-serve-top").start()
+        try:
+            while True:
+                size = shutil.get_terminal_size()
+                lines = frame_lines(latest[0], width=size.columns, height=size.lines)
+                screen.draw(["Looking …"] if is_first else lines)
+                key = screen.key(until=functools.partial(_has_changed, is_new, size), within_s=_NEVER_S)
+                if key in ("q", "Q", "\x03"):
+                    return
+                is_first = is_first and not is_new.is_set()
+                is_new.clear()
+        finally:
+            is_over.set()
+
+
+def _has_changed(is_new: threading.Event, size: os.terminal_size) -> bool:
+    return is_new.is_set() or shutil.get_terminal_size() != size
+
+
+def frame_lines(frame: Frame, *, width: int, height: int | None) -> list[str]:
+    """The lines of a frame, none longer than `width`; at most `height` of them, with a word on what is left out."""
+    lines = [_summary(frame), *_table(frame, width), *(f"warning: {problem}" for problem in frame.problems)]
+    lines = [_cut(printable(" ".join(line.splitlines())), width) for line in lines]
+    if height is not None and len(lines) > height:
+        left_out = len(lines) - height + 1
+        lines = [*lines[: height - 1], _cut(f"… {left_out} more lines; name services: hpc-serve top NAME", width)]
+    return lines
+
+
+def _summary(frame: Frame) -> str:
+    ready = sum(one.state == "ready" for one in frame.replicas)
+    running = sum(work.now.running or 0 for work in frame.works)
+    waiting = sum(work.now.waiting or 0 for work in frame.works)
+    rates = [work.generation_tokens_per_s for work in frame.works if work.generation_tokens_per_s is not None]
+    speed = f", {sum(rates):,.0f} tokens/s" if rates else ""
+    clock = time.strftime("%H:%M:%S", time.localtime(frame.at))
+    return f"{clock}  {ready}/{len(frame.replicas)} ready, {running} running, {waiting} waiting{speed}"
+
+
+# Heading, whether it stands at the right; the last columns go first where there is no room.
+_COLUMNS = (
+    *(("SERVICE", False), ("JOB", False), ("STATE", False), ("RUN", True), ("WAIT", True), ("TOKENS/S", True)),
+    *(("CACHE", True), ("PROMPTS/S", True), ("AGE", True), ("LEFT", True), ("NODE", False)),
+)
+_NEEDED = 3
+
+
+def _table(frame: Frame, width: int) -> list[str]:
+    rows = [
+        [printable(" ".join(cell.split())) for cell in _row(one, work, frame.at)]
+        for one, work in zip(frame.replicas, frame.works, strict=True)
+    ]
+    if not rows:
+        return ["", "No replicas."]
+    widths = [max(len(heading), *(len(row[place]) for row in rows)) for place, (heading, _) in enumerate(_COLUMNS)]
+    shown = len(_COLUMNS)
+    while shown > _NEEDED and sum(widths[:shown]) + 2 * (shown - 1) > width:
+        shown -= 1
+    table = [[heading for heading, _ in _COLUMNS], *rows]
+    lines = [""]
+    for cells in table:
+        aligned = zip(cells[:shown], widths, _COLUMNS)
+        lines.append("  ".join(f"{cell:>{wide}}" if right else f"{cell:<{wide}}" for cell, wide, (_, right) in aligned))
+    for place, one in enumerate(frame.replicas):
+        reason = one.detail or ("" if one.state != "ready" else frame.works[place].problem)
+        if reason:
+            lines.append(f"{one.name}: {reason}")
+    return [line.rstrip() for line in lines]
+
+
+def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> list[str]:
+    from hpc_serve.durations import duration
+
+    doing, cache = work.now, work.now.cache_use
+    return [
+        *(status.service, status.name, status.state),
+        *(_number(doing.running), _number(doing.waiting), _number(work.generation_tokens_per_s)),
+        "" if cache is None else f"{100 * cache:.1f} %",
+        _number(work.prompt_tokens_per_s),
+        duration(now - status.started_at) if status.started_at else "",
+        status.time_left or "",
+        status.nodes[0].name if status.nodes else "",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(0, width - 1)] + "…"

@@ -1,0 +1,314 @@
+"""`status`, `wait`, `logs`, `scale`, `wake` and `stop`: the commands for services that were submitted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.values import Duration, Replicas
+from hpc_serve.printable import printable
+from hpc_serve.redact import redact_lines
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+    from hpc_serve.submit.logs.log_files import LogWriter
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+_A_DAY_S = 24 * 3600.0
+_LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
+
+
+@click.command("status")
+@click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
+@click.option("--all", "everything", is_flag=True, help="Also what ended before the last day.")
+@click.option("--watch", "-w", "watched", is_flag=True, help="Go on showing it, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
+    """Show all services, or all about one, and what their engines do: tokens/s are those of one second.
+
+    It shows what is not over and the ends of the last day; of a SERVICE without either, its last end.
+
+    States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
+    requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine; or a job runs
+    whose records are not in this HPC_SERVE_HOME).
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.status.status_reader import find, read_status
+
+    store = _store()
+    if watched:
+        if as_json or everything:
+            raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")
+        from hpc_serve.cli.services.watching import watch_status
+
+        watch_status(store, service, _recent)
+        return
+    report = read_status(store, service)
+    shown = report.everywhere
+    if service is not None and not shown:
+        shown, everything = tuple(find(store, service)), True
+    if not everything:
+        shown = _recent(shown) or (shown[-1:] if service is not None else ())
+    report = replace(report, replicas=shown, elsewhere=())
+    from hpc_serve.client.engine_work import look_for
+
+    works = look_for(report.replicas, store.read_api_key, at_least_s=_LOOK_S)
+    if as_json:
+        show.print_json(show.report_json(report, works))
+        return
+    if service is not None:
+        for status, work in zip(report.replicas, works):
+            show.print_details(status, work)
+    elif report.replicas:
+        show.print_table(report.replicas, works)
+    else:
+        click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
+    show.print_counts(report)
+    show.warn(report.problems)
+
+
+@click.command("wait")
+@click.argument("service", shell_complete=service_names)
+@click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="So many of them [default: 1].")
+@click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
+def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
+    """Wait until a service is ready, and show its stages.
+
+    Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.cli.services.stages import follow_until_ready
+
+    status = follow_until_ready(os.environ, service, replicas=replicas, timeout_s=timeout)
+    if as_json:
+        show.print_json(show.status_json(status))
+
+
+@click.command("logs")
+@click.argument("target", metavar="SERVICE|JOB", shell_complete=service_names)
+@click.option("--follow", "-f", is_flag=True, help="Go on with new lines until the job is over.")
+@click.option("--node", type=int, metavar="K", help="Only the launcher of the job's K-th node, from 0.")
+@click.option("--tail", "lines", type=click.IntRange(min=0), default=100, help="Last lines of a file [default: 100].")
+@click.option("--files", is_flag=True, help="Print the names of the files instead.")
+@click.option(
+    "--only",
+    "writer",
+    type=click.Choice(("script", "launcher", "engine", "ray")),
+    help="The batch script's lines, the launchers', the engine's, or the ends of Ray's own logs.",
+)
+def logs_command(
+    target: str, follow: bool, node: int | None, lines: int, files: bool, writer: LogWriter | None
+) -> None:
+    """Show what the batch script, and on each node the launcher and the engine, have written.
+
+    Standard output and standard error are in one file, in their order. Ray's own logs are shown by --only ray.
+
+    Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
+    that ended; those of another by its JOB.
+    """
+    from hpc_serve.submit.diagnosis import job_logs
+    from hpc_serve.submit.logs import log_files
+
+    store = _store()
+    status, others = job_logs.find_job(store, target, to_follow=follow)
+    if others:
+        click.echo(_which_is_shown(status, others), err=True)
+
+    def find_files() -> list[Path]:
+        return log_files.files_of_writer(status, writer, node)
+
+    found = find_files()
+    if not found and not follow:
+        of_which = (f" by {writer}" if writer else "") + ("" if node is None else f" of node {node}")
+        raise click.ClickException(
+            f"{status.service} (job {status.name}, {status.sentence}) has no logs{of_which} that this host can see; "
+            f"they would be {' and '.join(log_files.places_of(status))}."
+        )
+    secrets = log_files.known_secrets(status.service, store, os.environ)
+    if files:
+        click.echo("\n".join(map(str, found)))
+    elif follow:
+        new = log_files.follow(find_files, first_lines=lines, is_over=job_logs.end_of(store, status))
+        _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
+    else:
+        _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)
+
+
+@click.command("stop")
+@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1, shell_complete=service_names)
+@click.option(
+    "--replica",
+    "replicas",
+    metavar="JOB[_TASK][-K]",
+    multiple=True,
+    help="This one alone, of the services named; K is its number in a job of several.",
+)
+@click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+@click.option(
+    "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
+)
+@_AS_JSON
+def stop_command(
+    targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float, as_json: bool
+) -> None:
+    """End services, or single jobs, and wait until they have ended.
+
+    A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
+    them, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.service_bounds import note_stop_of
+    from hpc_serve.submit.status.status_reader import elsewhere_sentence, find_report, replicas_here
+
+    if not targets and not replicas:
+        raise click.UsageError("Name a service or a job, or --replica JOB.")
+    store, ended = _store(), []
+    for target in targets or replicas:
+        report = find_report(store, target)
+        foreign = report.live_elsewhere
+        if now and foreign and all(status.service != target for status in foreign):
+            said = f"There is no record of job {target} in {store.home}: it is ended without a drain."
+            click.echo(said, err=as_json)
+            ended += _stop(store, foreign, timeout_s=timeout, drain_s=0.0, err=as_json)
+            continue
+        named = replicas_here(store, report)
+        found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
+        if not found:
+            raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
+        live = [status for status in found if not status.is_over]
+        if not live:
+            click.echo(f"{target} is not running.", err=as_json)
+        note_stop_of(store, found)
+        ended += _stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain, err=as_json)
+        for status in foreign:
+            click.echo(elsewhere_sentence(store, status), err=as_json)
+    if as_json:
+        show.print_json({"ended": [show.status_json(status) for status in ended]})
+
+
+def _stop(
+    store: ServiceStore, found: Sequence[ReplicaStatus], *, timeout_s: float, drain_s: float, err: bool
+) -> list[ReplicaStatus]:
+    """End replicas, and say so, on stderr if `err`; return those that are over."""
+    from hpc_serve.submit.services.stop import stop
+
+    for status in found:
+        if not status.is_over:
+            click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=err)
+    ended = list(stop(store, found, timeout_s=timeout_s, drain_s=drain_s))
+    for status in ended:
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}", err=err)
+    return ended
+
+
+@click.command("scale")
+@click.argument("service", shell_complete=service_names)
+@click.argument("replicas", type=Replicas(), metavar="N|MIN:MAX")
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+@_AS_JSON
+def scale_command(service: str, replicas: tuple[int, int | None], drain: float, as_json: bool) -> None:
+    """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
+
+    More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
+    those that start; one that is ready finishes its requests before. MIN:MAX is for a service that was submitted with
+    --replicas MIN:MAX or --idle-stop.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.scale import scale
+    from hpc_serve.submit.services.service_bounds import set_bounds
+    from hpc_serve.submit.status.status_reader import find_report, replicas_here
+
+    def say(status: ReplicaStatus) -> None:
+        click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=as_json)
+
+    store, (count, most) = _store(), replicas
+    if most is not None:
+        replicas_here(store, find_report(store, service))
+        set_bounds(store, service, count, most)
+        click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.", err=as_json)
+        if as_json:
+            show.print_json({"service": service, "least": count, "most": most})
+        return
+    done = scale(store, service, count, drain_s=drain, on_stop=say)
+    if as_json:
+        added, ended = [job.job_id for job in done.added], [show.status_json(status) for status in done.ended]
+        show.print_json(
+            {"service": service, "before": done.before, "replicas": count, "submitted": added, "ended": ended}
+        )
+        return
+    for job in done.added:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    for status in done.ended:
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
+    change = "as before" if done.before == count else f"it had {done.before}"
+    click.echo(f"{service} has {count} replica{'s' if count > 1 else ''}, {change}.")
+
+
+@click.command("wake")
+@click.argument("service", shell_complete=service_names)
+@_AS_JSON
+def wake_command(service: str, as_json: bool) -> None:
+    """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
+
+    They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.wake import wake
+
+    woken = wake(_store(), service)
+    if as_json:
+        show.print_json(
+            {"service": service, "submitted": [job.job_id for job in woken.jobs], "note": woken.note or None}
+        )
+        return
+    for job in woken.jobs:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    if woken.jobs:
+        click.echo(f"{service} is woken; hpc-serve wait {service}")
+    else:
+        click.echo(f"{service} needs no waking: {woken.note}.")
+
+
+def _store() -> ServiceStore:
+    return ServiceStore(default_home(os.environ))
+
+
+def _recent(statuses: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
+    """Return what is not over, and what has ended within a day."""
+    a_day_ago = time.time() - _A_DAY_S
+    return tuple(
+        status for status in statuses if not status.is_over or (status.began_or_ended_at or time.time()) > a_day_ago
+    )
+
+
+def _which_is_shown(status: ReplicaStatus, others: Sequence[ReplicaStatus]) -> str:
+    latest = ", ".join(f"{one.name} ({one.state})" for one in list(reversed(others))[:3])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    shown = f"These are the logs of job {status.name}, which is {status.state}."
+    return f"{shown} {status.service} also has {latest}{more}: hpc-serve logs JOB"
+
+
+def _print_lines(found: Iterator[tuple[Path, str]], secrets: Sequence[str]) -> None:
+    """Print lines without secrets, as `tail` does with several files: a heading whenever the file is another."""
+    last: Path | None = None
+    for path, lines in itertools.groupby(found, key=itemgetter(0)):
+        click.echo(f"{'' if last is None else chr(10)}==> {path} <==")
+        last = path
+        for line in redact_lines((line for _, line in lines), secrets):
+            click.echo(printable(line))

@@ -1,0 +1,80 @@
+"""`status --watch`: the table of services, drawn again while it changes; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from time import sleep, strftime
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.services.stages import stage_line
+from hpc_serve.cli.show import print_table
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.status.start_words import CoarseChanges
+from hpc_serve.submit.status.status_reader import find, read_status
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+
+_INTERVAL_S = 2.0
+_SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
+
+Replicas = Sequence["ReplicaStatus"]
+
+
+def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Replicas], Replicas]) -> None:
+    """Show the replicas that `choose` takes of all, of a service or of a job, until Ctrl-C.
+
+    Raises ServiceNotFoundError, StoreError.
+    """
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+    service = None
+    if target is not None:
+        service = find(store, target)[0].service
+
+    def look() -> Replicas:
+        replicas = read_status(store, service, slurm=slurm).everywhere
+        return choose([one for one in replicas if target in (None, one.service, one.job_id, one.name)])
+
+    console = PlainConsole()
+    try:
+        if console.is_terminal:
+            _draw(console, look)
+        else:
+            _print_changes(look)
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        raise click.exceptions.Exit(130) from None
+
+
+def _draw(console: Console, look: Callable[[], Replicas]) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(Text.from_ansi(_table(look())), refresh=True)
+            sleep(_INTERVAL_S)
+
+
+def _table(replicas: Replicas) -> str:
+    if not replicas:
+        return "No services."
+    console = PlainConsole()
+    with console.capture() as captured:
+        print_table(replicas, console=console)
+    return captured.get().rstrip()
+
+
+def _print_changes(look: Callable[[], Replicas]) -> None:
+    changes: defaultdict[str, CoarseChanges] = defaultdict(CoarseChanges)
+    while True:
+        for status in look():
+            if changes[f"{status.service} {status.name}"].is_one(status):
+                words = stage_line(status)
+                click.echo(f"{strftime('%H:%M:%S')} {status.service} {status.name} {words}")
+        sleep(_INTERVAL_S)

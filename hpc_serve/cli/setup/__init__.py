@@ -1,0 +1,1 @@
+"""`init`, `site`, `fetch`, `quantize`."""

@@ -1,0 +1,126 @@
+"""`fetch`: brings a model from the hub into the cache that jobs read. Progress is on stderr, the folder on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import model_names
+from hpc_serve.durations import duration
+from hpc_serve.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from hpc_serve.hub.fetch.download import Download
+    from hpc_serve.hub.hub_settings import HubSettings
+
+
+@click.command("fetch")
+@click.argument("model", shell_complete=model_names)
+@click.option("--revision", metavar="NAME", default="main", help="Branch, tag or commit [default: main].")
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Files to fetch besides, as '*Q4_K_M.gguf'; may be repeated.",
+)
+@click.option("--site", metavar="FILE", help="Your site file [default: ~/.config/hpc-serve/site.yaml].")
+@click.option("--json", "as_json", is_flag=True, help="Print the folder as JSON.")
+def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str | None, as_json: bool) -> None:
+    """Fetch MODEL, of the catalogue, the site or the hub, into the Hugging Face cache that jobs read (HF_HOME).
+
+    Only what the engine reads is fetched. What broke off goes on where it was: run the same command again.
+    """
+    from hpc_serve.hub.fetch.hub_repository import HubConnectionError
+    from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model
+
+    repository, settings = _repository(model, site)
+    if settings.is_offline:
+        why = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps from the hub"
+        folder = cached_alone(repository, settings, revision, why)
+        click.echo(f"{repository}: all of its weights are here. The hub was not asked: {why}.", err=True)
+        _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
+        return
+    try:
+        found = look_for_model(repository, settings, revision=revision, include=include)
+    except HubConnectionError as error:
+        folder = cached_alone(repository, settings, revision, str(error).rstrip("."))
+        click.echo(f"{repository}: all of its weights are here, perhaps not the newest ones: {error}", err=True)
+        _print_folder(repository, folder, fetched_bytes=0, as_json=as_json)
+        return
+    click.echo(found.words, err=True)
+    if found.download.num_missing:
+        found.download.check_space()
+        found.repository.note_revision(is_whole=False)
+        _run(found.download)
+    found.repository.note_revision(is_whole=True)
+    fetched_bytes = found.download.done_bytes - found.download.kept_bytes
+    _print_folder(repository, found.folder, fetched_bytes=fetched_bytes, as_json=as_json)
+
+
+def _print_folder(repository: str, folder: Path, *, fetched_bytes: int, as_json: bool) -> None:
+    from hpc_serve.cli.show import print_json
+
+    if as_json:
+        print_json({"model": repository, "folder": str(folder), "fetched_bytes": fetched_bytes})
+    else:
+        click.echo(folder)
+
+
+def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
+    """The repository that a name stands for, and where jobs look for it. Raises InvalidRequestError."""
+    from hpc_serve.cli.submit.request import site_model
+    from hpc_serve.hub.hub_settings import read_hub_settings
+    from hpc_serve.plan import catalog
+    from hpc_serve.submit.plans.weights import is_repository
+    from hpc_serve.submit.request.job_env import expanded
+    from hpc_serve.submit.site.site_files import read_site
+
+    site = read_site(os.environ, site_file)
+    own = site_model(model, site)
+    name = own.model if own else model
+    entry = catalog.find(name)
+    repository = entry.name if entry else name
+    if os.path.isdir(os.path.expanduser(repository)) or not is_repository(repository):
+        what = "is a folder, and nothing of it is fetched" if os.path.isdir(repository) else "is no model of the hub"
+        raise InvalidRequestError(f"{repository!r} {what}: name one as owner/name.{catalog.did_you_mean(model)}")
+    env = expanded({**site.env, **(own.env if own else {})}, os.environ)
+    settings = read_hub_settings({**os.environ, **env})
+    # Whether the hub may be asked from here is this shell's to say: `env` is of jobs.
+    return repository, replace(settings, is_offline=read_hub_settings(os.environ).is_offline)
+
+
+def _run(download: Download) -> None:
+    """Fetch, and show how far it is: on a terminal one line that changes, elsewhere a line for each tenth."""
+    from hpc_serve.cli.console import PlainConsole
+    from hpc_serve.hub.fetch.download import InterruptedFetchError
+    from hpc_serve.hub.fetch.progress import Meter, Tenths
+    from hpc_serve.sizes import readable_size
+
+    console = PlainConsole(stderr=True, soft_wrap=True)
+    line = console.status("") if console.is_terminal else None
+    meter, tenths, began_s = Meter(download.total_bytes), Tenths(), time.monotonic()
+
+    def on_tick(done: int) -> None:
+        now_s = time.monotonic()
+        progress = meter.look(now_s, done)
+        if line is not None:
+            line.update(progress.words)
+        elif tenths.is_one(now_s, progress):
+            click.echo(progress.words, err=True)
+
+    try:
+        with line or contextlib.nullcontext():
+            download.run(on_tick)
+    except InterruptedFetchError:
+        here, total = readable_size(download.done_bytes), readable_size(download.total_bytes)
+        click.echo(f"\nInterrupted; {here} of {total} are here. The same command goes on from there.", err=True)
+        raise click.exceptions.Exit(130) from None
+    took_s, fetched = time.monotonic() - began_s, download.done_bytes - download.kept_bytes
+    rate = f", {readable_size(round(fetched / took_s))}/s" if took_s >= 1 else ""
+    click.echo(f"Fetched {readable_size(fetched)} in {duration(took_s)}{rate}.", err=True)

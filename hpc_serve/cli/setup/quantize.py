@@ -1,0 +1,105 @@
+"""`quantize`: a model's weights in 8 bit, made by a job of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import click
+
+from hpc_serve.cli.commands import GroupedCommand
+from hpc_serve.cli.complete import model_names
+from hpc_serve.cli.submit.options import SLURM_OPTIONS, slurm_options
+from hpc_serve.printable import printable
+from hpc_serve.redact import redact_lines
+from hpc_serve.rendezvous.store import default_home
+from hpc_serve.submit.request.request import Cluster
+
+if TYPE_CHECKING:
+    from hpc_serve.quantize.request import Scheme
+    from hpc_serve.quantize.submission import Submitted
+
+_GROUPS = {
+    "Most used": ("scheme", "output", "calibration", "gpus", "partition", "account", "time", "wait", "only_print"),
+    "The model's copy": ("samples", "max_tokens", "venv", "cluster", "log_dir", "site"),
+    "Slurm": (*SLURM_OPTIONS, "extra"),
+}
+_VENV = "~/hpc-serve-quantize"
+
+
+@click.command("quantize", cls=GroupedCommand, groups=_GROUPS)
+@click.argument("model", shell_complete=model_names)
+@click.option("--int8", "scheme", flag_value="int8", help="Weights and activations of 8 bit integers: also for CPUs.")
+@click.option("--fp8", "scheme", flag_value="fp8", help="Of 8 bit floats: for GPUs from Ada, Hopper, MI300 on.")
+@click.option("--output", metavar="FOLDER", help="What is made [default: the model's name and -int8, here].")
+@click.option("--calibration", metavar="FILE", help="Texts to measure activations with, JSONL; int8 is better with it.")
+@click.option("--samples", type=int, default=512, metavar="N", help="How many of them [default: 512].")
+@click.option("--max-tokens", type=int, default=2048, metavar="N", help="Tokens of each, at most [default: 2048].")
+@click.option("--gpus", type=int, metavar="N", help="GPUs of the job [default: 1 with --calibration, else none].")
+@click.option("--venv", metavar="FOLDER", help=f"Has llm-compressor [default: HPC_SERVE_QUANTIZE_ENV, or {_VENV}].")
+@click.option("--cluster", type=click.Choice(get_args(Cluster)), default="slurm", help="Slurm, or this machine alone.")
+@click.option("--log-dir", metavar="FOLDER", help="Where the log goes [default: quantize/logs in HPC_SERVE_HOME].")
+@click.option("--site", metavar="FILE", help="Your site file [default: ~/.config/hpc-serve/site.yaml].")
+@click.option("--print", "only_print", is_flag=True, help="Print the script, and submit nothing.")
+@click.option("--wait/--no-wait", default=False, help="Follow its log until it has ended; Ctrl-C only detaches.")
+@slurm_options
+def quantize_command(model: str, scheme: str | None, only_print: bool, wait: bool, **options: Any) -> None:
+    """Quantise the weights of MODEL, a name or a folder, in a job; `hpc-serve submit FOLDER` serves what it makes."""
+    from hpc_serve.quantize import submission
+    from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
+    from hpc_serve.submit.request.job_env import expanded
+    from hpc_serve.submit.site.site_files import read_site
+
+    if scheme is None:
+        raise click.UsageError("Say which: --int8 or --fp8.", click.get_current_context())
+    environ, calibration = os.environ, options["calibration"]
+    site, home = read_site(environ, options["site"]), default_home(environ)
+    weights = submission.find_weights(model, {**environ, **expanded(site.env, environ)})
+    venv = _absolute(options["venv"] or environ.get("HPC_SERVE_QUANTIZE_ENV") or _VENV)
+    output = _absolute(options["output"] or f"{Path(weights.title).name}-{scheme}")
+    submission.check_paths(output, venv, _absolute(calibration) if calibration else None)
+    gpus = options["gpus"] if options["gpus"] is not None else int(calibration is not None)
+    request = QuantizeRequest(
+        title=weights.title,
+        folder=str(weights.folder),
+        output=str(output),
+        scheme=cast("Scheme", scheme),
+        venv=str(venv),
+        weight_bytes=weights.weight_bytes,
+        calibration=str(_absolute(calibration)) if calibration else None,
+        samples=options["samples"],
+        max_tokens=options["max_tokens"],
+        gpus=gpus,
+        cluster=options["cluster"],
+        slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
+        modules=site.modules,
+        env=expanded(site.env, environ),
+        log_dir=str(_absolute(options["log_dir"]) if options["log_dir"] else home / "quantize" / "logs"),
+        templates_dir=site.templates_dir,
+    )
+    if only_print:
+        click.echo(render_quantize_script(request), nl=False)
+        return
+    submitted = submission.submit(request, home)
+    click.echo(f"{weights.title} to {scheme}: submitted as job {submitted.job_id}")
+    click.echo(
+        f"  log     {submitted.log}\n  makes   {submitted.output}\n  then    hpc-serve submit {submitted.output}"
+    )
+    if wait:
+        _follow(submitted)
+
+
+def _follow(submitted: Submitted) -> None:
+    from hpc_serve.quantize.submission import lines_until_end
+
+    try:
+        for line in redact_lines(lines_until_end(submitted)):
+            click.echo(printable(line), err=True)
+    except KeyboardInterrupt:
+        click.echo(f"\nNo longer watching; job {submitted.job_id} goes on. Its log: {submitted.log}", err=True)
+        raise click.exceptions.Exit(130) from None
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))

@@ -1,0 +1,123 @@
+"""What is shown of a submission: text for people, JSON for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+    from hpc_serve.submit.services.services import Submission
+
+_LOGS_SHOWN = 4
+
+
+def submission_json(
+    submission: Submission,
+    own: Sequence[ReplicaStatus],
+    others: Sequence[ReplicaStatus],
+    differing: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """A submission under stable keys, with the other replicas of its service, and in what its engine differs."""
+    job, plan = submission.job, submission.plan
+    ahead = [
+        {"job_id": one.job_id, "predecessor": one.predecessor, "log": one.log_path}
+        for one in submission.jobs
+        if one.predecessor
+    ]
+    return {
+        "service": job.service,
+        "model": job.model,
+        "cluster": job.cluster,
+        "job_id": submission.job_id,
+        "replicas": [
+            {"name": name, "job_id": one.job_id, "log": one.log_path}
+            for one in submission.jobs
+            if not one.predecessor
+            for name in one.replica_names
+        ],
+        "script": job.script,
+        "log": job.log_path,
+        "num_nodes": plan.layout.num_nodes,
+        "gpus_per_node": plan.layout.gpus_per_node,
+        "tensor_parallel_size": plan.layout.tensor_parallel_size,
+        "pipeline_parallel_size": plan.layout.pipeline_parallel_size,
+        "replicas_wanted": plan.replicas,
+        "weights_note": submission.weights_note,
+        "queue": _queue_words(own),
+        "machines_note": submission.machines_note,
+        **({"ahead": ahead} if ahead else {}),
+        "other_jobs": [
+            {"job_id": other.job_id, "state": other.state, "differs": list(differing.get(other.job_id, ()))}
+            for other in others
+        ],
+    }
+
+
+def submission_text(
+    submission: Submission,
+    own: Sequence[ReplicaStatus] = (),
+    others: Sequence[ReplicaStatus] = (),
+    differing: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    *,
+    gpu_note: str | None = None,
+    keeps_up: bool = False,
+) -> str:
+    """What was submitted, and what to type next."""
+    from hpc_serve.submit.services.elastic_sentence import bounds_sentence
+
+    job, plan = submission.job, submission.plan
+    layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
+    nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
+    machines = (
+        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
+    )
+    count, jobs = submission.num_replicas, len(submission.jobs)
+    per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
+    each = f"{count} replicas{per_job}, each " if count > 1 else ""
+    chain = [one.job_id for one in submission.jobs if one.predecessor]
+    lines = [
+        f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
+        f"  model   {job.model}",
+        *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
+        *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
+        *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
+        *([f"  queue   {queue}"] if (queue := _queue_words(own)) else []),
+        *(f"  log     {one.log_path}" for one in submission.jobs[:_LOGS_SHOWN]),
+        *([f"          … and those of {jobs - _LOGS_SHOWN} more"] if jobs > _LOGS_SHOWN else []),
+        f"  next    hpc-serve wait {job.service}     hpc-serve logs {job.service} --follow",
+        f"          hpc-serve status {job.service}   hpc-serve stop {job.service}",
+    ]
+    if tools := _tools_note(job.model, job.engine_args):
+        lines.append(f"  tools   {tools}")
+    lines += [f"  note    {note}" for note in (submission.weights_note, submission.machines_note) if note]
+    if gpu_note and job.cluster == "slurm":
+        lines.append(f"  note    {gpu_note}")
+    if others:
+        there = ", ".join(f"job {other.name} ({other.state})" for other in others)
+        lines += [
+            f"  note    {job.service} has {len(others) + count} replicas now; it had {len(others)} before, {there};",
+            f"          if that is too many: hpc-serve stop {submission.job_id}",
+        ]
+    for job_id, words in differing.items():
+        lines.append(f"  note    its engine is not that of job {job_id}, so answers may differ: {'; '.join(words)}")
+    return "\n".join(lines)
+
+
+def _queue_words(own: Sequence[ReplicaStatus]) -> str:
+    """Return why the job waits, in Slurm's words and ours; "" if Slurm gives no reason yet."""
+    return next((one.reason for one in own if one.pending_reason), "")
+
+
+def _tools_note(model: str, engine_args: Sequence[str]) -> str:
+    """Which parsers the engine has for calls of tools and reasoning, or how to have them; "" where none is known."""
+    from hpc_serve.plan.catalog.parsers import parsers_of
+    from hpc_serve.vllm.arguments import read_arguments, value_of
+
+    given = read_arguments(engine_args)
+    names = ("--tool-call-parser", "--reasoning-parser")
+    if has := [f"{name} {value}" for name in names if (value := value_of(given, name))]:
+        return " ".join(has)
+    known = parsers_of(model).vllm_args
+    return f"not set up; --tools adds {' '.join(known)}" if known else ""

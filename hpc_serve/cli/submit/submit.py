@@ -1,0 +1,80 @@
+"""`render` and `submit`: the script, and the job made of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_serve.cli.commands import CommandWithVllmOptions
+from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
+from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
+from hpc_serve.cli.values import Duration
+
+_VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after --: --enable-prefix-caching"
+
+
+@click.command(
+    "render",
+    cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
+    help="Print the batch script that `submit` would hand to sbatch." + _VLLM_OPTIONS,
+)
+@request_options
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
+def render_command(output: Path | None, **options: Any) -> None:
+    from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_service
+    from hpc_serve.submit.script.render import render_script
+
+    request = make_request(options)
+    plan = plan_service(request, stand_in=os.environ.get("HPC_SERVE_MODEL"))
+    request = on_whole_nodes(request, plan)
+    script = render_script(request, plan)
+    for note in (assumed_gpu_note(), idle_gpus_note(request, plan)):
+        if note:
+            click.echo(f"note: {note}", err=True)
+    if output is None:
+        click.echo(script, nl=False)
+        return
+    try:
+        output.write_text(script)
+    except OSError as error:
+        raise click.FileError(str(output), hint=error.strerror) from error
+
+
+@click.command(
+    "submit",
+    cls=CommandWithVllmOptions,
+    groups=REQUEST_GROUPS,
+    help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS,
+)
+@request_options
+@click.option(
+    "--wait/--no-wait",
+    default=False,
+    help="Follow it until a replica is ready; Ctrl-C only detaches.",
+)
+@click.option("--timeout", type=Duration(), help="With --wait: how long (600, 10m, 2h) [default: for ever].")
+@click.option(
+    "--check-hub", is_flag=True, help="Ask the hub, for 5 s, whether weights that are not here may be fetched."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the submission as JSON.")
+def submit_command(wait: bool, timeout: float | None, check_hub: bool, as_json: bool, **options: Any) -> None:
+    from hpc_serve.cli import show
+    from hpc_serve.cli.services.stages import follow_until_ready
+    from hpc_serve.cli.submit.submission import submission_json, submission_text
+    from hpc_serve.submit.services import services
+
+    request = make_request(options)
+    submission = services.submit(request, ask_hub=check_hub)
+    own, others = services.own_and_others(submission)
+    differing = services.differences(submission, others)
+    if as_json:
+        show.print_json(submission_json(submission, own, others, differing))
+    else:
+        note = assumed_gpu_note()
+        click.echo(submission_text(submission, own, others, differing, gpu_note=note, keeps_up=request.keep_up))
+    if wait:
+        follow_until_ready(os.environ, request.service, job_id=submission.job_id, timeout_s=timeout)

@@ -1,0 +1,1 @@
+"""`chat`, `env`, `gateway`, `bench`."""

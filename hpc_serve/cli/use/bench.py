@@ -1,0 +1,227 @@
+"""`bench`: measures a service in the figures of `vllm bench serve`, and shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_serve.cli.commands import GroupedCommand
+from hpc_serve.cli.complete import gpu_names, live_service_names
+from hpc_serve.cli.values import Duration
+from hpc_serve.given_files import parse_json
+
+if TYPE_CHECKING:
+    from hpc_serve.bench.sweep import Sweep
+
+_DATASETS = ("random", "chat", "prefix_repetition", "custom", "sharegpt", "burstgpt")
+_FILES = ("custom", "sharegpt", "burstgpt")
+_USUAL_LENGTHS = "1000/1000"
+_USUAL_CONCURRENCY = "64"
+_GROUPS = {
+    "Most used": (
+        "lengths",
+        "max_concurrency",
+        "num_prompts",
+        "request_rate",
+        "dataset_path",
+        "wait",
+        "html",
+        "as_json",
+    ),
+    "Requests": (
+        *("dataset_name", "output_len", "prefix_len", "num_prefixes", "seed", "ignore_eos", "extra_body", "burstiness"),
+        "split",
+    ),
+    "Figures": ("goals", "gpu", "check", "full", "save", "detailed", "plot"),
+}
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("bench", cls=GroupedCommand, groups=_GROUPS)
+@click.argument("services", nargs=-1, shell_complete=live_service_names)
+@click.option("--dataset-name", type=click.Choice(_DATASETS), help="What is asked [random; with a file custom].")
+@click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
+@click.option("--lengths", metavar="IN/OUT,…", help=f"Tokens of prompts and answers, as 1800/128 [{_USUAL_LENGTHS}].")
+@click.option("--output-len", type=click.IntRange(1), help="With a file: tokens of each answer.")
+@click.option("--num-prompts", type=click.IntRange(1), help="Requests of each run [1000; of a file all].")
+@click.option(
+    "--max-concurrency", metavar="N,…", help=f"Requests under way at once [{_USUAL_CONCURRENCY} without a rate]."
+)
+@click.option("--request-rate", metavar="R,…", help="Requests per second, whether or not those before are answered.")
+@click.option("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
+@click.option("--split", type=click.Choice(["client", "equally"]), default="client", help="Over replicas [client].")
+@click.option("--prefix-len", type=click.IntRange(1), default=256, help="prefix_repetition: shared tokens [256].")
+@click.option("--num-prefixes", type=click.IntRange(1), default=10, help="prefix_repetition: how many [10].")
+@click.option("--seed", type=int, default=0, help="Of everything by chance [0].")
+@click.option("--ignore-eos/--no-ignore-eos", default=None, help="Answers have the length asked for [not of a file].")
+@click.option("--extra-body", metavar="JSON", help='More of each request, as {"temperature": 0}.')
+@click.option("--goodput", "goals", multiple=True, metavar="NAME:MS", help="Count requests within ttft, tpot, e2el.")
+@click.option("--wait", type=Duration(), help="Wait for it that long if it is coming (600, 10m).")
+@click.option(
+    "--gpu",
+    shell_complete=gpu_names,
+    help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].",
+)
+@click.option("--check", metavar="FILE.py:FUNCTION", help="Count answers of which this function says what is wrong.")
+@click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
+@click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")
+@click.option("--html", type=_FILE, help="Write a page with tables and curves.")
+@click.option("--plot", type=_FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
+@click.option("--full", is_flag=True, help="Of several runs print all figures, as of one.")
+@click.option("--json", "as_json", is_flag=True, help="Print that JSON.")
+def bench_command(services: tuple[str, ...], **options: Any) -> int:
+    """Measure services: throughput and latency, as `vllm bench serve` measures them, over all their replicas.
+
+    Several services, lengths, concurrencies or rates are one run each, and a table at the end. Ctrl-C ends the run and
+    keeps what was measured; a second one drops it.
+
+    hpc-serve bench 405b --lengths 1000/1000 --max-concurrency 64,128 --num-prompts 3000
+
+    hpc-serve bench 405b --dataset-path mine.jsonl --request-rate 1,2,4
+    """
+    from hpc_serve.bench.checks import load_check, wrong_answers
+    from hpc_serve.bench.expected import predict
+    from hpc_serve.bench.measured import Measured
+    from hpc_serve.bench.page import page
+    from hpc_serve.bench.plot import check_plot, draw_runs
+    from hpc_serve.bench.results import document, run_json
+    from hpc_serve.cli import show
+    from hpc_serve.cli.use import bench_view
+    from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+    store = ServiceStore(default_home(os.environ))
+    goals = _goals(options["goals"])
+    sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
+    check = load_check(options["check"]) if options["check"] is not None else None
+    if options["plot"] is not None:
+        check_plot(options["plot"])
+    runs, error = bench_view.measure(store, sweep)
+    measured = [
+        Measured(
+            run=run,
+            goals_ms=goals or None,
+            prediction=predict(store, run, gpu=options["gpu"]),
+            wrong=wrong_answers(run, check) if check is not None else None,
+        )
+        for run in runs
+    ]
+    results = [run_json(one, is_detailed=options["detailed"]) for one in measured]
+    if options["save"] is not None and results:
+        _write(options["save"], json.dumps(document(results, options["save"]), ensure_ascii=False) + "\n")
+    if options["as_json"]:
+        if results:
+            show.print_json(document(results))
+    else:
+        bench_view.print_runs(measured, is_full=options["full"])
+    if options["html"] is not None and measured:
+        _write(options["html"], page(measured))
+    if options["plot"] is not None and measured:
+        draw_runs(measured, options["plot"])
+        click.echo(f"wrote {options['plot']}", err=True)
+    if error is not None:
+        raise error
+    return 130 if any(run.interrupted for run in runs) else 0
+
+
+def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
+    """What is to be run. Raises click.UsageError, InvalidRequestError."""
+    from hpc_serve.bench.prompts import parse_lengths
+    from hpc_serve.bench.sweep import Pace, Sweep
+    from hpc_serve.bench.workload import Workload
+
+    path, dataset = options["dataset_path"], options["dataset_name"]
+    dataset = dataset or ("custom" if path is not None else "random")
+    is_file = dataset in _FILES
+    if is_file != (path is not None):
+        raise click.UsageError(
+            f"--dataset-name {dataset} needs --dataset-path."
+            if is_file
+            else f"{dataset} is made and has no --dataset-path."
+        )
+    if is_file and options["lengths"] is not None:
+        raise click.UsageError(
+            "A file has its own prompts: --output-len is the length of their answers, --lengths is not."
+        )
+    if not is_file and options["output_len"] is not None:
+        raise click.UsageError("--output-len is for files; --lengths IN/OUT has both lengths.")
+    ignore_eos = options["ignore_eos"]
+    common: dict[str, Any] = {
+        "dataset": dataset,
+        "count": options["num_prompts"] or (None if is_file else 1000),
+        "seed": options["seed"],
+        "path": path,
+        "output_len": options["output_len"],
+        "prefix_len": options["prefix_len"],
+        "num_prefixes": options["num_prefixes"],
+        "ignore_eos": not is_file if ignore_eos is None else ignore_eos,
+        "extra_body": _object(options["extra_body"]),
+    }
+    lengths = (None,) if is_file else parse_lengths(options["lengths"] or _USUAL_LENGTHS)
+    rates = _numbers("--request-rate", options["request_rate"], float)
+    most = options["max_concurrency"] or (None if rates else _USUAL_CONCURRENCY)
+    paces = tuple(
+        Pace(max_concurrency=at_once, request_rate=rate, burstiness=options["burstiness"])
+        for rate in rates or (float("inf"),)
+        for at_once in _numbers("--max-concurrency", most, int) or (None,)
+    )
+    return Sweep(
+        services=services,
+        workloads=tuple(Workload(**common, lengths=one) for one in lengths),
+        paces=paces,
+        split=options["split"],
+        wait=options["wait"],
+    )
+
+
+def _only_service(store: Any, wait: float | None) -> str:
+    from hpc_serve.client.access import pick_service
+    from hpc_serve.client.discovery.all_services import find_ready_services
+
+    return pick_service(find_ready_services(store), store, waits=bool(wait))
+
+
+def _numbers(option: str, text: str | None, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """Numbers above 0, parted by commas."""
+    try:
+        numbers = tuple(kind(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        numbers = (0,)
+    if not all(number > 0 for number in numbers):
+        raise click.UsageError(f"{option} {text}: write numbers above 0, as 8 or 8,64.")
+    return numbers
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        value = parse_json(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise click.UsageError(f"--extra-body {text} is no JSON object.")
+    return value
+
+
+def _goals(words: tuple[str, ...]) -> dict[str, float]:
+    """Bounds in milliseconds, as `vllm bench serve` takes them."""
+    goals = {}
+    for word in " ".join(words).split():
+        name, _, bound = word.partition(":")
+        try:
+            goals[name] = float(bound)
+        except ValueError:
+            goals[name] = 0.0
+        if name not in ("ttft", "tpot", "e2el") or not goals[name] > 0:
+            raise click.UsageError(f"--goodput {word}: write ttft, tpot or e2el and milliseconds, as ttft:500.")
+    return goals
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error
+    click.echo(f"wrote {path}", err=True)

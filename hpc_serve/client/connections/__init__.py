@@ -1,0 +1,1 @@
+"""Connections to engines, verified before anything is sent."""

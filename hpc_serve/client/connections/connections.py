@@ -1,0 +1,122 @@
+"""The connections below an OpenAI client: of one process, and of one event loop where there are several.
+
+A transport of the HTTP library keeps connections by the host of their URL. Here that host stands for one engine, at one
+address, with one way to verify it (`origins`), so that no request meets a connection that was verified for another.
+Which replica a request goes to is decided above these transports.
+"""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from typing import Any
+
+from hpc_serve.client.connections.origins import Origins
+from hpc_serve.client.connections.verified_streams import AsyncConnection, AsyncVerifyingBackend, VerifyingBackend
+from hpc_serve.client.replicas.event_loops import has_ended, running_loop
+from hpc_serve.client.replicas.fork import leave_behind, renew_after_fork
+from hpc_serve.client.replicas.sdk import core, http
+
+__all__ = ["Origins", "make_async_transport", "make_transport"]
+
+# As many connections as the SDK allows. vLLM closes idle ones after 5 s: close them here before, or a request fails.
+_LIMITS = http.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=4.0)
+
+
+def make_transport(origins: Origins) -> http.BaseTransport:
+    """A transport whose URLs are `http://ORIGIN`, whatever the engine speaks."""
+    return _ProcessTransport(origins)
+
+
+def make_async_transport(origins: Origins) -> http.AsyncBaseTransport:
+    """The same for asyncio and trio."""
+    return _LoopTransport(origins)
+
+
+class _ProcessTransport(http.BaseTransport):
+    """The connections of this process."""
+
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+        self._inner = _transport(origins)
+        renew_after_fork(self)
+
+    def handle_request(self, request: http.Request) -> http.Response:
+        return self._inner.handle_request(request)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def after_fork(self) -> None:
+        _unlock(self._inner)
+        leave_behind(self._inner)
+        self._origins.leave_all()
+        self._inner = _transport(self._origins)
+
+
+class _LoopTransport(http.AsyncBaseTransport):
+    """The connections of each event loop that runs, as a connection is of use in its own loop alone."""
+
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+        self._inner: dict[Any, http.AsyncHTTPTransport] = {}
+        renew_after_fork(self)
+
+    async def handle_async_request(self, request: http.Request) -> http.Response:
+        loop = running_loop()
+        if (inner := self._inner.get(loop)) is None:
+            self._forget_ended_loops()
+            inner = self._inner[loop] = _async_transport(self._origins)
+        return await inner.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        self._forget_ended_loops()
+        if (inner := self._inner.pop(running_loop(), None)) is not None:
+            await inner.aclose()
+
+    def _forget_ended_loops(self) -> None:
+        ended = [loop for loop in list(self._inner) if has_ended(loop)]
+        for loop in ended:
+            self._inner.pop(loop, None)
+        if ended:
+            for connection in self._origins.connections():
+                if isinstance(connection, AsyncConnection):
+                    connection.end_with_loop()
+
+    def after_fork(self) -> None:
+        leave_behind(self._inner)
+        self._origins.leave_all()
+        self._inner = {}
+
+
+def _transport(origins: Origins) -> http.HTTPTransport:
+    transport = http.HTTPTransport(verify=_unused_context(), trust_env=False)
+    # The library has no public way to hand its pool a network backend; tests hold this one.
+    transport._pool = core.ConnectionPool(network_backend=VerifyingBackend(origins), **_pool_options())
+    return transport
+
+
+def _async_transport(origins: Origins) -> http.AsyncHTTPTransport:
+    transport = http.AsyncHTTPTransport(verify=_unused_context(), trust_env=False)
+    transport._pool = core.AsyncConnectionPool(network_backend=AsyncVerifyingBackend(origins), **_pool_options())
+    return transport
+
+
+def _unlock(transport: http.HTTPTransport) -> None:
+    """In a forked process: whoever closes an answer that it inherited must not wait for a thread that is not there."""
+    pool: Any = transport._pool
+    pool._optional_thread_lock = type(pool._optional_thread_lock)()
+
+
+def _pool_options() -> dict[str, Any]:
+    return {
+        "max_connections": _LIMITS.max_connections,
+        "max_keepalive_connections": _LIMITS.max_keepalive_connections,
+        "keepalive_expiry": _LIMITS.keepalive_expiry,
+    }
+
+
+@functools.cache
+def _unused_context() -> ssl.SSLContext:
+    """It trusts nobody. The library's own would read all of the system's authorities first."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,0 +1,1 @@
+"""Which replicas a service has, and how a client waits for one."""

@@ -1,0 +1,282 @@
+"""Finds the ready replicas of one service, again and again: reads its records, probes its engines, fills the pool.
+
+This decides when to read, whom to probe, and when a replica is lost that has requests under way. `proofs` says what a
+probe is worth. The pool chooses the replica for a request, and the caller decides how long to wait. The scheduler is
+never asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+
+from hpc_serve.client.discovery.reading import RecordReader
+from hpc_serve.client.discovery.search import Search
+from hpc_serve.client.discovery.wake import Waker
+from hpc_serve.client.replicas.fork import renew_after_fork
+from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
+from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
+from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
+from hpc_serve.client.replicas.replicas import LastReplica
+from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
+from hpc_serve.client.silence.request_watch import RequestWatch, Verdict
+from hpc_serve.client.silence.silence import Silence
+from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
+from hpc_serve.trust.connection import Identity
+
+REFRESH_S = 10.0
+PROBE_S = 2.0  # a probe of a replica that is to be used waits so long for each answer
+
+Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
+
+_NOT_YET = ProbeResult(status="no answer", detail="it has not answered yet")
+_log = logging.getLogger("hpc_serve.client")
+
+
+class ServiceWatch:
+    """What is known of one service, and its pool of ready replicas. Safe to share between threads.
+
+    `find_one` and `refresh` wait for files and probes, `is_being_stopped` for files.
+    """
+
+    def __init__(
+        self,
+        store: ServiceStore,
+        service: str,
+        *,
+        probe: Probe | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        may_wake: bool = False,
+    ) -> None:
+        store.service_dir(service)  # a name that cannot be one is refused here
+        self.store = store
+        self.service = service
+        self.pool = ReplicaPool(clock=clock)
+        self.requests = RequestWatch(self._look_after, Silence(self.pool))
+        self.last_replica = LastReplica()
+        self.waker = Waker(store, service, may_wake=may_wake)
+        self.status = ServiceStatus(service=service, home=str(store.home))
+        self.api_key = ""
+        self._probe = probe or _probe
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._lease = LeaseWatch()
+        self._proofs = Proofs()
+        self._reader = RecordReader(store, service, self._proofs)
+        self._search: Search | None = None
+        self._refreshed_at_s = float("-inf")
+        self._searched_at_s = float("-inf")
+        self._make_locks()
+        renew_after_fork(self)
+
+    def _make_locks(self) -> None:
+        self._refresh_lock = threading.Lock()
+        self._search_lock = threading.Lock()
+        self._background_lock = threading.Lock()
+
+    def after_fork(self) -> None:
+        """In a forked process, locks may be held by threads that are not there."""
+        self._make_locks()
+        self._proofs.after_fork()
+        self.pool.after_fork()
+        self.requests.after_fork()
+
+    def __repr__(self) -> str:
+        return f"ServiceWatch({self.service!r} in {str(self.store.home)!r})"
+
+    @property
+    def model(self) -> str:
+        """The name to ask the engines for: the first that all of them serve under."""
+        every = [replica.record for replica in self.status.replicas if replica.record is not None]
+        ready = [replica.record for replica in self.status.ready if replica.record is not None] or every
+        asked = [record for record in every if self._search is not None and self._search.is_being_asked(record.name)]
+        for records in ([*asked, *ready], ready):
+            for name in records[-1].served_model_names if records else ():
+                if all(name in record.served_model_names for record in records):
+                    return name
+        return ready[-1].model if ready else ""
+
+    def find_one(self) -> bool:
+        """Look for a ready replica among the records, the newest first; whether there is one.
+
+        Returns with the first that answers. The others get into the pool when they answer.
+        """
+        asked_at_s = self._clock()
+        with self._search_lock:
+            if self._searched_at_s > asked_at_s:  # another thread searched while this one waited for the lock
+                return bool(self.pool)
+            self._searched_at_s = self._clock()
+            search = Search(read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask)
+            try:
+                self.api_key = self._reader.api_key(self.api_key)
+                search.run(self._reader.files())
+            except HpcServeError:  # `refresh` knows what that means
+                return False
+            if not search.is_ready:
+                return False
+            self._show(search)
+            return True
+
+    def _show(self, search: Search) -> None:
+        """What a search found is what is known, until the next refresh."""
+        self._search = search
+        records = [record for record, _ in search.answers.values()]
+        probes = {name: result or _NOT_YET for name, (_, result) in search.answers.items()}
+        self.status = self._assess(ServiceRecords(service=self.service, records=tuple(records)), probes)
+        if not search.is_complete:
+            self._start_refresh()
+        elif any(map(search.is_being_asked, probes)):
+            search.when_over(self._start_refresh)
+        else:
+            self._refreshed_at_s = self._clock()
+
+    def _ask(self, record: EndpointRecord) -> ProbeResult:
+        result = self._judge(record, self._probe([record], self.api_key)[record.name])
+        if result.status == "ready":
+            self.pool.offer(_address(record, result, self.api_key))
+        return result
+
+    def refresh(self, *, is_complete: bool = False) -> ServiceStatus:
+        """Read the records, probe the engines that need it, and refill the pool. Raises StoreError.
+
+        Replicas that have ended are in the status if it `is_complete`, or if none is ready.
+        """
+        asked_at_s = self._clock()
+        with self._refresh_lock:
+            if self._refreshed_at_s > asked_at_s:  # another thread refreshed while this one waited for the lock
+                return self.status
+            self._refreshed_at_s = self._clock()
+            return self._refresh(is_complete=is_complete)
+
+    def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+        """Take the least loaded replica not in `tried`; refreshes in the background when that is due."""
+        if self._is_refresh_due:
+            self._start_refresh()
+        return self.pool.take(tried)
+
+    def mark_suspect(self, replica: ReplicaAddress) -> None:
+        """Offer a replica no more until it has been probed again."""
+        self._proofs.doubt(replica.name)
+        self.pool.drop(replica.name)
+
+    def is_being_stopped(self, replica: ReplicaAddress) -> bool:
+        """Whether the replica's record says that it drains or was stopped. Reads the record."""
+        record = self._reader.record(replica.name)
+        return record is not None and record.state in ("draining", "stopped")
+
+    def _look_after(self, names: Set[str]) -> Verdict:
+        """Look at the replicas in `names`, which have requests under way: which of them are lost. Raises StoreError."""
+        with self._refresh_lock:
+            if is_due := self._is_refresh_due:
+                self._refreshed_at_s = self._clock()
+            status = self._refresh(asked_for=names, only_those=not is_due)
+        replicas = {replica.record.name: replica for replica in status.replicas if replica.record is not None}
+        lost = {}
+        for name in names:
+            if (replica := replicas.get(name)) is None:
+                lost[name] = "its record was removed, and its engine does not answer"
+            elif replica.record is not None and replica.record.state in WITHOUT_ENGINE:
+                lost[name] = f"its record says that it is {replica.sentence}"
+            elif self._proofs.missed(name) >= MOST_MISSED:
+                lost[name] = replica.reason
+        return Verdict(lost=lost, is_in_doubt=any(self._proofs.missed(name) == 1 for name in names))
+
+    @property
+    def _is_refresh_due(self) -> bool:
+        return self._clock() - self._refreshed_at_s > REFRESH_S
+
+    def _start_refresh(self) -> None:
+        if self._background_lock.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._refresh_in_background, daemon=True, name="hpc-serve-refresh").start()
+            except RuntimeError:  # no more threads for this user: later
+                self._background_lock.release()
+
+    def _refresh_in_background(self) -> None:
+        try:
+            self.refresh()
+        except HpcServeError as error:  # go on with the replicas that are known
+            _log.debug("looking for replicas of %s: %s", self.service, error)
+        finally:
+            self._background_lock.release()
+
+    def _refresh(
+        self, *, asked_for: Set[str] = frozenset(), only_those: bool = False, is_complete: bool = False
+    ) -> ServiceStatus:
+        found = self._reader.records(asked_for, is_complete=is_complete)
+        probes = self._probe_ready(_ready_ones(found.records), asked_for, only_those=only_those)
+        status = self._assess(found, probes)
+        if not status.ready and not is_complete:
+            status = self._assess(self._reader.records(asked_for, is_complete=True), probes)
+        self.status = status
+        self._search = None
+        ready = [(replica.record, replica.probe) for replica in status.ready]
+        addresses = [_address(record, probe, self.api_key) for record, probe in ready if record and probe]
+        self.pool.fill(addresses, doubtful=self._proofs.doubtful)
+        return status
+
+    def _assess(self, found: ServiceRecords, probes: dict[str, ProbeResult]) -> ServiceStatus:
+        now_s, wall_s = self._clock(), self._wall_clock()
+        replicas = [
+            assess_replica(
+                record,
+                probe=probes.get(record.name),
+                lease_age_s=self._lease.age_s(record, now_s),
+                wall_age_s=wall_s - record.updated_at,
+            )
+            for record in found.records
+        ]
+        replicas += map(assess_submitted, found.without_record())
+        return ServiceStatus(
+            service=self.service,
+            home=str(self.store.home),
+            replicas=tuple(sorted(replicas, key=lambda replica: replica.began_or_ended_at)),
+            problems=found.problems,
+        )
+
+    def _probe_ready(
+        self, records: Sequence[EndpointRecord], asked_for: Set[str], *, only_those: bool
+    ) -> dict[str, ProbeResult]:
+        """Probe the replicas in `asked_for`, those not verified lately, and those that do not renew their record.
+
+        With `only_those`, of the others only those that were never asked.
+        """
+        if not records:
+            return {}
+        self.api_key = self._reader.api_key(self.api_key)
+        now_s = self._clock()
+        results = {}
+        for record in records:
+            known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
+            known = known or self._proofs.last(record, now_s, within_s=math.inf if only_those else FRESH_S)
+            if known is not None and record.name not in asked_for:
+                results[record.name] = known
+        to_ask = {record.name: record for record in records if record.name not in results}
+        if to_ask:
+            fresh = self._probe(list(to_ask.values()), self.api_key)
+            results |= {name: self._judge(to_ask[name], result) for name, result in fresh.items()}
+        return results
+
+    def _judge(self, record: EndpointRecord, result: ProbeResult) -> ProbeResult:
+        was_heard = self.requests.was_heard(record.name)
+        return self._proofs.judge(record, result, self._clock(), was_heard=was_heard)
+
+
+def _probe(records: Sequence[EndpointRecord], api_key: str) -> dict[str, ProbeResult]:
+    return probe_records(records, api_key, timeout_s=PROBE_S)
+
+
+def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
+    return [record for record in records if record.state == "ready"]
+
+
+def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> ReplicaAddress:
+    assert result.host is not None
+    identity = Identity.of(record, api_key)
+    return ReplicaAddress(name=record.name, host=result.host, port=record.port, identity=identity)

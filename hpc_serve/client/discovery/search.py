@@ -1,0 +1,96 @@
+"""A search for one ready replica among many records: those written last are asked first, side by side.
+
+The search is over with the first replica that answers, so that one that does not answer costs nothing. The others go on
+being asked in threads of their own. What an answer means is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hpc_serve.client.replicas.probe import in_background
+from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.rendezvous.live import RecordFile
+from hpc_serve.rendezvous.record import EndpointRecord
+
+_FIRST = 4  # so many are asked first, then twice as many, and so on
+_PAUSE_S = 0.05  # before the next ones are asked, while none of the newer ones has answered
+_MOST_GRACE_S = 0.05
+
+
+class Search:
+    """One search. `answers` are all records that were asked, with what they answered; None until they do.
+
+    `read` gives the records of files, `ask` asks the engine of one. `ask` is called in threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        read: Callable[[Sequence[RecordFile]], Sequence[EndpointRecord]],
+        ask: Callable[[EndpointRecord], ProbeResult],
+    ) -> None:
+        self.answers: dict[str, tuple[EndpointRecord, ProbeResult | None]] = {}
+        self.is_ready = False
+        self.is_complete = False
+        self._read = read
+        self._ask = ask
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._when_over: Callable[[], None] | None = None
+
+    def run(self, files: Sequence[RecordFile]) -> None:
+        """Ask until one is ready, or all have answered. Once one is ready the others have as long again as it took."""
+        began_at_s, asked, count = time.monotonic(), 0, _FIRST
+        while asked < len(files):
+            for record in self._read(files[asked : asked + count]):
+                self._start(record)
+            asked += count
+            count *= 2
+            if self._wait(_PAUSE_S):
+                break
+        self.is_complete = asked >= len(files)
+        if self.is_ready or self._wait(None):
+            took_s = time.monotonic() - began_at_s
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting, timeout=min(took_s, _MOST_GRACE_S))
+
+    def is_being_asked(self, name: str) -> bool:
+        """Whether a replica has not answered yet."""
+        return name in self.answers and self.answers[name][1] is None
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Have `call` called when all that were asked have answered."""
+        with self._changed:
+            if self._waiting:
+                self._when_over = call
+                return
+        call()
+
+    def _start(self, record: EndpointRecord) -> None:
+        with self._changed:
+            self.answers[record.name] = record, None
+            self._waiting += 1
+        in_background(self._ask_one, record)
+
+    def _ask_one(self, record: EndpointRecord) -> None:
+        result = None
+        try:
+            result = self._ask(record)
+        finally:
+            with self._changed:
+                self.answers[record.name] = record, result
+                self.is_ready = self.is_ready or (result is not None and result.status == "ready")
+                self._waiting -= 1
+                when_over = self._when_over if not self._waiting else None
+                self._changed.notify_all()
+        if when_over is not None:
+            when_over()
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """Wait until one is ready or all have answered; whether one is ready."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_ready or not self._waiting, timeout=timeout_s)
+            return self.is_ready

@@ -1,0 +1,1 @@
+"""The replicas that a client knows: how each is, and which one a request goes to."""

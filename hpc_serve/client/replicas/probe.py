@@ -1,0 +1,130 @@
+"""Asks a replica's engine whether it is there, and measures how long a record has not been renewed.
+
+Each connection is verified before anything is sent (`trust.connection`): after an engine has died, its port may belong
+to another user. status.py decides what an answer means. `http.client` ignores proxy variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
+from hpc_serve.errors import RecordError
+from hpc_serve.rendezvous.gate_headers import is_draining
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
+
+PROBE_TIMEOUT_S = 3.0
+
+_MOST_AT_ONCE = 64
+
+# After one address has answered, how long to wait for an address that the record prefers.
+_PREFERENCE_S = 0.1
+
+_BEST_FIRST: tuple[ProbeStatus, ...] = get_args(ProbeStatus)
+_NO_ANSWER = ProbeResult(status="no answer", detail="no answer in time")
+
+
+def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    """Ask at one address whether the engine of `identity` is there, whether it is healthy and takes the key."""
+    try:
+        with contextlib.closing(VerifiedConnection(host, port, identity, timeout_s=timeout_s)) as connection:
+            return _ask_engine(connection, host, identity.api_key)
+    except NotOurEngineError as error:
+        return ProbeResult(status="not ours", host=host, detail=str(error))
+    except (OSError, http.client.HTTPException, ValueError, RecordError) as error:
+        return ProbeResult(status="no answer", host=host, detail=str(error) or type(error).__name__)
+
+
+def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> ProbeResult:
+    health = _get(connection, "/health")
+    if is_draining(health.headers):
+        return ProbeResult(status="draining", host=host)
+    if health.status != 200:
+        return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")
+    if _get(connection, "/v1/models", {"Authorization": f"Bearer {api_key}"}).status == 401:
+        return ProbeResult(status="other key", host=host, detail="it does not take the service's key")
+    return ProbeResult(status="ready", host=host)
+
+
+def _get(
+    connection: VerifiedConnection, path: str, headers: Mapping[str, str] | None = None
+) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers or {})
+    response = connection.getresponse()
+    response.read()
+    return response
+
+
+def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    """Ask all addresses of a replica at once. Of those that are its engine, the one that the record prefers counts."""
+    hosts, identity = record.hosts, Identity.of(record, api_key)
+    if len(hosts) == 1:
+        return probe(hosts[0], record.port, identity, timeout_s=timeout_s)
+    results: queue.SimpleQueue[tuple[int, ProbeResult]] = queue.SimpleQueue()
+
+    def ask(rank: int) -> None:
+        results.put((rank, probe(hosts[rank], record.port, identity, timeout_s=timeout_s)))
+
+    for rank in range(len(hosts)):
+        in_background(ask, rank)
+    heard: dict[int, ProbeResult] = {}
+    # Connecting, sending and reading may each take `timeout_s`.
+    deadline = time.monotonic() + 2 * timeout_s
+    while len(heard) < len(hosts) and (left_s := deadline - time.monotonic()) > 0:
+        try:
+            rank, result = results.get(timeout=left_s)
+        except queue.Empty:
+            break
+        heard[rank] = result
+        if ours := [rank for rank in sorted(heard) if heard[rank].is_ours]:
+            if all(rank in heard for rank in range(ours[0])):
+                return heard[ours[0]]
+            deadline = min(deadline, time.monotonic() + _PREFERENCE_S)
+    best_first = sorted(heard, key=lambda rank: (_BEST_FIRST.index(heard[rank].status), rank))
+    return heard[best_first[0]] if best_first else _NO_ANSWER
+
+
+def probe_records(
+    records: Sequence[EndpointRecord], api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S
+) -> dict[str, ProbeResult]:
+    """Ask several replicas at once; the results by record name."""
+    results: dict[str, ProbeResult] = {}
+    left = iter(list(records))
+
+    def ask() -> None:
+        for record in left:
+            results[record.name] = probe_record(record, api_key, timeout_s=timeout_s)
+
+    for thread in [in_background(ask) for _ in range(min(len(records), _MOST_AT_ONCE))]:
+        thread.join()
+    return results
+
+
+class LeaseWatch:
+    """How long each record has not been renewed, by this process's own clock: the writer's clock may differ."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def age_s(self, record: EndpointRecord, now_s: float) -> float:
+        """Seconds since the record's counter was last seen to change; 0 at the first look."""
+        counter, since_s = self._seen.get(record.name, (-1, now_s))
+        if counter != record.counter:
+            since_s = now_s
+            self._seen[record.name] = (record.counter, now_s)
+        return now_s - since_s
+
+
+def in_background(call: Callable[..., None], *args: object) -> threading.Thread:
+    """Call a function in a thread of its own."""
+    # Daemons: a probe of an address that drops packets must not delay the end of the program.
+    thread = threading.Thread(target=call, args=args, daemon=True, name="hpc-serve-probe")
+    thread.start()
+    return thread

@@ -1,0 +1,40 @@
+"""The HTTP library that the installed OpenAI SDK builds on: httpx2 since its version 3, httpx before. The two are one
+API under two names; what is said here of `http` holds for both. `core` is what that library keeps connections with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import TYPE_CHECKING
+
+import openai
+import pydantic.main
+
+from hpc_serve.client.replicas.fork import renew_after_fork
+
+if TYPE_CHECKING:
+    import httpcore2 as core
+    import httpx2 as http
+else:
+    _client = next(base for base in openai.DefaultHttpxClient.__mro__ if base.__name__ == "Client")
+    http = importlib.import_module(_client.__module__.partition(".")[0])
+    core = importlib.import_module(http.__name__.replace("httpx", "httpcore"))
+
+__all__ = ["core", "http", "openai"]
+
+
+class _LazyModels:
+    """The SDK's classes of answers, which are completed at the first answer of each, under a lock of pydantic's.
+
+    A thread that is not there in a forked process may hold it there, and no first answer would ever be read. What that
+    thread had begun is begun anew: the class is marked as incomplete until all is done.
+    """
+
+    def after_fork(self) -> None:
+        if hasattr(pydantic.main, "_rebuild_lock"):  # not in versions before 2.14
+            pydantic.main._rebuild_lock = threading.RLock()
+
+
+_lazy_models = _LazyModels()
+renew_after_fork(_lazy_models)

@@ -1,0 +1,1 @@
+"""One request and the replicas that it is sent to."""

@@ -1,0 +1,269 @@
+"""One request of a user and the replicas that it is sent to: which one, whether again, and how a broken stream goes on.
+
+No work was begun after a refused connection, after our gate's "draining", and after an error of an engine that is being
+stopped: the next replica gets the request at once. What may be sent again after it was lost with a replica says
+`repeats`; a second request beside the first is one of `hedge`. The transports carry out what is decided here: each step
+that waits for something is handed to them (`steps`).
+"""
+
+from __future__ import annotations
+
+import json
+
+from hpc_serve.client.connections.connections import Origins
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import Wait, WaitPolicy
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import http
+from hpc_serve.client.requests.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
+from hpc_serve.client.requests.attempt import Attempt
+from hpc_serve.client.requests.hedge import SecondRequest
+from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived, was_lost
+from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Steps, WaitForReplica, WaitForSecond
+from hpc_serve.client.resume.received import CannotResumeError
+from hpc_serve.client.resume.relay import Ask, Relay
+from hpc_serve.client.resume.relay import Steps as Asks
+from hpc_serve.client.resume.request import read_request
+from hpc_serve.errors import HpcServeError, StreamBrokenError
+from hpc_serve.rendezvous.gate_headers import is_draining
+
+# A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
+LOST_WAIT_S = 10.0
+
+
+class NoReplicaError(http.ConnectError):
+    """No ready replica is left for this request."""
+
+
+class Exchange:
+    """One request. `relay` is there if its answer is a stream that can be watched over.
+
+    `sent` counts how often it was sent from its beginning, `resumed` how often its stream went on at another replica.
+    """
+
+    def __init__(
+        self, watch: ServiceWatch, origins: Origins, request: http.Request, *, resume: bool, wait: Wait
+    ) -> None:
+        self._watch = watch
+        self._origins = origins
+        self._request = request
+        self._wait = wait
+        self._waiting: WaitPolicy | None = None
+        self._tried: set[str] = set()
+        self._returns = 0
+        self._repeats = Repeats(request)
+        self._has_second = False
+        self.sent = 0
+        self.resumed = 0
+        content = request.content if self._repeats.is_replayable else None
+        self._prompt_bytes = len(content or b"")
+        asked = read_request(request.url.path, content) if resume and content is not None else None
+        self.relay: Relay | None = Relay(asked) if asked is not None else None
+
+    def answer(self) -> Steps[http.Response]:
+        """The response of the first replica that has one."""
+        failure: BaseException | None = None
+        while True:
+            try:
+                attempt = yield from self._find()
+            except (HpcServeError, NoReplicaError) as error:
+                if not self._repeats.lost:
+                    raise
+                raise self._repeats.as_lost(f"no other one is ready: {error}") from failure
+            if self.relay is None:
+                attempt.ask_beside = self._ask_beside
+            self._request.url = shown_url(self._request.url, attempt.replica)
+            self.sent += 1
+            try:
+                response: http.Response = yield Send(self._addressed(attempt), attempt)
+            except BaseException as error:
+                if (second := (yield from self._answer_beside(attempt, error))) is not None:
+                    return second
+                failure = attempt.end_with(error)
+                self._repeats.count(failure)
+                if self._repeats.may_follow(failure):
+                    continue
+                shown = self._repeats.shown(failure)
+                if shown is failure:
+                    raise failure from failure.__cause__
+                raise shown from failure
+            if response.status_code < 500:
+                return response
+            try:
+                self._watch.mark_suspect(attempt.replica)
+                if not (yield from self._is_for_another(response, attempt.replica)):
+                    return response
+            except BaseException:
+                yield Close(response)
+                raise
+            yield Close(response)
+            self._forget_second(attempt)
+
+    def goes_on(self, response: http.Response) -> bool:
+        """Whether a break of this response is ours to mend."""
+        is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        return self.relay is not None and is_stream and "content-encoding" not in response.headers
+
+    def go_on(self, relay: Relay, replica: str, failure: BaseException) -> Steps[http.Response]:
+        """The response that continues a stream which broke at a replica. Raises StreamBrokenError."""
+        self._repeats.lost += 1
+        while True:
+            try:
+                asks = relay.steps()
+                ask, is_last = _next(asks)
+                if self._repeats.is_over:
+                    raise CannotResumeError(self._repeats.why_over)
+                attempt = yield from self._find()
+            except CannotResumeError as error:
+                raise broken_stream(relay, replica, failure, str(error)) from failure
+            except (HpcServeError, NoReplicaError) as error:
+                raise broken_stream(relay, replica, failure, f"no other one is ready: {error}") from failure
+            replica = attempt.replica.name
+            try:
+                while not is_last:
+                    ask, is_last = _next(asks, (yield Fetch(self._asking(ask, attempt))))
+                response: http.Response = yield Send(self._asking(ask, attempt), attempt)
+                if response.status_code == 200:
+                    relay.go_on(replica)
+                    self.resumed += relay.is_continued
+                    self.sent += not relay.is_continued
+                    return response
+                said: bytes = yield Read(response)
+            except CannotResumeError as error:
+                attempt.end()
+                raise broken_stream(relay, replica, failure, str(error)) from failure
+            except BaseException as error:
+                failure = attempt.end_with(error)
+                if not isinstance(failure, http.TransportError):
+                    raise
+                self._repeats.lost += not never_arrived(failure)
+                continue
+            failure = http.RemoteProtocolError(f"HTTP {response.status_code}: {said.decode(errors='replace')[:200]}")
+            if response.status_code < 500:
+                raise broken_stream(relay, replica, failure, "it does not go on there") from None
+            self._watch.mark_suspect(attempt.replica)
+
+    # -- which replica
+
+    def _find(self) -> Steps[Attempt]:
+        """A replica that was not tried; for a request that was lost, one that was tried and is back. NoReplicaError."""
+        attempt = self._take(self._tried)
+        if attempt is None:
+            yield Call(self._watch.refresh)
+            attempt = self._take(self._tried)
+        if attempt is None and self._repeats.lost and self._returns < MOST_ENGINES:
+            self._waiting = self._waiting or WaitPolicy(self._wait or LOST_WAIT_S)
+            yield WaitForReplica(self._waiting)
+            attempt = self._take(self._tried)
+            if attempt is None and (attempt := self._take(frozenset())) is not None:
+                self._returns += 1
+        if attempt is None:
+            tried = f" ({len(self._tried)} tried)" if self._tried else ""
+            raise NoReplicaError(f"no ready replica of {self._watch.service} is left for this request{tried}")
+        self._tried.add(attempt.replica.name)
+        return attempt
+
+    def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
+        replica = self._watch.pick(tried)
+        return Attempt(self._watch, replica, self._origins, self._prompt_bytes) if replica is not None else None
+
+    # -- a second request beside the first
+
+    def _ask_beside(self, first: Attempt) -> bool:
+        """Ask another replica, too, once, if it may be: whether it is. Called by the thread that watches requests."""
+        if self._has_second or not self._repeats.may_be_asked_twice:
+            first.ask_beside = None
+            return False
+        replica = self._watch.pool.take(self._tried, doubtful_too=False)
+        if replica is None:
+            return False
+        self._has_second, first.ask_beside = True, None
+        self._tried.add(replica.name)
+        self.sent += 1
+        origins = Origins()
+        attempt = Attempt(self._watch, replica, origins, self._prompt_bytes, is_second=True)
+        request = addressed(self._request, replica, origins, content=self._request.content)
+        first.second = second = SecondRequest(first, attempt, origins)
+        second.begin(request, lambda: self._watch.requests.cut(first))
+        if not first.is_waiting and not second.is_waited_for:
+            second.cancel()
+        return True
+
+    def _answer_beside(self, first: Attempt, error: BaseException) -> Steps[http.Response | None]:
+        """The answer of the second request, if there is one that may still come, to the first, which has failed."""
+        second = first.second
+        if not isinstance(second, SecondRequest):
+            return None
+        if not was_lost(error) and not never_arrived(error):
+            second.cancel()
+            return None
+        second.is_waited_for = True
+        first.end(is_suspect=first.is_unanswered)
+        try:
+            response: http.Response | None = yield WaitForSecond(second)
+        except BaseException:
+            second.cancel()
+            raise
+        if response is None:
+            if second.failure is not None:
+                self._repeats.count(second.failure)
+            else:
+                self._forget_second(first)
+            return None
+        self._watch.last_replica.note(second.replica.name)
+        self._request.url = shown_url(self._request.url, second.replica)
+        return response
+
+    def _forget_second(self, first: Attempt) -> None:
+        """The replica that was asked beside the first has neither answered nor failed: it may be asked again."""
+        if isinstance(first.second, SecondRequest):
+            self._tried.discard(first.second.replica.name)
+
+    # -- whether again
+
+    def _is_for_another(self, response: http.Response, replica: ReplicaAddress) -> Steps[bool]:
+        """Whether this 5xx means that no work was begun, so that another replica may get the request.
+
+        vLLM answers 500 to requests that arrive while it shuts down, and to requests that broke it. The record tells
+        which: a request that broke one engine must not be sent to the next.
+        """
+        if not self._repeats.is_replayable:
+            return False
+        if response.status_code == 503:
+            return is_draining(response.headers)
+        if response.status_code != 500:
+            return False
+        is_being_stopped: bool = yield Call(lambda: self._watch.is_being_stopped(replica))
+        return is_being_stopped
+
+    def _addressed(self, attempt: Attempt) -> http.Request:
+        content = self.relay.request.content if self.relay is not None else None
+        connect_s = CONNECT_FIRST_S if self._watch.pool.has_others(self._tried) else CONNECT_S
+        return addressed(self._request, attempt.replica, self._origins, content=content, connect_s=connect_s)
+
+    def _asking(self, ask: Ask, attempt: Attempt) -> http.Request:
+        return own_request(self._request, attempt.replica, self._origins, ask)
+
+
+def _next(asks: Asks, answer: bytes | None = None) -> tuple[Ask, bool]:
+    """The next request of a continuation, and whether it is the last."""
+    try:
+        return asks.send(json.loads(answer) if answer is not None else None), False
+    except StopIteration as end:
+        last: Ask = end.value
+        return last, True
+    except ValueError as error:
+        raise CannotResumeError("another replica answered what is no JSON") from error
+
+
+def broken_stream(relay: Relay, replica: str, failure: BaseException, reason: str) -> StreamBrokenError:
+    """The error that ends a stream which broke at a replica; `reason` is why it does not go on."""
+    received, why = relay.read(), str(failure) or type(failure).__name__
+    return StreamBrokenError(
+        f"The stream broke at {replica} ({why}) and cannot go on at another replica: {reason}. This error holds what"
+        f" had come of the answer: {len(received.text)} characters.",
+        replica=replica,
+        text=received.text,
+        token_ids=received.ids,
+        chunks=received.chunks,
+    )

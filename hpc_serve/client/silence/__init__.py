@@ -1,0 +1,1 @@
+"""Replicas that fall silent while they have requests."""

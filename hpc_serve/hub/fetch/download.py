@@ -1,0 +1,228 @@
+"""Brings files of a repository into the cache, several at once. A large file that breaks off goes on where it was: in
+this run, after a pause, and in the next run of the command.
+
+A part lies beside the cache's own contents, named after the content it is to become, and takes its place there once it
+has the size and the SHA-256 that the hub's list of files says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.hub.fetch.hub_repository import HubConnectionError, HubRepository, unwritable
+from hpc_serve.hub.needed_files import RepositoryFile
+from hpc_serve.sizes import GIB, readable_size
+
+PART = ".part"
+_AT_ONCE = 8
+_TRIES = 6
+"""How often a file is tried without a byte that is new."""
+_FIRST_PAUSE_S = 1.0
+_TICK_S = 0.25
+_SPARE_BYTES = GIB // 4  # filesystems that are quite full are slow, and other programs write too
+_HASH_CHUNK_BYTES = 1 << 20
+_MOST_BY_HTTP_BYTES = 50 * 10**9  # the hub gives no larger file by plain HTTP
+
+
+class InterruptedFetchError(KeyboardInterrupt):
+    """Ctrl-C; what has come is kept."""
+
+
+class Download:
+    """The files of one repository that are to be fetched."""
+
+    def __init__(self, repository: HubRepository, files: Sequence[RepositoryFile]) -> None:
+        self._repository = repository
+        self._files = files
+        self._waiting = deque(file for file in files if not repository.has(file))
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+        self.total_bytes = sum(file.size_bytes for file in files)
+        self.kept_bytes = self.total_bytes - sum(file.size_bytes - self._kept(file) for file in self._waiting)
+        """What of them was here before."""
+        self._done_bytes = self.kept_bytes
+
+    @property
+    def done_bytes(self) -> int:
+        """What is here of the files."""
+        with self._lock:
+            return self._done_bytes
+
+    @property
+    def num_missing(self) -> int:
+        """How many files are not here, or not whole."""
+        return len(self._waiting)
+
+    def check_space(self) -> None:
+        """Raises StoreError where the cache's filesystem has no room for what is missing."""
+        folder = self._repository.folder
+        while not folder.exists():
+            folder = folder.parent
+        free, needed = shutil.disk_usage(folder).free, self.total_bytes - self.kept_bytes
+        if needed and free < needed + min(_SPARE_BYTES, needed):
+            raise StoreError(
+                f"{self._repository.name} needs {readable_size(needed)} more in {self._repository.folder.parent}, and "
+                f"its filesystem has {readable_size(free)} free. Remove models there that nobody uses (`hf cache ls`), "
+                "or set HF_HOME to a folder with room, here and in the site file's `env`."
+            )
+
+    def run(self, on_tick: Callable[[int], None]) -> None:
+        """Fetch all that is missing; `on_tick` is told every quarter of a second how many bytes are here.
+
+        Raises InterruptedFetchError at Ctrl-C, StoreError where the disk refuses, HpcServeError for what the hub says.
+        """
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in self._waiting][:_AT_ONCE]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_TICK_S)
+                    on_tick(self.done_bytes)
+        except KeyboardInterrupt:
+            self._stop.set()
+            for thread in threads:
+                thread.join(_TICK_S)  # one that hangs on a connection ends with this program; its part is on the disk
+            raise InterruptedFetchError from None
+        if self._errors:
+            raise self._errors[0]
+        on_tick(self.done_bytes)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            try:
+                file = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self._fetch(file)
+            except _StoppedError:
+                return
+            except BaseException as error:  # handed to `run`
+                self._errors.append(error if isinstance(error, HpcServeError) else self._explained(error, file))
+                self._stop.set()
+
+    def _explained(self, error: BaseException, file: RepositoryFile) -> BaseException:
+        if not isinstance(error, OSError):
+            return error
+        return unwritable(self._repository.folder, file.path, error)
+
+    def _fetch(self, file: RepositoryFile) -> None:
+        """One file, tried again while it gets on."""
+        self._repository.forget(file.path)  # one that was cut off
+        tries, before = 0, -1
+        while True:
+            kept = self._kept(file)
+            tries, before = (0, kept) if kept > before else (tries + 1, before)
+            try:
+                if file.sha256 is not None and file.size_bytes <= _MOST_BY_HTTP_BYTES:
+                    self._fetch_part(file, file.sha256)
+                    self._repository.place(file.path)
+                else:
+                    self._repository.place(file.path)
+                    self._count(file.size_bytes)
+                return
+            except HubConnectionError as error:
+                if tries + 1 >= _TRIES:
+                    raise HubConnectionError(
+                        f"{file.path}: {error} ({_TRIES} times without a new byte). What has come is kept: the same "
+                        "command goes on from there."
+                    ) from error
+            self._stop.wait(_FIRST_PAUSE_S * 2 ** min(tries, 4))
+            self._check_stop()
+
+    def _fetch_part(self, file: RepositoryFile, sha256: str) -> None:
+        blob = self._repository.blob(file.path)
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with self._repository.lock(blob):
+            if (
+                blob.exists() and blob.stat().st_size == file.size_bytes
+            ):  # another file of the same content, or another program
+                self._count(file.size_bytes - self._kept(file))
+                return
+            part = self._part(file)
+            with _open_part(part) as stream:
+                digest, size = _digest_of(stream)
+                if size < file.size_bytes:
+                    with self._repository.read(file.path, size) as (begins_at, chunks):
+                        if begins_at != size:
+                            stream.truncate(0)
+                            self._count(-size)
+                            digest, size = hashlib.sha256(), 0
+                        for chunk in chunks:
+                            self._check_stop()
+                            stream.write(chunk)
+                            stream.flush()
+                            digest.update(chunk)
+                            self._count(len(chunk))
+                            size += len(chunk)
+                os.fsync(stream.fileno())
+            if size < file.size_bytes:
+                raise HubConnectionError(f"the answer ended after {size:,} of {file.size_bytes:,} bytes")
+            if size != file.size_bytes or digest.hexdigest() != sha256:
+                part.unlink()
+                self._count(-size)
+                raise StoreError(
+                    f"{file.path}: what came has {size:,} bytes and SHA-256 {digest.hexdigest()[:12]}…, and the hub's "
+                    f"list of files says {file.size_bytes:,} bytes and {sha256[:12]}…, so it was removed. Run the same "
+                    "command again; if that does not help, a proxy or a mirror (HF_ENDPOINT) gives another file."
+                )
+            part.replace(blob)
+
+    def _part(self, file: RepositoryFile) -> Path:
+        return self._repository.folder / "blobs" / f"{file.sha256}{PART}"
+
+    def _kept(self, file: RepositoryFile) -> int:
+        """What of a file that is not whole is here."""
+        if file.sha256 is None:
+            return 0
+        blob = self._repository.folder / "blobs" / file.sha256
+        with contextlib.suppress(OSError):
+            if blob.stat().st_size == file.size_bytes:
+                return file.size_bytes
+        with contextlib.suppress(OSError):
+            return min(self._part(file).stat().st_size, file.size_bytes)
+        return 0
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self._done_bytes += size
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+
+
+class _StoppedError(Exception):
+    """Another file has failed, or Ctrl-C."""
+
+
+def _open_part(part: Path) -> BinaryIO:
+    """A part, to be read from its beginning and written at its end. What others have put in its place is removed: in a
+    cache of several people, a link would lead what comes into another file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        found = part.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            part.unlink()
+    return os.fdopen(os.open(part, flags | os.O_NOFOLLOW, 0o666), "r+b")
+
+
+def _digest_of(part: BinaryIO) -> tuple[hashlib._Hash, int]:
+    digest, size = hashlib.sha256(), 0
+    part.seek(0)
+    while chunk := part.read(_HASH_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest, size

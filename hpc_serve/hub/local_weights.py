@@ -1,0 +1,161 @@
+"""Which of a model's weights are on this machine: in a folder, or in the Hugging Face cache.
+
+It reads names of files, the index of a checkpoint, the headers of its files and its tokenizer, and asks no network.
+What follows from what is missing is decided by `submit` before the queue, and by the preflight in the job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hpc_serve.given_files import open_regular, parse_json, read_bounded, read_json
+from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.hub.needed_files import is_plain_path
+
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Of every tokenizer that transformers, mistral_common or a model's own code reads, at least one is there.
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model*", "tekken.json", "vocab.*", "*.tiktoken", "*.spm", "*.vocab", "*.gguf"),
+    *("spiece.model", "sentencepiece*.model", "*.bpe.model", "tokenization_*.py"),
+)
+_SHOWN = 3
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_LONGEST_REF_BYTES = 1024
+_READERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingWeights:
+    """What a checkpoint lacks: `files` that its index names, or all of it if that is empty."""
+
+    files: tuple[str, ...] = ()
+    of: int = 0
+
+    @property
+    def words(self) -> str:
+        if not self.files:
+            return "none of its weights"
+        names = ", ".join(self.files[:_SHOWN]) + (" …" if len(self.files) > _SHOWN else "")
+        return f"only {self.of - len(self.files)} of its {self.of} files of weights ({names} missing)"
+
+
+def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
+    """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
+    return snapshot_folder(read_hub_settings(environ).cache, repository, "main")
+
+
+def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
+    """The folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
+    folder = cache / ("models--" + repository.replace("/", "--"))
+    try:
+        commit = read_bounded(folder / "refs" / revision, _LONGEST_REF_BYTES).decode().strip()
+    except (OSError, ValueError):
+        commit = revision
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and (snapshot / "config.json").is_file() else None
+
+
+def missing_weights(folder: Path | None) -> MissingWeights | None:
+    """What a folder lacks of a model's weights; None where they are all there. Raises OSError."""
+    if folder is None:
+        return MissingWeights()
+    for name in _INDEXES:
+        if (folder / name).is_file():
+            files = _indexed(folder / name)
+            missing = tuple(file for file in files if not _is_there(folder, file))
+            has_others = len(missing) == len(files) and _has_weights(folder)
+            return MissingWeights(files=missing, of=len(files)) if missing and not has_others else None
+    return None if _has_weights(folder) else MissingWeights()
+
+
+def lacks_tokenizer(folder: Path) -> bool:
+    """Whether a folder has none of the files from which an engine reads a tokenizer. Raises OSError."""
+    names = os.listdir(folder)
+    return not any(fnmatchcase(name, pattern) for name in names for pattern in _OF_TOKENIZERS)
+
+
+def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
+    """Return the tokens that the tokenizer of a folder has; None where no tokenizer.json says so. Raises OSError."""
+    if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").is_file():  # vLLM prefers Mistral's own
+        return None
+    try:
+        whole = read_json(folder / "tokenizer.json")
+        vocabulary = whole["model"]["vocab"]  # of Unigram, pairs of a token and its score
+        tokens = {*vocabulary} if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
+        tokens |= {token["content"] for token in whole.get("added_tokens", ())}
+        config = folder / "tokenizer_config.json"
+        further = read_json(config) if config.is_file() else {}
+        tokens |= {token["content"] for token in further.get("added_tokens_decoder", {}).values()}
+        return frozenset(tokens.union(further.get("additional_special_tokens", ())))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # vLLM's to say
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files of weights that an engine reads: those of the index, else all of the first kind there is.
+
+    Raises OSError.
+    """
+    for name in _INDEXES:
+        indexed = _indexed(folder / name) if (folder / name).is_file() else ()
+        if present := tuple(folder / file for file in indexed if _is_there(folder, file)):
+            return present
+    for pattern in PATTERNS:
+        if found := tuple(sorted(folder.glob(pattern))):
+            return found
+    return ()
+
+
+def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
+    """What is wrong with which of the files: empty, unreadable, or shorter than a safetensors header says."""
+    with ThreadPoolExecutor(_READERS) as readers:  # each is a round trip to a shared filesystem
+        return tuple(f"{path.name} {words}" for path, words in zip(files, readers.map(_damage, files)) if words)
+
+
+def _damage(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return "is empty"
+            if path.suffix != ".safetensors":
+                return ""
+            length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+            if length > _LONGEST_HEADER_BYTES or size < _HEADER_LENGTH_BYTES + length:
+                return f"ends within its header, after {size:,} bytes"
+            header = parse_json(file.read(length))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except ValueError:
+        return "has a header that is not safetensors'"
+    try:
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError):
+        return "has a header that is not safetensors'"
+    whole = _HEADER_LENGTH_BYTES + length + max(ends, default=0)
+    return f"has {size:,} of its {whole:,} bytes" if size < whole else ""
+
+
+def _indexed(index: Path) -> tuple[str, ...]:
+    """The files that an index names; none where it cannot be read, which is vLLM's to say."""
+    try:
+        names = read_json(index)["weight_map"].values()
+        return tuple(sorted({str(name) for name in names}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
+def _is_there(folder: Path, file: str) -> bool:
+    """Whether a folder has a file that its index names. Engines read none that lies outside of it."""
+    return is_plain_path(file) and (folder / file).is_file()
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in PATTERNS)

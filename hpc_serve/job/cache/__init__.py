@@ -1,0 +1,1 @@
+"""What the engine compiles, and where it is kept for the next start."""

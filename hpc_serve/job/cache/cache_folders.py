@@ -1,0 +1,110 @@
+"""The folders on a node that hold what engines have compiled, for the next start of the same service: one for each kind
+of engine (`cache_key`), and a further one for each that runs at the same time.
+
+A launcher holds a lock on the file beside the folder as long as it lives, so no two engines of a host fill one folder.
+An engine runs the code that it finds there: a folder is used only if nobody but its user can have changed it. All
+folders together are bounded in size; those used last stay. Which folder a run uses is decided in `engine_cache`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree, remove_unless_locked, walk
+
+_log = logging.getLogger(__name__)
+READY = "ready"
+"""The name of the file in a folder that says on which machine an engine became ready with what lies there."""
+_NAME = re.compile(r"[0-9a-f]{16}-\d{1,3}")
+_MOST_AT_ONCE = 64
+_UNUSED_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedFolder:
+    """A folder of which this process has the lock, in `descriptor`."""
+
+    path: Path
+    descriptor: int
+
+    def note_use(self) -> None:
+        """Count as used now: of many folders, those used last are kept."""
+        with contextlib.suppress(OSError):
+            os.utime(self.descriptor)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self.descriptor)
+
+
+def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
+    """Make and lock the first folder of this key that nobody uses, from number `first` on; None if all are in use.
+
+    A folder in which somebody else has a file is removed first, and passed over if it cannot be. Raises OSError, as
+    where the filesystem has no locks.
+    """
+    for number in range(first, first + _MOST_AT_ONCE):
+        path = root / f"{key}-{number}"
+        descriptor = lock_beside(path)
+        if descriptor is None:
+            continue
+        try:
+            if (reason := others_file(path)) is not None:
+                _log.warning("caches of an earlier start are removed: %s", reason)
+                remove_tree(path, mark=READY)
+            path.mkdir(mode=0o700, exist_ok=True)
+            if others_file(path) is None:
+                return LockedFolder(path=path, descriptor=descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    return None
+
+
+def empty_folder(path: Path) -> None:
+    """Remove all that is in a locked folder; raises OSError for what cannot be removed."""
+    (path / READY).unlink(missing_ok=True)  # first of all: a removal may be interrupted
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
+
+def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
+    """Remove folders that nobody uses: those unused for a month, and the longest unused while all take more than
+    `limit_bytes`. Returns the removed ones."""
+    removed = []
+    with contextlib.suppress(OSError):
+        names = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
+        folders = [(_used_at(root / name), root / name) for name in names if _NAME.fullmatch(name)]
+        sizes = {path: folder_bytes(path) for _, path in folders}
+        total = sum(sizes.values())
+        for used_at, path in sorted(folders):
+            if total <= limit_bytes and time.time() - used_at < _UNUSED_S:
+                continue
+            if remove_unless_locked(path, mark=READY):
+                removed.append(path)
+                total -= sizes[path]
+    return removed
+
+
+def folder_bytes(path: Path) -> int:
+    """What the files in it take, in bytes."""
+    return sum(status.st_blocks * 512 for _, status in walk(path))
+
+
+def _used_at(path: Path) -> float:
+    for name in (path.with_name(f"{path.name}.lock"), path):
+        with contextlib.suppress(OSError):
+            return os.lstat(name).st_mtime
+    return 0.0

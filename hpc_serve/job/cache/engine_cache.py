@@ -1,0 +1,227 @@
+"""Where the engine of a run keeps what it compiles, and whether that is there from an earlier start.
+
+The folder outlives the run, and its path is the same in every run of the same engine, because compiled code names it.
+Where no such folder can be used safely the run's private folder takes its place, and the record says why. The folders,
+their locks and their bound are in `cache_folders`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.job.cache.cache_archive import CacheArchive
+from hpc_serve.job.cache.cache_folders import READY, LockedFolder, empty_folder, lock_folder, remove_unused
+from hpc_serve.job.cache.cache_key import machine_key
+from hpc_serve.rendezvous.files import make_folders
+from hpc_serve.rendezvous.ownership import fault, require
+from hpc_serve.rendezvous.store import default_home
+from hpc_serve.sizes import GIB, parse_size
+
+_log = logging.getLogger(__name__)
+_LIMIT_BYTES = 10 * GIB
+_ARCHIVES_BYTES = GIB  # homes have quotas
+# A folder that nobody named may lie in memory (tmpfs), where other jobs of the node miss what it takes.
+_PART_OF_FILESYSTEM = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCache:
+    """The folder of one run's caches. `words` says for people whether it was warm when the run began, and from where.
+
+    `folder` is None where it is the run's private one, which goes with the run, `archive` where none is to be written.
+    """
+
+    path: Path
+    words: str
+    is_warm: bool = False
+    folder: LockedFolder | None = None
+    archive: CacheArchive | None = None
+
+    def environ(self) -> dict[str, str]:
+        """What tells the engine where its caches lie."""
+        found = {
+            "VLLM_CACHE_ROOT": str(self.path / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
+            "TRITON_CACHE_DIR": str(self.path / "triton"),
+        }
+        if self.folder is not None:
+            found |= {
+                "FLASHINFER_WORKSPACE_BASE": str(self.path / "flashinfer"),
+                "VLLM_XLA_CACHE_PATH": str(self.path / "xla"),
+                # vLLM keeps what it has measured of the memory in VLLM_CACHE_ROOT, and uses it while it holds.
+                "VLLM_ENABLE_STARTUP_PLAN": "1",
+            }
+        return found
+
+    def note_ready(self) -> None:
+        """An engine is ready with what lies here: the next start may use it."""
+        if self.folder is not None:
+            try:
+                (self.path / READY).write_text(machine_key())
+                self.folder.note_use()
+            except OSError as error:
+                _log.warning("the caches in %s will not be used again: %s", self.path, error)
+
+    def write_archive(self) -> None:
+        """Keep what lies here for other nodes, unless they have it."""
+        if self.archive is not None and not (self.is_warm and self.archive.path.exists()):
+            self.archive.pack(self.path)
+
+    def discard(self) -> None:
+        """Remove what lies here, and the archive of it: an engine has not become ready with it. Raises OSError."""
+        if self.archive is not None:
+            self.archive.remove()
+        empty_folder(self.path)
+
+
+def private_cache(node_dir: Path, reason: str) -> EngineCache:
+    """Caches in the run's private folder, which the next start does not have."""
+    return EngineCache(path=node_dir / "cache", words=f"cold, and not kept: {reason}")
+
+
+@contextlib.contextmanager
+def open_cache(
+    key: str,
+    node_dir: Path,
+    environ: Mapping[str, str],
+    *,
+    first: int = 0,
+    rank: int = 0,
+    on_several_nodes: bool = False,
+) -> Iterator[EngineCache]:
+    """The caches of an engine with this key, for as long as the context lasts.
+
+    Of several folders of the key it is the first that no other run uses, from number `first` on. An engine on several
+    nodes that does not become ready leaves nothing: which node's caches are damaged is not known.
+    Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR, or for a setting that is none.
+    """
+    limit_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_SIZE")
+    archives_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_ARCHIVE_SIZE")
+    if limit_bytes == 0:
+        yield private_cache(node_dir, "HPC_SERVE_CACHE_SIZE=0")
+        return
+    try:
+        root = _root(environ)
+        limit_bytes = limit_bytes or _default_limit_bytes(root)
+        cache = _lock_cache(root, key, first, is_ready_until_it_fails=not on_several_nodes)
+        if archives_bytes != 0:
+            archive = CacheArchive.of(
+                default_home(environ),
+                cache.path,
+                key=key,
+                machine=machine_key(),
+                rank=rank,
+                limit_bytes=archives_bytes or _ARCHIVES_BYTES,
+            )
+            cache = _seeded(replace(cache, archive=archive))
+    except (OSError, _UnusableError) as error:
+        _log.warning("what the engine compiles is not kept for the next start: %s", error)
+        yield private_cache(node_dir, str(error))
+        return
+    assert cache.folder is not None
+    try:
+        for removed in remove_unused(root, limit_bytes=limit_bytes):
+            _log.info("removed %s: the caches of this node may take %.1f GiB", removed, limit_bytes / GIB)
+        _log.info("caches of the engine: %s", cache.words)
+        yield cache
+    finally:
+        cache.folder.close()
+        remove_unused(root, limit_bytes=limit_bytes)
+
+
+class _UnusableError(Exception):
+    """No folder that outlives the run can be used safely."""
+
+
+def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bool) -> EngineCache:
+    folder = lock_folder(root, key, first=first)
+    if folder is None:
+        raise _UnusableError(f"other runs use all folders of this engine in {root}")
+    try:
+        folder.note_use()
+        ready_on = _read(folder.path / READY)
+        if ready_on == machine_key():
+            words, is_warm = f"warm, from {folder.path} on this node", True
+            if not is_ready_until_it_fails:
+                (folder.path / READY).unlink()
+        else:
+            # Another machine, or an engine that did not become ready: what it left may be half written.
+            why = "no engine was ready with it yet" if ready_on is None else "it was of another kind of machine"
+            words, is_warm = f"cold, kept in {folder.path} ({why})", False
+            empty_folder(folder.path)
+    except OSError:
+        folder.close()
+        raise
+    return EngineCache(path=folder.path, words=words, is_warm=is_warm, folder=folder)
+
+
+def _seeded(cache: EngineCache) -> EngineCache:
+    """The same, filled from the archive of the shared home where this node has nothing."""
+    archive = cache.archive
+    if cache.is_warm or archive is None:
+        return cache
+    try:
+        if not archive.unpack(cache.path):
+            return cache
+    except OSError as error:
+        _log.warning("the archive of caches is not used: %s", error)
+        empty_folder(cache.path)
+        return cache
+    return replace(cache, is_warm=True, words=f"warm, from {archive.path} in {cache.path}")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _root(environ: Mapping[str, str]) -> Path:
+    """The folder of all caches on this node. Raises _UnusableError, or OSError where it cannot be made."""
+    if named := environ.get("HPC_SERVE_CACHE_DIR"):
+        path = Path(named)
+        _require_own(path)
+        make_folders(path)
+        _require_own(path)  # others may have made it, or a folder above it, a moment ago
+        return path
+    path = Path(environ.get("HPC_SERVE_TMPDIR") or "/tmp") / f"hpc-serve-cache-{os.geteuid()}"
+    make_folders(path)
+    if (reason := fault(path, "private")) is not None:
+        raise _UnusableError(f"{reason}. Compiled code in it would run as you: remove it, or set HPC_SERVE_CACHE_DIR")
+    return path
+
+
+def _require_own(path: Path) -> None:
+    require(
+        path,
+        "own",
+        called=f"HPC_SERVE_CACHE_DIR={path} on {os.uname().nodename}",
+        advice="The engine runs the compiled code that it finds there: set it to a folder of your own, below folders "
+        "that only you and root can write to, or leave it unset.",
+    )
+
+
+def _limit_bytes(environ: Mapping[str, str], variable: str) -> int | None:
+    """What all may take; 0: nothing is kept; None: the default. Raises InvalidRequestError."""
+    text = environ.get(variable)
+    if not text:
+        return None
+    if text.strip() == "0":
+        return 0
+    try:
+        return parse_size(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{variable}: {error} 0 keeps nothing.") from None
+
+
+def _default_limit_bytes(root: Path) -> int:
+    status = os.statvfs(root)
+    size = status.f_blocks * status.f_frsize
+    return min(_LIMIT_BYTES, size // _PART_OF_FILESYSTEM) if size else _LIMIT_BYTES

@@ -1,0 +1,131 @@
+"""Removes what launchers that were killed have left on a node. One sweep process runs beside each launcher.
+
+`python -m hpc_serve.job.cleanup.sweep FOLDER` first clears the folders of this user's dead launchers next to FOLDER.
+Then it waits for the end of its own launcher, which closes its standard input, and clears FOLDER if the launcher has
+not. If the scheduler kills both at once, the sweep process of the next run on the node does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_serve.job.cleanup import node_dir, shared_memory
+from hpc_serve.job.cleanup.node_dir import DirOwner
+from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.machine.log_setup import set_up_logging
+from hpc_serve.job.machine.process import end_marked, marked_pids
+from hpc_serve.job.weights import staging
+
+_log = logging.getLogger("hpc_serve.job.cleanup.sweep")  # __name__ is __main__ in the sweep process
+_CHECK_INTERVAL_S = 0.5
+_GRACE_S = 1.0
+_KILLED_S = 10.0  # on a busy node a process may take so long to end after SIGKILL
+_STOP_TIMEOUT_S = 5.0
+
+
+@contextlib.contextmanager
+def private_node_dir(path: Path, owner: DirOwner) -> Iterator[Path]:
+    """Make the node-local folder, and remove it at the end, even if this process is killed.
+
+    Raises PortsInUseError if the name is taken, InvalidRequestError if the folder cannot be made.
+    """
+    with contextlib.ExitStack() as at_end:
+        lock = node_dir.make(path, owner)
+        sweeper = subprocess.Popen(
+            [sys.executable, "-m", "hpc_serve.job.cleanup.sweep", str(path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        at_end.callback(_stop_sweeper, sweeper)
+        if lock is not None:
+            at_end.callback(os.close, lock)
+        at_end.callback(node_dir.remove, path, owner)
+        yield path
+
+
+def _stop_sweeper(sweeper: subprocess.Popen[bytes]) -> None:
+    assert sweeper.stdin is not None
+    sweeper.stdin.close()
+    try:
+        sweeper.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # it still clears what an earlier run has left; the next run goes on with that
+        sweeper.kill()
+        sweeper.wait()
+
+
+def main(path: Path) -> None:
+    # Slurm signals all processes of a step. This one ends with its launcher instead.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    set_up_logging(sys.stderr)
+    for removed in [*remove_abandoned(path.parent), *staging.remove_unused(os.environ)]:
+        _log.info("removed %s, which a killed run had left", removed)
+    _close_output()
+    _list_shared_memory_until_end(path)
+    with node_dir.lock_abandoned(path, wait=True) as owner:
+        if owner is not None:
+            _clear(path, owner)
+    staging.remove_unused(os.environ)
+
+
+def remove_abandoned(root: Path) -> list[Path]:
+    """Clear the folders in `root` whose launcher ran on this node and has ended; returns the removed ones."""
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in node_dir.list_private(root):
+            with node_dir.lock_abandoned(path) as owner:
+                if owner is not None and _clear(path, owner):
+                    removed.append(path)
+    return removed
+
+
+def _clear(path: Path, owner: DirOwner) -> bool:
+    """End the processes of a dead launcher and remove what it has left; returns whether all is removed."""
+    # Segments that were made after the last check are in no list yet.
+    unlisted = shared_memory.mapped_by(marked_pids(owner.run_mark), shared_memory.list_segments())
+    asyncio.run(end_marked(owner.run_mark, grace_s=_GRACE_S, killed_s=_KILLED_S))
+    # A process that the kernel holds (a dead filesystem, a driver) may still use the folder.
+    if any(marked_pids(owner.run_mark)):
+        return False
+    shared_memory.remove(unlisted)
+    node_dir.remove(path, owner)
+    return not path.exists()
+
+
+def _list_shared_memory_until_end(path: Path) -> None:
+    """Write down the run's shared memory until its launcher ends.
+
+    Reading the maps of a process slows the process down. So they are read only while there are segments that may be
+    the run's. A segment that no process of the run has mapped at two checks in a row counts as another run's.
+    """
+    ours: set[Segment] = set()
+    others: set[Segment] = set()
+    unknown_before: set[Segment] = set()
+    owner = node_dir.read_owner(path)
+    while owner is not None and not select.select([sys.stdin], [], [], _CHECK_INTERVAL_S)[0]:
+        unknown = shared_memory.list_segments() - ours - others
+        if mapped := unknown and shared_memory.mapped_by(marked_pids(owner.run_mark), unknown):
+            ours |= mapped
+            node_dir.write_segments(path, ours, seen_by="watcher")
+        others |= unknown & unknown_before - ours
+        unknown_before = unknown
+
+
+def _close_output() -> None:
+    """Let go of the log: srun waits until every process has closed its output, and this one outlives its launcher."""
+    with open(os.devnull, "w") as null:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(null.fileno(), stream.fileno())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

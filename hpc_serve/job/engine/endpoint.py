@@ -1,0 +1,71 @@
+"""Where the engine of a run listens, and the certificate of the run by which it shows that it is this engine.
+
+The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_serve.gate.engine_socket import EngineSocket
+from hpc_serve.job.engine.health import EngineAddress
+from hpc_serve.job.machine.network import LOOPBACK
+from hpc_serve.job.run.node import Node
+from hpc_serve.rendezvous.record import EndpointRecord
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.trust.authority import RunCertificate, make_run_certificate
+from hpc_serve.trust.connection import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """The record to publish, and what belongs to it."""
+
+    socket: EngineSocket
+    record: EndpointRecord
+    address: EngineAddress
+    certificate: RunCertificate
+
+    @property
+    def url(self) -> str:
+        return f"https://{self.address.host}:{self.address.port}"
+
+    @property
+    def tls_files(self) -> tuple[str, str]:
+        """The files of the key and the certificate, as the engine is told them."""
+        return str(self.certificate.key_file), str(self.certificate.certificate_file)
+
+
+def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> Endpoint:
+    """Complete the run's first record, and listen.
+
+    Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
+    """
+    run_dir = Path(node.environ["HPC_SERVE_JOB_DIR"])
+    addresses = dict.fromkeys((*record.hosts, node.head))
+    certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
+    socket = _listen(node)
+    record = replace(record, port=socket.port, certificate=certificate.certificate)
+    identity = Identity.of(record, store.read_api_key(record.service))
+    address = EngineAddress(host=node.head, port=record.port, identity=identity)
+    return Endpoint(socket=socket, record=record, address=address, certificate=certificate)
+
+
+def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
+    """The same endpoint with a socket of its own, for an engine that is started again.
+
+    The old port went with the old engine. One that the command names stays. Raises PortsInUseError.
+    """
+    socket = _listen(node)
+    record, address = replace(endpoint.record, port=socket.port), replace(endpoint.address, port=socket.port)
+    return replace(endpoint, socket=socket, record=record, address=address)
+
+
+def _listen(node: Node) -> EngineSocket:
+    return EngineSocket(
+        node.node_dir / "engine.socket",
+        host=LOOPBACK if node.allocation.cluster == "local" else "",
+        port=node.command.port or 0,
+        servers=node.command.api_servers,
+    )

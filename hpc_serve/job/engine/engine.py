@@ -1,0 +1,295 @@
+"""The engine of a run, on its head: started, followed until it is ready, watched, and started again in place.
+
+Whether it still answers is decided in `canary`, how often it is started in `restarts`. An end after which it is not
+started again ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_serve.job.cleanup import node_dir, shared_memory
+from hpc_serve.job.cleanup.shared_memory import Segment
+from hpc_serve.job.engine.endpoint import Endpoint, move_endpoint
+from hpc_serve.job.engine.engine_process import EngineProcess
+from hpc_serve.job.engine.engine_watch import EngineWatch
+from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
+from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.process import ENGINE_MARK, Child, end_marked, marked_pids
+from hpc_serve.job.progress.checkpoint import file_sizes, weights_in
+from hpc_serve.job.progress.reading import ReadSoFar, RunReading
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.outcome import Outcome, PartFailedError, RunEnd, failure
+from hpc_serve.job.run.parts import PORT_CLASH_EXIT_CODE, Parts, StopOrder
+from hpc_serve.job.run.record_keeper import RecordKeeper
+from hpc_serve.job.run.restarts import Restart, Restarts
+from hpc_serve.trust.connection import NotOurEngineError
+from hpc_serve.vllm.log import WEIGHTS_LOADED, is_health_answer, read_figures, read_stage
+from hpc_serve.vllm.start_progress import StartProgress
+
+_log = logging.getLogger(__name__)
+_FIRST_REQUEST_TIMEOUT_S = 600.0
+_POLL_INTERVAL_S = 0.5
+_CACHE_RULE = "compile-cache"
+_ENDED_BY_OTHERS = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
+_GRACE_S = 10.0
+_HUNG_GRACE_S = 5.0
+_LEFTOVERS_GRACE_S = 1.0
+_SETTLE_S = 1.0
+
+
+class Engine:
+    """The engine of one run. `read_by_workers` says what the run's processes on the other nodes have read so far.
+
+    `on_ready` is called each time it has become ready.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        keeper: RecordKeeper,
+        endpoint: Endpoint,
+        parts: Parts,
+        run_end: RunEnd,
+        *,
+        read_by_workers: Callable[[], ReadSoFar],
+        on_ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._node, self._keeper, self._endpoint = node, keeper, endpoint
+        self._parts, self._run_end = parts, run_end
+        self._read_by_workers, self._on_ready = read_by_workers, on_ready
+        self._reading = RunReading(node.run_mark)
+        self._progress = StartProgress()
+        self._watch: EngineWatch | None = None
+        self._restart: Restart | None = None
+        self._has_old_cache = node.cache.is_warm
+        self._has_loaded_weights = False
+        self._process = EngineProcess(node, parts, on_line=self._read_line, is_noise=self._is_noise)
+        self.child: Child | None = None
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where it listens."""
+        return self._endpoint.address
+
+    async def hold(self, environ: Mapping[str, str]) -> None:
+        """Have its program imported before `serve` is due; `environ` is that of `serve`, as far as it is known."""
+        await self._process.hold(self._endpoint, environ)
+
+    async def serve(self, environ: Mapping[str, str]) -> None:
+        """Have the engine serve until cancelled. Raises PartFailedError for an end after which it is not started."""
+        # The parts of an engine that spans nodes without Ray find each other at their start alone.
+        restarts = Restarts(0 if self._node.spans_nodes_without_ray else self._node.options.engine_restarts)
+        self._keeper.set_stage("starting the engine")
+        self._parts.add(StopOrder.ENGINE, self._stop)
+        command = self._node.command
+        files = await asyncio.to_thread(weights_in, Path(command.stand_in or command.model))
+        sizes = await asyncio.to_thread(file_sizes, files)
+        self._keeper.add_figures({"checkpoint_bytes": sum(sizes)} if sizes else {})
+        while True:
+            self._keeper.stages.note_sizes(sizes)
+            outcome, ready_s = await self._run_once(environ)
+            may_be_cache = self._may_be_cache(outcome, ready_s)
+            restart = None if may_be_cache else restarts.after_end(ready_s)
+            if restart is None and not may_be_cache:
+                raise PartFailedError(_after_restarts(outcome, restarts.total))
+            await self._run_end.wait_for_stop(_SETTLE_S)  # Slurm signals every process of a step at once
+            if self._run_end.is_decided:
+                raise PartFailedError(outcome)
+            if restart is not None:
+                self._restart = restart
+                self._publish_restart(restart, outcome, restarts.total)
+            await self._clear_up()
+            if restart is not None:
+                await asyncio.sleep(restart.wait_s)
+            else:
+                self._discard_cache(outcome)
+            self._endpoint = move_endpoint(self._node, self._endpoint)
+            self._keeper.update(port=self._endpoint.record.port)
+            environ = self._node.environ_of_restart(environ)
+
+    async def _run_once(self, environ: Mapping[str, str]) -> tuple[Outcome, float | None]:
+        """Run the engine until its end, or until it is given up; how that was, and how long it had been ready."""
+        self.child = child = await self._start(environ)
+        ended = asyncio.create_task(child.wait())
+        handing_over = asyncio.create_task(self._endpoint.socket.hand_over())
+        serving = asyncio.create_task(self._serve_once(child))
+        ready_at_s: float | None = None
+        try:
+            await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+            ready_at_s = self._watch.began_at_s if self._watch is not None else None
+            outcome = await self._parts.outcome_of(child) if ended.done() else serving.result()
+        except PartFailedError as error:
+            outcome = error.outcome
+        finally:
+            self._watch = None
+            await _cancel(ended, serving, handing_over)
+            self._endpoint.socket.close()
+        return outcome, None if ready_at_s is None else time.monotonic() - ready_at_s
+
+    async def _serve_once(self, child: Child) -> Outcome:
+        """Follow a start until the engine is ready, publish that, and watch it; returns if it is to be given up."""
+        request = await self._wait_until_ready(child)
+        if self._node.command.scheduling_policy == "priority":
+            request = request.after_all_others()
+        options = self._node.options
+        self._watch = EngineWatch(
+            address=self.address,
+            request=request,
+            limit_s=options.canary_limit_s,
+            give_up_s=options.hang_s,
+            keeper=self._keeper,
+        )
+        self._restart, self._has_old_cache = None, False
+        await asyncio.to_thread(self._write_segments)
+        await self._on_ready()
+        self._keeper.update(state="ready", stage="ready", progress=None, reason=None, last_log_lines=())
+        _log.info("%s is ready at %s", options.service, self._endpoint.url)
+        reason = await self._watch.run()
+        return Outcome(
+            failed_part="engine", reason=f"engine {reason}", exit_code=1, last_log_lines=tuple(child.last_log_lines)
+        )
+
+    async def _start(self, environ: Mapping[str, str]) -> Child:
+        self._progress = StartProgress()
+        self._has_loaded_weights = False
+        return await self._process.start(self._endpoint, environ)
+
+    def _is_noise(self, line: str) -> bool:
+        return is_health_answer(line) or (self._watch is not None and self._watch.is_noise(line))
+
+    async def _stop(self) -> None:
+        if self.child is not None:
+            await self.child.stop(min(_GRACE_S, self._parts.most_grace_s))
+
+    async def _clear_up(self) -> None:
+        """End what is left of the engine on this node, and remove its shared memory: the next one needs the devices."""
+        assert self.child is not None
+        unlisted = await asyncio.to_thread(self._mapped_segments)
+        await self.child.stop(_HUNG_GRACE_S)
+        await end_marked(self._node.run_mark, grace_s=_LEFTOVERS_GRACE_S, variable=ENGINE_MARK)
+        listed = node_dir.read_segments(self._node.node_dir)
+        await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
+
+    def _write_segments(self) -> None:
+        """Write down its shared memory: whose that was is not to be seen once it is killed."""
+        node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
+
+    def _mapped_segments(self) -> set[Segment]:
+        """The shared memory of the engine's processes on this node, as far as they live."""
+        pids = marked_pids(self._node.run_mark, variable=ENGINE_MARK)
+        return shared_memory.mapped_by(pids, shared_memory.list_segments())
+
+    def _may_be_cache(self, outcome: Outcome, ready_s: float | None) -> bool:
+        """Whether the engine may have failed by damaged caches: it was never ready with them, and no cause is known.
+
+        It reads them once it has its weights. An engine on several nodes has caches on all; it is not started again.
+        """
+        if not (self._has_old_cache and self._has_loaded_weights) or ready_s is not None:
+            return False
+        if outcome.exit_code in (PORT_CLASH_EXIT_CODE, *_ENDED_BY_OTHERS):
+            return False
+        cause = self.child.cause if self.child is not None else None
+        is_other = cause is not None and cause.is_known and cause.name != _CACHE_RULE
+        return not is_other and self._node.allocation.num_nodes == 1
+
+    def _discard_cache(self, outcome: Outcome) -> None:
+        """Remove the caches of earlier starts. Raises PartFailedError if that is not possible."""
+        self._has_old_cache = False
+        cache = self._node.cache
+        stage = "starting the engine again, without the caches of earlier starts"
+        _log.warning("%s in %s, since it may have failed by them: %s", stage, cache.path, outcome.reason)
+        try:
+            cache.discard()
+        except OSError as error:
+            raise PartFailedError(replace(outcome, reason=f"{outcome.reason} ({cache.path}: {error})")) from error
+        words = f"cold, kept in {cache.path} (the engine did not start with what had been there)"
+        self._keeper.start_again(stage=stage, progress=None, cache=words)
+
+    def _publish_restart(self, restart: Restart, outcome: Outcome, total: int) -> None:
+        _log.warning("%s, %.0f s after this end: %s", restart.words, restart.wait_s, outcome.reason)
+        self._keeper.start_again(
+            state="starting",
+            stage=restart.words,
+            progress=None,
+            reason=outcome.reason,
+            last_log_lines=outcome.last_log_lines,
+            engine_restarts=total,
+        )
+
+    def _set_stage(self, stage: str, done: int | None = None, total: int | None = None) -> None:
+        self._keeper.set_stage(stage, done, total, prefix=f"{self._restart.words}: " if self._restart else "")
+
+    async def _wait_until_ready(self, child: Child) -> SmallRequest:
+        """Return once the engine is ready, with the request that it answered. Raises PartFailedError."""
+        node = self._node
+        model = node.command.served_model_names[0]
+        is_up = self._endpoint.socket.is_taken  # a connection before that would only wait
+        while True:
+            try:
+                if is_up.is_set() and await asyncio.to_thread(is_healthy, self.address):
+                    self._set_stage("answering a first request")
+                    return await asyncio.to_thread(
+                        check_ready, self.address, model, completion_timeout_s=_FIRST_REQUEST_TIMEOUT_S
+                    )
+            except NotReadyError as error:
+                self._set_stage(f"not ready: {error}")
+            except NotOurEngineError as error:
+                where = f"{self.address.host}:{self.address.port}"
+                raise failure(
+                    "engine",
+                    f"the server is up, but another program answers at {where}: {error}",
+                    exit_code=PORT_CLASH_EXIT_CODE,
+                    last_log_lines=tuple(child.last_log_lines),
+                ) from error
+            read = await self._read_so_far()
+            self._progress.note_read_bytes(read.total)
+            self._keeper.stages.note_read(read)
+            if (idle_s := self._progress.idle_s) > node.options.stall_s:
+                record = self._keeper.record
+                how_far = f"; {record.progress.done} of {record.progress.total} were done" if record.progress else ""
+                raise failure(
+                    "engine",
+                    f"no progress for {idle_s:.0f} s while {record.stage}: the engine logs nothing new and reads "
+                    f"nothing{how_far} (HPC_SERVE_STALL_S sets how long that may last)",
+                    last_log_lines=tuple(child.last_log_lines),
+                )
+            if is_up.is_set():
+                await asyncio.sleep(_POLL_INTERVAL_S)
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(is_up.wait(), _POLL_INTERVAL_S)
+
+    async def _read_so_far(self) -> ReadSoFar:
+        """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
+        return await asyncio.to_thread(self._reading.look) + self._read_by_workers()
+
+    def _read_line(self, line: str) -> None:
+        print_line(line)
+        self._progress.note_line(line)
+        stage = read_stage(line)
+        self._has_loaded_weights |= stage is not None and stage.name == WEIGHTS_LOADED
+        if stage is not None and self._keeper.record.state == "starting":
+            self._set_stage(stage.name, stage.done, stage.total)
+        self._keeper.add_figures(read_figures(line))
+
+
+def _after_restarts(outcome: Outcome, total: int) -> Outcome:
+    if not total:
+        return outcome
+    times = "once" if total == 1 else f"{total} times"
+    return replace(outcome, reason=f"{outcome.reason} (it had been started again {times})")
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

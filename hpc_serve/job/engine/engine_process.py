@@ -1,0 +1,88 @@
+"""The engine's process: its command, and the imports that it has behind it when it may start.
+
+Over Ray the engine starts once all nodes have joined. Until then a child has imported vLLM's command line
+(`engine_start`), five seconds of a core; at the start it is told the rest, and is the engine. No word of the command is
+acted on before. Where `vllm` is not the script of this Python, and for TPUs, whose chips an import may take, the
+command itself is started, as at every later start of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+
+from hpc_serve.job.engine import engine_start
+from hpc_serve.job.engine.endpoint import Endpoint
+from hpc_serve.job.machine.own_script import is_own_script
+from hpc_serve.job.machine.process import ENGINE_MARK, Child, mark_environ
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.outcome import drain_s_after_signal
+from hpc_serve.job.run.parts import Parts, StopOrder
+from hpc_serve.vllm.command import head_args
+
+_log = logging.getLogger(__name__)
+_NAME = "engine"
+_GRACE_S = 1.0
+
+
+class EngineProcess:
+    """Starts the engine's process on the head. `on_line` gets its lines, but those that are noise."""
+
+    def __init__(
+        self, node: Node, parts: Parts, *, on_line: Callable[[str], None], is_noise: Callable[[str], bool]
+    ) -> None:
+        self._node, self._parts = node, parts
+        self._on_line, self._is_noise = on_line, is_noise
+        self._held: Child | None = None
+        self._held_environ: dict[str, str] = {}
+
+    async def hold(self, endpoint: Endpoint, environ: Mapping[str, str]) -> None:
+        """Have vLLM be imported, if it can. `environ` is what `start` will be given, as far as it is known."""
+        script = shutil.which(self._node.command.argv[0], path=environ.get("PATH"))
+        if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
+            return
+        assert script is not None
+        self._held_environ = self._environ(endpoint, environ)
+        argv = [sys.executable, "-m", engine_start.__name__, script, *self._argv(endpoint)[1:]]
+        self._parts.add(StopOrder.ENGINE, self._end_held)
+        with contextlib.suppress(OSError):  # the start says what is wrong
+            self._held = await self._parts.start_child(
+                _NAME, argv, self._held_environ, on_line=self._on_line, is_noise=self._is_noise, told=True
+            )
+
+    async def start(self, endpoint: Endpoint, environ: Mapping[str, str]) -> Child:
+        """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
+        argv, full = self._argv(endpoint), self._environ(endpoint, environ)
+        _log.info("engine command: %s", " ".join(argv))
+        told = {name: value for name, value in full.items() if self._held_environ.get(name) != value}
+        held = self._held
+        if held is not None and held.exit_code is None and self._held_environ.keys() <= full.keys():
+            self._held = None
+            held.tell(json.dumps(told))
+            held.tell_no_more()
+            return held
+        await self._end_held()
+        return await self._parts.start_child(_NAME, argv, full, on_line=self._on_line, is_noise=self._is_noise)
+
+    async def _end_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            await held.stop(min(_GRACE_S, self._parts.most_grace_s))
+
+    def _argv(self, endpoint: Endpoint) -> list[str]:
+        node, command = self._node, self._node.command
+        added = head_args(
+            command,
+            device=node.options.device,
+            backend=node.backend,
+            tls_files=endpoint.tls_files,
+            shutdown_timeout_s=int(drain_s_after_signal(node.options.kill_wait_s)),
+        )
+        return [*command.argv, *added, *node.multi_node_args()]
+
+    def _environ(self, endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, str]:
+        return {**environ, **endpoint.socket.environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}

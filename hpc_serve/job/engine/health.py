@@ -1,0 +1,209 @@
+"""What the launcher asks an engine: whether it is ready, and later whether it still works.
+
+It is ready when it answers /health, lists the model's name, and has completed one request.
+One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
+Each connection is verified first (`trust.connection`), so nobody else gets the key. When to ask, and what follows from
+the answer, is decided by the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_serve.job.engine.canary import Look
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, RequestCount, read_request_count
+from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
+from hpc_serve.vllm import metrics
+
+_TIMEOUT_S = 10.0
+_METRICS_TIMEOUT_S = 5.0
+_LOOK_TIMEOUT_S = 2.0
+_LOWEST_PRIORITY = 1_000_000
+_HEALTH = "/health"
+
+
+class NotReadyError(Exception):
+    """The engine is not ready yet. The text says which check failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAddress:
+    """Where the engine listens, and how it shows that it is the engine."""
+
+    host: str
+    port: int
+    identity: Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRequest:
+    """A request of the least work that the engine's model can do: one token, or an embedding of one."""
+
+    path: str
+    body: Mapping[str, Any]
+
+    def after_all_others(self) -> SmallRequest:
+        """The same for an engine that was told to go by priorities; any other refuses them."""
+        return SmallRequest(path=self.path, body={**self.body, "priority": _LOWEST_PRIORITY})
+
+
+def is_healthy(engine: EngineAddress) -> bool:
+    """Whether /health answers with 200 now. Raises NotOurEngineError if another program answers."""
+    try:
+        return _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)[0] == 200
+    except NotOurEngineError:
+        raise
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def check_ready(engine: EngineAddress, model: str, *, completion_timeout_s: float) -> SmallRequest:
+    """Check once that the engine serves `model`; returns the request that it completed.
+
+    Raises NotReadyError if any of the three checks fails, NotOurEngineError if another program answers.
+    The first request may take `completion_timeout_s` seconds, any other `_TIMEOUT_S`.
+    """
+    try:
+        status, _ = _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)
+        _require(status == 200, f"/health answers {status}")
+        status, models = _request(engine, "GET", "/v1/models", timeout_s=_TIMEOUT_S)
+        _require(status == 200, f"/v1/models answers {status}")
+        names = [entry.get("id") for entry in models.get("data", [])]
+        _require(model in names, f"/v1/models lists {names}, not {model}")
+        first = SmallRequest(path="/v1/completions", body={"model": model, "prompt": "1", "max_tokens": 1})
+        status = ask(engine, first, timeout_s=completion_timeout_s)
+        if status in (400, 404, 405, 501):  # the model does not generate text: ask for an embedding
+            first = SmallRequest(path="/v1/embeddings", body={"model": model, "input": "1"})
+            status = ask(engine, first, timeout_s=completion_timeout_s)
+        _require(status == 200, f"a first request was answered with {status}")
+        return first
+    except NotOurEngineError:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NotReadyError(str(error) or type(error).__name__) from error
+
+
+def ask(
+    engine: EngineAddress,
+    request: SmallRequest,
+    *,
+    timeout_s: float,
+    tell_port: Callable[[int], None] = lambda port: None,
+) -> int:
+    """The status of the answer to a small request. `tell_port` is called with our end's port.
+
+    Raises OSError or HTTPException without an answer.
+    """
+    with contextlib.closing(_connect(engine, tell_port=tell_port)) as connection:
+        return _exchange(connection, engine, "POST", request.path, timeout_s=timeout_s, body=request.body)[0]
+
+
+def look(engine: EngineAddress, tell_port: Callable[[int], None]) -> Look:
+    """What the engine says of itself within a few seconds. `tell_port` is called with our end's port."""
+    health: int | None = None
+    try:
+        with contextlib.closing(_connect(engine, timeout_s=_LOOK_TIMEOUT_S, tell_port=tell_port)) as connection:
+            health, _, _ = _exchange(connection, engine, "GET", _HEALTH, timeout_s=_LOOK_TIMEOUT_S)
+            status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_LOOK_TIMEOUT_S)
+    except (OSError, http.client.HTTPException):
+        return Look(health=health)
+    return Look(health=health, figures=metrics.read_figures(text.decode(errors="replace")) if status == 200 else None)
+
+
+def requests_under_way(engine: EngineAddress) -> int | None:
+    """How many requests run or wait, as the engine says it; None if its metrics have no such figures.
+
+    Raises OSError or HTTPException if it does not say anything now.
+    """
+    with contextlib.closing(_connect(engine)) as connection:
+        status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
+    if status == 404:
+        return None
+    if status != 200:
+        raise OSError(f"/metrics answers {status}")
+    return metrics.requests_under_way(text.decode(errors="replace"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """How many requests run and wait, by the engine's figures, and what its gate has counted."""
+
+    running: int
+    waiting: int
+    requests: RequestCount
+
+
+def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -> EngineLoad | None:
+    """The load of an engine; None if it cannot be read."""
+    try:
+        with contextlib.closing(_connect(engine, timeout_s=timeout_s)) as connection:
+            response = _answer(connection, engine, "GET", "/metrics", timeout_s=timeout_s)
+            text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return None
+    found = metrics.requests_running_and_waiting(text) if response.status == 200 else None
+    requests = read_request_count(response.headers)
+    if found is None or requests is None:
+        return None
+    return EngineLoad(running=found[0], waiting=found[1], requests=requests)
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise NotReadyError(what)
+
+
+def _request(engine: EngineAddress, method: str, path: str, *, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    with contextlib.closing(_connect(engine)) as connection:
+        status, content, kind = _exchange(connection, engine, method, path, timeout_s=timeout_s)
+    return status, json.loads(content) if kind == "application/json" and content else {}
+
+
+def _connect(
+    engine: EngineAddress, *, timeout_s: float = _TIMEOUT_S, tell_port: Callable[[int], None] = lambda port: None
+) -> VerifiedConnection:
+    connection = VerifiedConnection(engine.host, engine.port, engine.identity, timeout_s=timeout_s)
+    connection.connect()
+    tell_port(connection.sock.getsockname()[1])
+    return connection
+
+
+def _exchange(
+    connection: VerifiedConnection,
+    engine: EngineAddress,
+    method: str,
+    path: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
+) -> tuple[int, bytes, str]:
+    """Status, content and content type of an answer."""
+    response = _answer(connection, engine, method, path, timeout_s=timeout_s, body=body)
+    content = response.read()
+    return response.status, content, response.headers.get_content_type()
+
+
+def _answer(
+    connection: VerifiedConnection,
+    engine: EngineAddress,
+    method: str,
+    path: str,
+    *,
+    timeout_s: float,
+    body: Mapping[str, Any] | None = None,
+) -> http.client.HTTPResponse:
+    """An answer whose content was not read. What is asked with a body is a canary."""
+    if connection.sock is not None:
+        connection.sock.settimeout(timeout_s)
+    headers = {"Content-Type": "application/json"}
+    if path != _HEALTH:  # which needs no key
+        headers["Authorization"] = f"Bearer {engine.identity.api_key}"
+    if body is not None:
+        headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
+    connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+    return connection.getresponse()

@@ -1,0 +1,1 @@
+"""The connections between the launchers of a run."""

@@ -1,0 +1,263 @@
+"""How the launchers of a job find each other: the head listens on its control port, and the others connect.
+
+The first line on a connection is a ticket (`admission`), without which the head does not look at it. Then both ends
+prove that they hold the run's token, without sending it. What is left is a `Link`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+from hpc_serve.job.links.admission import Admission, make_ticket, send_first_bytes_with_handshake
+from hpc_serve.job.links.link import (
+    MAX_MESSAGE_BYTES,
+    Link,
+    LinkLostError,
+    Message,
+    read_message,
+    whole_number,
+    write_message,
+)
+from hpc_serve.job.machine.network import PortsInUseError
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_HELLO_TEXT = 256
+# Of those who have shown a ticket. A node tries several times at once.
+_HANDSHAKES_PER_NODE = 4
+_SPARE_HANDSHAKES = 64
+_RETRY_INTERVAL_S = 0.2
+_MAX_TRIES_AT_ONCE = 16
+_MAX_WRONG_ANSWERS = 3
+
+
+class ControlServer:
+    """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
+
+    Anybody can connect to it. Who shows no ticket costs nothing (`Admission`). Of those who do, each has
+    _HANDSHAKE_TIMEOUT_S for its proof, and the oldest goes where they are too many.
+    """
+
+    def __init__(
+        self, token: str, name: str, on_link: Callable[[Link], None], *, silence_s: float, num_nodes: int = 1
+    ) -> None:
+        self._token, self._name, self._on_link = token.encode(), name, on_link
+        self._silence_s = silence_s
+        self._max_handshakes = num_nodes * _HANDSHAKES_PER_NODE + _SPARE_HANDSHAKES
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._admission: Admission | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+
+        def admit(connection: socket.socket) -> None:
+            try:
+                loop.call_soon_threadsafe(self._admit, connection)
+            except RuntimeError:  # the launcher has ended
+                connection.close()
+
+        self._admission = Admission(listener, self._token, admit)
+
+    def close(self) -> None:
+        """Take no further connection. Those of launchers stay open."""
+        if self._admission is not None:
+            self._admission.close()
+            self._admission = None
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    def _admit(self, connection: socket.socket) -> None:
+        if self._admission is None:
+            connection.close()
+            return
+        if len(self._handshakes) >= self._max_handshakes:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        handshake = asyncio.ensure_future(self._open(connection))
+        self._handshakes[handshake] = None
+        handshake.add_done_callback(functools.partial(self._forget, connection))
+
+    def _forget(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+        self._handshakes.pop(handshake, None)
+        if handshake.cancelled():  # before it began
+            connection.close()
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
+        except (OSError, asyncio.CancelledError):
+            connection.close()
+            return
+        await self._accept(reader, writer)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            link = await asyncio.wait_for(self._handshake(reader, writer), _HANDSHAKE_TIMEOUT_S)
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+            writer.transport.abort()  # without the token; it was sent a nonce and nothing else
+            return
+        self._on_link(link)
+
+    async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
+        ours = secrets.token_hex(16)
+        await write_message(writer, {"hpc_serve": 1, "nonce": ours})
+        hello = await read_message(reader)
+        if not _is_proof(hello, _proof(self._token, "node", ours)):
+            raise ValueError("wrong token")
+        link = Link(
+            reader,
+            writer,
+            rank=whole_number(hello.get("rank")),
+            name=_text(hello, "name"),
+            address=_text(hello, "address"),
+            silence_s=self._silence_s,
+            cache=_text(hello, "cache") if "cache" in hello else "",
+        )
+        proof = _proof(self._token, "head", _text(hello, "nonce"))
+        await write_message(writer, {"proof": proof, "name": self._name, "silence_s": self._silence_s})
+        return link
+
+
+async def connect(
+    head: tuple[str, int],
+    token: str,
+    *,
+    rank: int,
+    name: str,
+    own_address: Callable[[], str],
+    deadline_s: float,
+    cache: str = "",
+) -> Link:
+    """Connect to the head's launcher, and try until it listens.
+
+    Where connections are slow, since strangers open many, several tries run at once; the first that the head greets
+    goes on. `own_address` is called after the head was reached, because the answer depends on the route to it.
+    Raises LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another
+    program answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves
+    nothing.
+    """
+    deadline = time.monotonic() + deadline_s
+    about: Message = {"rank": rank, "name": name, "cache": cache[:_MAX_HELLO_TEXT]}
+    wrong_answers = 0
+    error: Exception | None = None
+    proving = asyncio.Lock()
+    tries: set[asyncio.Task[Link | Exception]] = set()
+    try:
+        while True:
+            if len(tries) < _MAX_TRIES_AT_ONCE:
+                one = _try_to_connect(head, token, about, own_address, proving)
+                tries.add(asyncio.ensure_future(_result_or_error(one)))
+            done, tries = await asyncio.wait(tries, timeout=_RETRY_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                if isinstance(found := ended.result(), Link):
+                    return found
+                if not isinstance(found, OSError | ValueError | EOFError | asyncio.TimeoutError):
+                    raise found
+                error = found
+                wrong_answers += isinstance(found, ValueError)
+            is_late = time.monotonic() > deadline
+            if wrong_answers >= _MAX_WRONG_ANSWERS or (is_late and isinstance(error, ValueError | EOFError)):
+                raise PortsInUseError(
+                    f"A program other than the head's launcher answers at {head[0]}:{head[1]}."
+                ) from error
+            if is_late:
+                why = str(error or "") or "no answer"
+                raise LinkLostError(
+                    f"node {name} cannot reach the head's launcher at {head[0]}:{head[1]} "
+                    f"after {deadline_s:.0f} s ({why}); if the nodes have several networks, "
+                    "name the one to use in HPC_SERVE_INTERFACE"
+                ) from error
+            if done:
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+    finally:
+        for pending in tries:
+            pending.cancel()
+
+
+async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
+    """Return an error as a value: asyncio would print those of tries that nobody waits for any more."""
+    try:
+        return await one
+    except Exception as error:
+        return error
+
+
+async def _try_to_connect(
+    head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
+) -> Link:
+    """One try. Raises OSError or asyncio.TimeoutError if nobody was reached.
+
+    Raises ValueError for a wrong answer, EOFError if whoever was reached gave none. `proving` stays locked after a
+    success: the head takes one connection from a node.
+    """
+    reader, writer = await asyncio.wait_for(open_with_ticket(head, token), _HANDSHAKE_TIMEOUT_S)
+    try:
+        greeting = await asyncio.wait_for(read_message(reader), _HANDSHAKE_TIMEOUT_S)
+        await proving.acquire()
+        try:
+            proof = _prove_to_head(reader, writer, greeting, token.encode(), head, {**about, "address": own_address()})
+            return await asyncio.wait_for(proof, _HANDSHAKE_TIMEOUT_S)
+        except BaseException:
+            proving.release()
+            raise
+    except BaseException as error:
+        writer.transport.abort()
+        if isinstance(error, OSError | asyncio.TimeoutError):
+            raise EOFError(str(error)) from error
+        raise
+
+
+async def open_with_ticket(address: tuple[str, int], token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a port that `Admission` guards. Raises OSError, ValueError."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        send_first_bytes_with_handshake(connection)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, address)
+        await loop.sock_sendall(connection, make_ticket(token.encode()))
+        return await asyncio.open_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def _prove_to_head(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    greeting: Message,
+    token: bytes,
+    head: tuple[str, int],
+    about: Message,
+) -> Link:
+    ours = secrets.token_hex(16)
+    hello = {**about, "nonce": ours}
+    await write_message(writer, hello | {"proof": _proof(token, "node", _text(greeting, "nonce"))})
+    answer = await read_message(reader)
+    if not _is_proof(answer, _proof(token, "head", ours)):
+        raise ValueError("wrong token")
+    silence_s = answer.get("silence_s")  # the head's value: both ends wait equally long
+    if not isinstance(silence_s, int | float):
+        raise ValueError("no silence_s")
+    return Link(reader, writer, rank=0, name=_text(answer, "name"), address=head[0], silence_s=silence_s)
+
+
+def _proof(token: bytes, role: str, nonce: str) -> str:
+    return hmac.new(token, f"{role}:{nonce}".encode(), "sha256").hexdigest()
+
+
+def _is_proof(message: Message, expected: str) -> bool:
+    return hmac.compare_digest(_text(message, "proof").encode(), expected.encode())
+
+
+def _text(message: Message, name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or len(value) > _MAX_HELLO_TEXT or not value.isprintable():
+        raise ValueError(f"{name} is no text")
+    return value

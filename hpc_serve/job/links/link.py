@@ -1,0 +1,138 @@
+"""An open connection between the launchers of two nodes: one JSON object on each line, and heartbeats both ways.
+
+A launcher that ends closes its connection; one that hangs stops sending heartbeats. How a connection is made is
+decided by `control`; what the messages cause by `worker_links` (head) and `worker` (other nodes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hpc_serve.errors import HpcServeError
+from hpc_serve.given_files import parse_json
+from hpc_serve.job.progress.reading import ReadSoFar
+
+MAX_MESSAGE_BYTES = 256 * 1024
+_MAX_HEARTBEAT_INTERVAL_S = 3.0
+_HEARTBEATS_PER_SILENCE = 20
+
+Message = dict[str, Any]
+
+
+class LinkLostError(HpcServeError):
+    """The launcher at the other end has ended, or its node has stopped answering."""
+
+
+class Link:
+    """One end of an open connection.
+
+    `rank`, `name` and `address` describe the node at the other end; `cache` is its folder of caches, if it has one that
+    outlives the run. `read` is what that node's processes had
+    read by its latest heartbeat. The node counts as lost after `silence_s` seconds without a message.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        rank: int,
+        name: str,
+        address: str,
+        silence_s: float,
+        cache: str = "",
+    ) -> None:
+        self.rank, self.name, self.address, self.cache = rank, name, address, cache
+        self._silence_s = silence_s
+        self.read = ReadSoFar()
+        self._reader, self._writer = reader, writer
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        """Send a message. A closed connection raises nothing here; `receive` reports it."""
+        with contextlib.suppress(OSError):
+            self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+            await self._writer.drain()
+
+    async def receive(self) -> Message:
+        """The next message that is not a heartbeat.
+
+        Raises LinkLostError if the connection ends, or if nothing arrives for `silence_s` seconds.
+        """
+        while True:
+            try:
+                message = await self._next_message()
+            except asyncio.TimeoutError as error:
+                raise LinkLostError(f"node {self.name} has sent nothing for {self._silence_s:g} s") from error
+            except (OSError, ValueError, EOFError) as error:
+                raise LinkLostError(f"the launcher on node {self.name} ended") from error
+            if message.get("kind") != "heartbeat":
+                return message
+            self.read = _read_so_far(message.get("read", [0, 0, 0]))
+
+    async def _next_message(self) -> Message:
+        """The next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
+
+        The wait is a sequence of short ones. Slurm may suspend the whole job for longer than `silence_s`: then both
+        ends stand still, only one of the short waits runs out, and the other node still has time to send.
+        """
+        reading = asyncio.ensure_future(read_message(self._reader))
+        try:
+            for _ in range(_HEARTBEATS_PER_SILENCE):
+                await asyncio.wait({reading}, timeout=self._silence_s / _HEARTBEATS_PER_SILENCE)
+                if reading.done():
+                    return reading.result()
+        finally:
+            reading.cancel()
+        raise asyncio.TimeoutError
+
+    async def send_heartbeats(self, look: Callable[[], ReadSoFar]) -> None:
+        """Send heartbeats until cancelled. Each carries the latest result of `look`.
+
+        `look` runs in a thread and may take long: /proc is slow for a process that is mapping much memory.
+        Heartbeats do not wait for it.
+        """
+        interval_s = min(_MAX_HEARTBEAT_INTERVAL_S, self._silence_s / _HEARTBEATS_PER_SILENCE)
+        latest, reading = ReadSoFar(), asyncio.create_task(asyncio.to_thread(look))
+        while True:
+            await asyncio.wait({reading}, timeout=interval_s)
+            if reading.done():
+                latest, reading = reading.result(), asyncio.create_task(asyncio.to_thread(look))
+            await self.send("heartbeat", read=latest.counts)
+            await asyncio.sleep(interval_s)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), 1)
+
+
+def whole_number(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError("no whole number")
+    return value
+
+
+def _read_so_far(value: object) -> ReadSoFar:
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError("no three numbers")
+    return ReadSoFar.of([whole_number(count) for count in value])
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message:
+    """The next line as a JSON object. Raises EOFError at the end, ValueError for anything else, OSError."""
+    line = await reader.readline()
+    if not line:
+        raise EOFError
+    message = parse_json(line)
+    if not isinstance(message, dict):
+        raise ValueError("not a message")
+    return message
+
+
+async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()

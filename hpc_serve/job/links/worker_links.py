@@ -1,0 +1,125 @@
+"""The workers as the head sees them: a control connection to the launcher of each other node.
+
+The end of one connection, or a failure that it reports, ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+
+from hpc_serve.job.links.link import Link, LinkLostError, Message
+from hpc_serve.job.progress.reading import ReadSoFar
+from hpc_serve.job.run.outcome import Outcome, RunEnd
+from hpc_serve.job.run.parts import Parts, StopOrder
+
+_log = logging.getLogger(__name__)
+_WORKER_GRACE_S = 10.0
+
+
+class WorkerLinks:
+    """The connected workers of a job of `num_nodes` nodes. `on_join` is called with the link of each new one.
+
+    `on_answer` gets what a worker says that is no failure.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        parts: Parts,
+        run_end: RunEnd,
+        on_join: Callable[[Link], None],
+        on_answer: Callable[[Link, Message], None] = lambda link, message: None,
+    ) -> None:
+        self._num_nodes, self._parts, self._run_end, self._on_join = num_nodes, parts, run_end, on_join
+        self._on_answer = on_answer
+        self._links: dict[int, Link] = {}
+        self._staged: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def absent_ranks(self) -> list[int]:
+        """The ranks of the nodes whose launcher has not connected."""
+        return sorted(set(range(1, self._num_nodes)) - set(self._links))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The workers' node names, by address."""
+        return {link.address: link.name for link in self._links.values()}
+
+    @property
+    def read(self) -> ReadSoFar:
+        """What the run's processes on the other nodes have read so far."""
+        return sum((link.read for link in self._links.values()), ReadSoFar())
+
+    def add_worker(self, link: Link) -> None:
+        """Take in a launcher that has connected. A rank that is unknown or taken is refused."""
+        if link.rank not in self.absent_ranks:
+            self._parts.run_in_background(link.close())
+            return
+        _log.info("node %s (%s) has joined", link.name, link.address)
+        self._links[link.rank] = link
+        self._parts.add(StopOrder.WORKERS, functools.partial(_stop_worker, link))
+        self._parts.run_in_background(link.send_heartbeats(ReadSoFar))
+        self._parts.run_in_background(self._fail_with(link))
+        self._on_join(link)
+
+    def have_cache(self, path: str) -> bool:
+        """Whether every worker has the lock of this folder of caches on its own node."""
+        return all(link.cache == path for link in self._links.values())
+
+    async def start_all(self, *, keeps_cache: bool, gcs: str = "", master_port: int = 0) -> None:
+        """Tell every worker to start its part.
+
+        `gcs` is the "address:port" of Ray's GCS. Without Ray, the engine's processes meet at `master_port` of the head.
+        Without `keeps_cache` the engine uses no folder of caches that outlives the run.
+        """
+        for link in self._links.values():
+            await link.send("go", gcs=gcs, master_port=master_port, keeps_cache=keeps_cache)
+
+    async def stage_all(self) -> None:
+        """Tell every worker to copy the model to its own node."""
+        for link in self._links.values():
+            await link.send("stage")
+
+    async def wait_until_staged(self) -> None:
+        """Wait until every worker has its copy. One that fails ends the run."""
+        for link in self._links.values():
+            await self._staged[link.rank].wait()
+
+    async def tell_ready(self) -> None:
+        """Tell every worker that the engine is ready."""
+        for link in self._links.values():
+            await link.send("ready")
+
+    async def _fail_with(self, link: Link) -> None:
+        """Wait until the worker reports a failure or is lost, and fail the run."""
+        try:
+            while (message := await link.receive()).get("kind") != "failed":
+                if message.get("kind") == "staged":
+                    self._staged[link.rank].set()
+                else:
+                    self._on_answer(link, message)
+            outcome = Outcome(
+                failed_part=f"{message['part']} on {link.name}",
+                reason=str(message["reason"]),
+                exit_code=int(message["exit_code"]) or 1,
+                last_log_lines=tuple(message["last_log_lines"]),
+            )
+        except LinkLostError as error:
+            outcome = Outcome(failed_part=f"node {link.name}", reason=str(error), exit_code=1)
+        await self._run_end.fail(outcome)
+
+
+async def _stop_worker(link: Link) -> None:
+    """Tell a worker to stop, and wait until it has: a raylet that outlives the head's Ray needs long to end."""
+    await link.send("stop")
+    with contextlib.suppress(LinkLostError, asyncio.TimeoutError):
+        await asyncio.wait_for(link.receive(), _WORKER_GRACE_S)
+    await link.close()

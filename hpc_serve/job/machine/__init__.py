@@ -1,0 +1,1 @@
+"""What a node is: its network, its memory, its devices, its processes."""

@@ -1,0 +1,149 @@
+"""What the kernel has killed for want of memory: in the cgroup of this job on this node, and on all of the node.
+
+The kernel counts such kills. A launcher is in its job's cgroup, so the count is there for as long as the launcher is.
+Slurm's own word for it (OUT_OF_MEMORY) comes only after the job, and not from every site. Which end of the run is held
+against these counts is decided in `parts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.job.machine.node_memory import least_limit, memory_limit, own_cgroups, read_meminfo
+from hpc_serve.sizes import readable_size
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 1.0
+# What was killed for so long before an end was survived.
+_BELONGS_TO_END_S = 60.0
+_PEAKS = (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomCounts:
+    """How many processes the kernel has killed for memory so far; None where it does not count them.
+
+    `in_cgroup` are those of this process's own cgroup. `on_node` are all of the node, those of other jobs among them.
+    `limit_bytes` and `most_bytes` are what the cgroup allows, and the most that it has used.
+    """
+
+    in_cgroup: int | None = None
+    on_node: int | None = None
+    limit_bytes: int | None = None
+    most_bytes: int | None = None
+
+
+class OomWatch:
+    """Tells what has been killed on node `name` since it was made."""
+
+    def __init__(self, name: str, read: Callable[[], OomCounts] | None = None) -> None:
+        self._name, self._read = name, read or read_counts
+        self._before = self._read()
+        self._told: list[tuple[float, str]] = []
+
+    async def run(self) -> None:
+        """Look every second, and log what is new, until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        """Log what the kernel has killed in the job's cgroup since the last look."""
+        now = self._read()
+        if count := _more(now.in_cgroup, self._before.in_cgroup):
+            words = _of_job(count, self._name, now)
+            _log.warning("%s", words)
+            self._told.append((time.monotonic(), words))
+            others = (self._before.on_node or 0) + count  # the node's count has them too
+            self._before = OomCounts(in_cgroup=now.in_cgroup, on_node=others)
+
+    def words_of_end(self, *, by_sigkill: bool, is_silent: bool) -> str:
+        """What the counts say of a part's end just now; "" if nothing.
+
+        `is_silent`: nothing in its log says why it ended. `by_sigkill`: that was SIGKILL for sure.
+        """
+        self.look()
+        told = [words for at, words in self._told if time.monotonic() - at < _BELONGS_TO_END_S]
+        self._told.clear()
+        now, before = self._read(), self._before
+        self._before = now
+        if told:
+            return told[-1]
+        if not is_silent or now.on_node is None:
+            return ""
+        if count := _more(now.on_node, before.on_node):
+            return (
+                f"the kernel has killed {_processes(count)} on {self._name} for memory meanwhile: the node had none "
+                "left, or another job reached its limit"
+            )
+        who = "another program or a person sent SIGKILL"
+        if not by_sigkill:
+            who = "another program or a person killed it, unless it ended itself"
+        return f"the kernel has killed none for memory on {self._name}: {who}"
+
+
+def read_counts(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> OomCounts:
+    """The counts now. What cannot be read is None."""
+    try:
+        cgroups = own_cgroups((proc / "self" / "cgroup").read_text(), root)
+        total = read_meminfo(proc / "meminfo")["MemTotal"]
+    except (OSError, ValueError, KeyError):
+        return OomCounts()
+    limit, most = _limit_and_peak(cgroups, total)
+    return OomCounts(
+        in_cgroup=_cgroup_kills(cgroups),
+        on_node=_field(proc / "vmstat", "oom_kill"),
+        limit_bytes=limit,
+        most_bytes=most,
+    )
+
+
+def _limit_and_peak(cgroups: Mapping[str, list[Path]], total: int) -> tuple[int | None, int | None]:
+    """The least limit below the node's memory, and the most that was used of it; older kernels keep no such peak."""
+    for files in _PEAKS:
+        limit, most = least_limit(cgroups, "memory", files)
+        if limit is not None and limit < total:
+            return limit, most
+    limit, _ = memory_limit(cgroups)
+    return (limit if limit is not None and limit < total else None), None
+
+
+def _cgroup_kills(cgroups: Mapping[str, Iterable[Path]]) -> int | None:
+    """Of the innermost cgroup that counts: the kernel counts a kill where the process was."""
+    files = [
+        *(folder / "memory.oom_control" for folder in cgroups.get("memory", ())),
+        *(folder / "memory.events" for folder in cgroups.get("", ())),
+    ]
+    counts = (_field(file, "oom_kill") for file in files)
+    return next((count for count in counts if count is not None), None)
+
+
+def _field(file: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return None
+
+
+def _more(now: int | None, before: int | None) -> int:
+    return max(0, now - before) if now is not None and before is not None else 0
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _of_job(count: int, node: str, seen: OomCounts) -> str:
+    words = f"the kernel has killed {_processes(count)} of this job on {node} for memory"
+    if seen.limit_bytes is None:
+        return f"{words}: the node had none left"
+    most = f", and {readable_size(seen.most_bytes)} were used" if seen.most_bytes is not None else ""
+    return f"{words}: its cgroup allows {readable_size(seen.limit_bytes)}{most}"

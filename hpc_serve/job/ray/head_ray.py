@@ -1,0 +1,112 @@
+"""Ray as the head's launcher sees it: its head here, from the first import on, and the nodes that it reports.
+
+When each step is due, and what its failure means, is decided in `head`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from hpc_serve.job.machine.log_setup import print_line
+from hpc_serve.job.machine.network import hold_port
+from hpc_serve.job.ray.held_ray import HeldRay
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.parts import Parts
+from hpc_serve.job.run.ray_cluster import RayNodes, head_argv, parse_gcs_port, parse_nodes
+from hpc_serve.job.run.record_keeper import RecordKeeper
+
+_NAME = "ray head"
+_GRACE_S = 4.0
+
+
+class WaitUntilComplete(Protocol):
+    """Wait until `missing()` is None; raises PartFailedError for `part` when that takes too long."""
+
+    def __call__(self, missing: Callable[[], str | None], *, part: str) -> Awaitable[None]: ...
+
+
+class HeadRay:
+    """Ray of one run. `note_change` is called whenever Ray has said something new, for who waits."""
+
+    def __init__(
+        self,
+        node: Node,
+        parts: Parts,
+        keeper: RecordKeeper,
+        wait_until_complete: WaitUntilComplete,
+        note_change: Callable[[], None],
+    ) -> None:
+        self._node, self._parts, self._keeper = node, parts, keeper
+        self._wait_until_complete, self._note_change = wait_until_complete, note_change
+        self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self._read_line)
+        self.environ: dict[str, str] = {}
+        """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
+        self._gcs_port: int | None = None
+        self._nodes = RayNodes({})
+
+    async def hold(self) -> None:
+        """Have its program imported, while nodes are waited for. Raises what `make_peer_files` does."""
+        node = self._node
+        await self._held.begin(node.ray_environ(address=node.internal_head))
+        await asyncio.to_thread(node.make_peer_files, address=node.internal_head)
+
+    async def start_head(self, node: Node) -> None:
+        """Start it; `node` is this one as all nodes have agreed on. Without a command `ray` nothing is started here."""
+        self._node = node
+        self.environ = node.ray_environ(address=node.internal_head)
+        if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure
+            return
+        self._client_port = hold_port()
+        options = node.ray_options(address=node.internal_head)
+        argv = head_argv(options, client_port=self._client_port.getsockname()[1])
+        watch = (node.ray_dir, node.internal_head, node.options.device)
+        await self._held.release(argv, self.environ, watch=watch)
+
+    async def engine_environ(self) -> dict[str, str]:
+        """The environment of an engine over this Ray, once its head is a node of it; RAY_ADDRESS says where it is.
+
+        Another node that joins before that finds no head, and Ray has it look again only after two seconds.
+        Raises PartFailedError.
+        """
+        node = self._node
+        self._parts.require_command(_NAME, "ray", self.environ)
+        self._keeper.set_stage("starting Ray's head")
+
+        def missing() -> str | None:
+            if self._gcs_port is None:
+                return "Ray's GCS does not listen"
+            if node.internal_head not in self._nodes.devices:
+                return (
+                    f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray of which it is the head"
+                )
+            return None
+
+        await self._wait_until_complete(missing, part=_NAME)
+        return {**self.environ, "RAY_ADDRESS": f"{node.internal_head}:{self._gcs_port}"}
+
+    async def wait_for_nodes(self, others: Mapping[str, str]) -> None:
+        """Return once Ray has exactly this node and the `others` (names, by address), each with its devices."""
+        node = self._node
+        expected = {node.internal_head: node.allocation.node_name, **others}
+
+        def missing() -> str | None:
+            sentences = self._nodes.missing(expected, node.options.device, node.options.gpus_per_node)
+            joined = set(expected) & set(self._nodes.devices)
+            self._keeper.set_stage("waiting for Ray nodes", len(joined), len(expected))
+            return "; ".join(sentences) or None
+
+        await self._wait_until_complete(missing, part="ray nodes")
+        self._held.end_watch()
+
+    def _read_line(self, line: str) -> None:
+        if (port := parse_gcs_port(line)) is not None:
+            self._gcs_port = port
+        elif (nodes := parse_nodes(line)) is not None:
+            self._nodes = nodes
+        else:
+            print_line(line)
+            return
+        self._note_change()

@@ -1,0 +1,1 @@
+"""One run of a replica: its nodes, its parts, its record, and how it ended."""

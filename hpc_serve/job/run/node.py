@@ -1,0 +1,216 @@
+"""What one launcher is told, and what follows for its children: their environment and their arguments.
+
+What is started, and when, is decided by the launcher's role (`head`, `worker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from hpc_serve.errors import DoesNotFitError, StoreError
+from hpc_serve.job.cache.engine_cache import EngineCache, private_cache
+from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.machine.network import LOOPBACK, choose_ports, interface_of, node_address
+from hpc_serve.job.machine.process import mark_environ
+from hpc_serve.job.run.outcome import KILL_WAIT_S
+from hpc_serve.job.run.ray_cluster import RayStartOptions, ray_environ, ray_start_options
+from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
+from hpc_serve.job.weights.staging import Staging
+from hpc_serve.rendezvous.files import check_folder, read_private, write_private
+from hpc_serve.trust.peers import PeerFiles, make_peer_files
+from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
+
+PreflightMode = Literal["on", "warn", "off", "only"]
+"""warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
+_CANARY_S = 5.0
+_CANARY_ON_CPUS_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What the script tells each launcher.
+
+    `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
+    long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
+    `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
+    `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes. After
+    `hang_s` seconds of that it is ended. It is started again in place `engine_restarts` times.
+    """
+
+    service: str
+    backend: str
+    gpus_per_node: int
+    device: Device = "GPU"
+    stall_s: float = 1_800.0
+    join_s: float = 300.0
+    kill_wait_s: float = KILL_WAIT_S
+    canary_s: float | None = None
+    hang_s: float = 60.0
+    engine_restarts: int = DEFAULT_RESTARTS
+    preflight: PreflightMode = "on"
+
+    @property
+    def canary_limit_s(self) -> float:
+        """`canary_s`, or its default. On CPUs a step that reads a long prompt takes many seconds."""
+        if self.canary_s is not None:
+            return self.canary_s
+        return _CANARY_S if self.gpus_per_node else _CANARY_ON_CPUS_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node's share of a run.
+
+    `head` is the address of the head node, `token` the run's secret. `run_mark` is in the environment of every process
+    of this run on this node. `staging` is the copy of the model that is loaded, if any, `loading` says how the
+    weights are read, and why. Another node counts as lost when it has sent nothing for `silence_s` seconds.
+    """
+
+    options: LaunchOptions
+    allocation: Allocation
+    command: ServeCommand
+    backend: str
+    head: str
+    silence_s: float
+    node_dir: Path
+    cache: EngineCache
+    run_mark: str
+    token: str
+    environ: Mapping[str, str]
+    staging: Staging | None = None
+    loading: str = ""
+
+    @cached_property
+    def internal_head(self) -> str:
+        """Where Ray and the engine's processes reach the head.
+
+        On one node without Ray that is the loopback address, so that none of their ports, which ask nobody for
+        anything, is open to the network. Ray replaces a loopback address that it is given by another of the node's.
+        """
+        if self.allocation.num_nodes > 1:
+            return self.head
+        if self.backend == "ray":
+            return self.head if self.head != LOOPBACK else node_address(interface=None, towards=None)
+        return LOOPBACK
+
+    @property
+    def ray_dir(self) -> str:
+        """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
+        return ray_dir(str(self.node_dir))
+
+    def ray_options(self, *, address: str) -> RayStartOptions:
+        """What Ray may use of this node."""
+        return ray_start_options(
+            self.allocation,
+            address=address,
+            temp_dir=self.ray_dir,
+            device=self.options.device,
+            num_devices=self.options.gpus_per_node,
+        )
+
+    def check_gpus(self) -> None:
+        """Raises DoesNotFitError if Slurm gave this node fewer GPUs than the script says."""
+        given = self.allocation.num_gpus
+        if self.options.device == "GPU" and given is not None and given < self.options.gpus_per_node:
+            replicas = self.allocation.share.count
+            whose = "of this job" if replicas == 1 else f"for each of the {replicas} replicas of this job"
+            raise DoesNotFitError(
+                f"{self.allocation.node_name} has {given} GPUs {whose}, the launcher was told "
+                f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
+            )
+
+    @property
+    def spans_nodes_without_ray(self) -> bool:
+        """Whether vLLM's own multi-node start joins the engine's processes."""
+        return self.backend == "mp" and self.allocation.num_nodes > 1
+
+    def multi_node_args(self) -> list[str]:
+        """What vLLM is told on this node if it spans several nodes without Ray; else nothing."""
+        if not self.spans_nodes_without_ray:
+            return []
+        return multi_node_args(
+            num_nodes=self.allocation.num_nodes,
+            node_rank=self.allocation.node_rank,
+            master_address=self.head,
+            settings_file=str(self.settings_file),
+        )
+
+    @property
+    def settings_file(self) -> Path:
+        """A file that tells this node's engine the port where its processes meet, and nobody else."""
+        return self.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
+
+    def write_master_port(self, port: int) -> None:
+        """Write the port of the head where the engine's processes meet. Raises StoreError."""
+        write_private(self.settings_file, f"master-port: {port}\n")
+
+    def child_environ(self, *, address: str) -> dict[str, str]:
+        """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set."""
+        ours = {
+            **mark_environ(self.run_mark),
+            "TMPDIR": str(self.node_dir),
+            "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
+            "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
+            "PYTHONUNBUFFERED": "1",
+            "VLLM_USE_RUST_FRONTEND": "0",  # it serves without middleware, so nobody would ask for the key
+        }
+        defaults = {
+            # Our deadline extends with progress. vLLM's own, 600 s, is too short for 405B.
+            "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
+            "PYTHONFAULTHANDLER": "1",  # a crash in compiled code says so; only SIGKILL leaves no word
+            **self.cache.environ(),
+        }
+        if not self.options.gpus_per_node:
+            # vLLM 0.32 saves code for CPUs that it cannot load ("no attribute 'finalize_loading'"), and compiles it
+            # anew at each start. Without these files torch's own cache of graphs is used.
+            defaults["VLLM_USE_AOT_COMPILE"] = "0"
+        if interface := interface_of(address):
+            names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+            if address == LOOPBACK:
+                ours |= {**names, "VLLM_LOOPBACK_IP": LOOPBACK}
+            else:
+                defaults |= names
+        if self.options.device == "TPU" and self.backend == "ray":
+            # vLLM's TPU plugin needs these to span hosts (tpu_inference/envs.py and its multi-host scripts).
+            defaults |= {"TPU_MULTIHOST_BACKEND": "ray", "JAX_PLATFORMS": ""}
+        given = {name: value for name, value in self.environ.items() if name != "RAY_ADDRESS"}  # of another Ray
+        return {**defaults, **given, **ours}
+
+    def without_kept_cache(self, reason: str) -> Node:
+        """The same where the engine's caches go with the run."""
+        return replace(self, cache=private_cache(self.node_dir, reason))
+
+    def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment of an engine that is started again, from that of its last start."""
+        return {**environ, "VLLM_PORT": str(choose_ports(1)[0])}
+
+    @property
+    def _peer_folder(self) -> Path:
+        return self.node_dir / "tls"
+
+    def make_peer_files(self, *, address: str) -> None:
+        """A certificate for this node's Ray, which listens at `address`. Raises what `make_peer_files` does."""
+        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self._peer_folder, addresses=(address,))
+
+    def ray_environ(self, *, address: str) -> dict[str, str]:
+        """The same for Ray on this node, and for an engine over it. They read what `make_peer_files` makes."""
+        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self._peer_folder))
+
+
+def ray_dir(node_dir: str) -> str:
+    """Ray's folder inside the node's private folder."""
+    return f"{node_dir}/ray"
+
+
+def read_token(environ: Mapping[str, str]) -> str:
+    """The run's secret, from the 0600 file that `prepare` made. Raises StoreError, or RecordError if others know it."""
+    path = Path(environ["RAY_AUTH_TOKEN_PATH"])
+    check_folder(path.parent)
+    try:
+        return read_private(path, secret=True).strip()
+    except FileNotFoundError:
+        raise StoreError(f"{path} is not there: this node does not see the run's folder in HPC_SERVE_HOME.") from None

@@ -1,0 +1,187 @@
+"""Ray for one run: the command lines of its head and workers, their environment, and the nodes that Ray reports.
+
+Each Ray runs as a `--block` child of the launcher, in a private folder and with a token. Its ports, CPUs, GPUs and
+memory are all given explicitly. It is ended as a process: `ray stop` would end every Ray of the user on the options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.sizes import GIB, MIB
+from hpc_serve.trust.peers import PeerFiles
+from hpc_serve.vllm.command import Device
+
+# vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
+_OBJECT_STORE_BYTES = GIB
+_SMALLEST_OBJECT_STORE_BYTES = 80 * MIB  # Ray refuses less than 75 MiB
+# Each binds port 0 and tells the others what it got: nothing to clash with. Some have fixed ports by default.
+_PORTS_FROM_THE_KERNEL = (
+    *("node-manager", "object-manager", "min-worker", "max-worker"),
+    *("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayStartOptions:
+    """What one `ray start` gets on its command line."""
+
+    address: str
+    temp_dir: str
+    num_cpus: int
+    device: Device
+    num_devices: int
+    memory_bytes: int
+    object_store_bytes: int
+
+
+def ray_start_options(
+    allocation: Allocation, *, address: str, temp_dir: str, device: Device, num_devices: int
+) -> RayStartOptions:
+    """Options for this node. Ray gets the CPUs, memory and devices of the job, not those of the machine."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = allocation.memory_bytes or machine // allocation.share.count
+    store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
+    return RayStartOptions(
+        address=address,
+        temp_dir=temp_dir,
+        num_cpus=allocation.num_cpus,
+        device=device,
+        num_devices=num_devices,
+        memory_bytes=max(GIB, memory - store),
+        object_store_bytes=store,
+    )
+
+
+def head_argv(options: RayStartOptions, *, client_port: int) -> list[str]:
+    """`client_port` is Ray Client's. No word turns its server off, or leaves the port to the kernel."""
+    return [
+        *_start_argv(options),
+        "--head",
+        "--port=0",
+        f"--ray-client-server-port={client_port}",
+        "--include-dashboard=false",
+        "--no-monitor",  # the autoscaler: nothing to scale, and its metrics answer anybody on a fixed port
+    ]
+
+
+def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
+    """`head` is "address:port" of the head's GCS."""
+    return [*_start_argv(options), f"--address={head}"]
+
+
+def read_gcs_port(temp_dir: str) -> int | None:
+    """The port of the GCS that `head_argv` has started, once it listens; Ray writes it into a file of its session."""
+    for path in Path(temp_dir).glob("session_latest/gcs_server_port*"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text())
+    return None
+
+
+def _start_argv(options: RayStartOptions) -> list[str]:
+    return [
+        "ray",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        f"--node-ip-address={options.address}",
+        f"--temp-dir={options.temp_dir}",
+        f"--num-cpus={options.num_cpus}",
+        *_device_args(options),
+        f"--memory={options.memory_bytes}",
+        f"--object-store-memory={options.object_store_bytes}",
+        *(f"--{name}-port=0" for name in _PORTS_FROM_THE_KERNEL),
+    ]
+
+
+def _device_args(options: RayStartOptions) -> list[str]:
+    """Ray has an option for GPUs alone; TPU chips are a custom resource."""
+    if options.device == "GPU":
+        return [f"--num-gpus={options.num_devices}"]
+    return ["--num-gpus=0", f"--resources={json.dumps({options.device: options.num_devices})}"]
+
+
+def ray_environ(environ: Mapping[str, str], peer: PeerFiles) -> dict[str, str]:
+    """`environ`, which names the token's file, with what every Ray process on this node needs beside it."""
+    return {
+        **_with_hip_devices(environ),
+        "RAY_AUTH_MODE": "token",  # `ray start --address` does not turn it on by itself
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # its default, 30 s, is Slurm's KillWait
+        "RAY_memory_monitor_refresh_ms": "0",  # it would end our workers for memory that other users of the node use
+        "RAY_worker_niceness": "0",  # its default, 15, gives every other process on the node precedence
+        "RAY_prestart_worker_first_driver": "0",  # else the first driver starts one idle Python per CPU
+        # Metrics answer anybody who connects. -1: they have no switch of their own, and cannot start on that port.
+        "RAY_enable_metrics_collection": "0",
+        "DASHBOARD_METRIC_PORT": "-1",
+        # Every connection of Ray's shows a certificate of this run. The token alone does not do: gcs_server and raylets
+        # of Ray 2.60 end when anybody calls RaySyncer.StartSync without the metadata that they expect.
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_CA_CERT": str(peer.authority),
+        "RAY_TLS_SERVER_CERT": str(peer.certificate),
+        "RAY_TLS_SERVER_KEY": str(peer.key),
+    }
+
+
+def _with_hip_devices(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with AMD GPUs named by HIP_VISIBLE_DEVICES.
+
+    Slurm sets ROCR_VISIBLE_DEVICES, which Ray refuses ("Please use HIP_VISIBLE_DEVICES …"). Either variable alone
+    counts the GPUs of the node, so the value can move. If both are set, HIP's numbers count within ROCm's selection;
+    then both stay as they are.
+    """
+    found = dict(environ)
+    if "HIP_VISIBLE_DEVICES" not in found and (visible := found.pop("ROCR_VISIBLE_DEVICES", None)) is not None:
+        found["HIP_VISIBLE_DEVICES"] = visible
+    return found
+
+
+@dataclass(frozen=True)
+class RayNodes:
+    """What Ray reports: for each node that is alive, by address, how many devices of the wanted kind it has."""
+
+    devices: Mapping[str, int]
+
+    def missing(self, expected: Mapping[str, str], device: Device, per_node: int) -> list[str]:
+        """One sentence for each node that is absent, has another number of devices, or is not of this job.
+
+        `expected` maps addresses to node names.
+        """
+        sentences = []
+        for address, name in expected.items():
+            if address not in self.devices:
+                sentences.append(f"{name} ({address}) has not joined")
+            elif self.devices[address] != per_node:
+                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
+        unexpected = sorted(set(self.devices) - set(expected))
+        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
+
+
+def parse_gcs_port(line: str) -> int | None:
+    """The port in a line that `ray_nodes` printed, or None if it is another line."""
+    try:
+        return int(json.loads(line)["hpc_serve_gcs"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def parse_nodes(line: str) -> RayNodes | None:
+    """The nodes in a line that `ray_nodes` printed, or None if it is another line."""
+    try:
+        found = json.loads(line)
+        return RayNodes({str(address): int(count) for address, count in found["hpc_serve_nodes"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _shared_memory_bytes() -> int:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return 2 * _SMALLEST_OBJECT_STORE_BYTES
+    return status.f_bavail * status.f_frsize

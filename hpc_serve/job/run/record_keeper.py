@@ -1,0 +1,253 @@
+"""The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
+
+What the fields mean is decided in `rendezvous.record`, how far a start is in `start_stages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hpc_serve.errors import HpcServeError
+from hpc_serve.job.machine.allocation import Allocation
+from hpc_serve.job.machine.network import PortsInUseError, reachable_addresses
+from hpc_serve.job.progress.start_stages import StartStages
+from hpc_serve.job.run.node import Node
+from hpc_serve.job.run.outcome import Outcome
+from hpc_serve.rendezvous.names import array_of
+from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
+from hpc_serve.rendezvous.start_times import cache_of, last_start, layout_of, remember_start
+from hpc_serve.rendezvous.store import ServiceStore, default_home, read_entry
+from hpc_serve.rendezvous.user import user_name
+
+_log = logging.getLogger(__name__)
+LEASE_S = 30.0
+_WRITE_INTERVAL_S = 1.0
+_START_INTERVAL_S = 5.0
+_LAST_RECORD_S = 20.0
+
+
+def publish_failure(
+    service: str, allocation: Allocation | None, error: HpcServeError, environ: Mapping[str, str]
+) -> None:
+    """Publish the record of a run that ended before it had one, so that `status` can say why.
+
+    A run that its script starts again gets its record then: until a command is read, the service has no model.
+    """
+    end = end_of(Outcome(failed_part="launcher", reason=str(error), exit_code=error.exit_code), environ)
+    if allocation is None or end["state"] != "failed":
+        return
+    record = replace(_run_record(service, allocation, environ), **end)
+    with contextlib.suppress(HpcServeError, OSError):
+        store = ServiceStore(default_home(environ))
+        store.ensure_service(service)
+        store.write(record)
+
+
+def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a record whose run failed: it is over, or its script starts it again with other ports."""
+    if outcome.exit_code == PortsInUseError.exit_code and environ.get("HPC_SERVE_ATTEMPTS_LEFT", "0") != "0":
+        return {"state": "starting", "stage": "starting again with other ports", "reason": outcome.reason}
+    return {
+        "state": "failed",
+        "reason": outcome.reason,
+        "failed_part": outcome.failed_part,
+        "exit_code": outcome.exit_code,
+        "last_log_lines": outcome.last_log_lines,
+    }
+
+
+def first_record(node: Node) -> EndpointRecord:
+    """The record with which the head of a run begins."""
+    allocation, command = node.allocation, node.command
+    return replace(
+        _run_record(node.options.service, allocation, node.environ),
+        model=command.model,
+        stand_in=command.stand_in,
+        served_model_names=command.served_model_names,
+        stage="starting",
+        hosts=_hosts(allocation, node.head),
+        nodes=(NodeRecord(name=allocation.node_name, address=node.head),),
+        tensor_parallel_size=command.tensor_parallel_size,
+        pipeline_parallel_size=command.pipeline_parallel_size,
+        gpus_per_node=node.options.gpus_per_node,
+        cache=node.cache.words,
+        loading=node.loading,
+        lease_s=LEASE_S,
+    )
+
+
+def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]) -> EndpointRecord:
+    """What is known of a run before its command is read."""
+    now = time.time()
+    return EndpointRecord(
+        service=service,
+        model="",
+        cluster=allocation.cluster,
+        job_id=allocation.job_id,
+        restart=allocation.restart,
+        replica=allocation.share.index,
+        replicas_per_job=allocation.share.count,
+        user=user_name(),
+        hosts=(),
+        port=0,
+        num_nodes=allocation.num_nodes,
+        started_at=now,
+        updated_at=now,
+        state_since=now,
+        log_dir=environ.get("HPC_SERVE_LOG_DIR"),
+    )
+
+
+def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
+    if allocation.cluster == "local":
+        return ("127.0.0.1",)
+    return tuple(dict.fromkeys((head, *reachable_addresses())))
+
+
+def _planned_bytes(store: ServiceStore, record: EndpointRecord) -> int | None:
+    """The weights of all ranks by the plan, as far as `submit` wrote it down: about the size of their files."""
+    with contextlib.suppress(HpcServeError):
+        path = store.service_dir(record.service) / "submitted" / f"{array_of(record.job_id)}.json"
+        job = read_entry(path, SubmittedJob, record.service, [])
+        of_rank = job.predicted.get("weight_bytes", 0.0) if job is not None else 0.0
+        return int(of_rank * record.tensor_parallel_size * record.pipeline_parallel_size) or None
+    return None
+
+
+class RecordKeeper:
+    """The only writer of one record. `update` changes the record, `renew` writes it until cancelled.
+
+    `stages` follows its start, and is told of lines and of what is read; it begins anew with each start of the engine.
+    """
+
+    def __init__(self, store: ServiceStore, record: EndpointRecord) -> None:
+        self.store = store
+        self.record = record
+        self._counter = record.counter
+        self._changed = asyncio.Event()
+        self._writing = threading.Lock()
+        self._is_written = False
+        self._past = last_start(store.home, record)
+        self._planned_bytes = _planned_bytes(store, record)
+        self.stages = self._begin_start("nodes")
+        self._note_start()
+        self._write()
+
+    def update(self, **changes: Any) -> None:
+        """Change fields. A change of state is written at once, any other within a second."""
+        changed = replace(self.record, **changes)
+        if changed == self.record:
+            return
+        if changed.state != self.record.state:
+            is_first = changed.state == "ready" and "start_s" not in changed.measured
+            if is_first:
+                start_s = time.time() - changed.started_at
+                changed = replace(changed, measured={**changed.measured, "start_s": start_s})
+            if changed.state == "ready" and not self.stages.is_over:
+                self.stages.finish()
+            self.record = replace(changed, state_since=time.time())
+            self._note_start()
+            self._write()
+            if is_first:
+                self._remember_start()
+        else:
+            self.record = changed
+            self._changed.set()
+
+    def start_again(self, **changes: Any) -> None:
+        """Change fields as the engine is started again: its stages begin anew."""
+        self._past = last_start(self.store.home, replace(self.record, **changes))
+        self.stages = self._begin_start("engine")
+        self.update(**changes)
+
+    def set_stage(self, stage: str, done: int | None = None, total: int | None = None, *, prefix: str = "") -> None:
+        """Publish a stage of the start, unless the start is past it already, as lines of other ranks have told."""
+        if self.stages.note_phrase(stage, done, total) or self.stages.is_over:
+            progress = Progress(done=done, total=total) if done is not None and total is not None else None
+            self.update(stage=prefix + stage, progress=progress)
+
+    def note_copied(self, done: int, total: int) -> None:
+        """Note how many bytes of the model are copied to this node, of all. Any thread may call it."""
+        self.stages.note_copied(done, total)
+
+    def add_figures(self, figures: Mapping[str, float]) -> None:
+        """Add figures that the engine has logged."""
+        if figures:
+            self.update(measured={**self.record.measured, **figures})
+            self.stages.checkpoint_bytes = self._checkpoint_bytes
+
+    async def renew(self) -> None:
+        """Write the record after a change, and every third of the lease without one; while it starts more often."""
+        while True:
+            interval_s = _START_INTERVAL_S if self.record.state == "starting" else LEASE_S / 3
+            try:
+                await asyncio.wait_for(self._changed.wait(), interval_s)
+            except asyncio.TimeoutError:
+                pass
+            self._changed.clear()
+            self._note_start()
+            await asyncio.to_thread(self._write)
+            await asyncio.sleep(_WRITE_INTERVAL_S)
+
+    def _begin_start(self, first: str) -> StartStages:
+        stages = StartStages(self._past, first=first)
+        stages.checkpoint_bytes = self._checkpoint_bytes
+        return stages
+
+    @property
+    def _checkpoint_bytes(self) -> int | None:
+        return int(self.record.measured.get("checkpoint_bytes", 0)) or self._planned_bytes
+
+    def _note_start(self) -> None:
+        """Say in the record how far the start is. One that has failed is ready at no time."""
+        if self.record.state == "starting" or self.stages.is_over:
+            self.record = replace(self.record, start=self.stages.record(time.time()))
+        elif self.record.start is not None:
+            start = replace(self.record.start, time_left_s=None, weights_left_s=None)
+            self.record = replace(self.record, start=start)
+
+    def _remember_start(self) -> None:
+        """Write down what this start took, for the next one."""
+        record = self.record
+        start = self.stages.past_start(
+            service=record.service,
+            model=record.model,
+            layout=layout_of(record),
+            ready_at=time.time(),
+            cache=cache_of(record),
+        )
+        try:
+            remember_start(self.store.home, start)
+        except (HpcServeError, OSError) as error:
+            _log.warning("cannot write down how long this start took: %s", error)
+
+    async def finish(self, within_s: float = _LAST_RECORD_S) -> None:
+        """Write what has changed, again and again for `within_s` seconds: a full disk may have room by then.
+
+        A last record that is missing leaves the replica `ready` for everybody, until its lease has run out.
+        """
+        if self._changed.is_set():
+            await asyncio.to_thread(self._write)
+        deadline = time.monotonic() + within_s
+        while not self._is_written and time.monotonic() < deadline:
+            await asyncio.sleep(_WRITE_INTERVAL_S)
+            await asyncio.to_thread(self._write)
+
+    def _write(self) -> None:
+        # A renewal is written from a thread: it must not replace a newer change.
+        with self._writing:
+            self._counter += 1
+            record = replace(self.record, counter=self._counter, updated_at=time.time())
+            try:
+                self.store.write(record)
+                self._is_written = True
+            except OSError as error:  # a service that works goes on when the shared filesystem is full or absent
+                self._is_written = False
+                _log.warning("cannot write the record: %s", error)

@@ -1,0 +1,250 @@
+"""A copy of the model on a node's own disk or in its memory, from which the engine loads (HPC_SERVE_STAGE).
+
+It decides what is copied, where to, and whether there is room. Runs on one node that load the same files share one
+copy: each holds a lock on it, the first of them copies, the last one removes it. What a killed run has left is removed
+by the sweep beside the launcher, or that of the next run. How bytes are copied is decided in `stage_copy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.hub.local_weights import damaged_files, snapshot_folder, weight_files
+from hpc_serve.hub.needed_files import RepositoryFile, needed_files
+from hpc_serve.job.machine.guarded_folders import (
+    lock_beside,
+    make_named_folder,
+    others_file,
+    remove_tree,
+    remove_unless_locked,
+)
+from hpc_serve.job.machine.node_memory import available_memory
+from hpc_serve.job.weights.stage_copy import CopyStoppedError, copy_files
+from hpc_serve.job.weights.weights_place import is_in_memory
+from hpc_serve.rendezvous.ownership import fault
+from hpc_serve.rendezvous.store import default_home
+from hpc_serve.sizes import GIB, readable_size
+from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
+from hpc_serve.vllm.command import ServeCommand
+
+_log = logging.getLogger(__name__)
+VARIABLE = "HPC_SERVE_STAGE"
+_OFF, _ON = ("", "0", "off", "no", "false"), ("1", "on", "yes", "true")
+_NAME = re.compile(r"[0-9a-f]{16}")
+_WHOLE = ".whole"
+"""The name of the file that says that a copy is complete."""
+_SPARE_BYTES = GIB
+_PART_OF_MEMORY = 0.5
+_POLL_S = 0.5
+OnCopied = Callable[[int, int], None]
+
+
+@dataclass(kw_only=True)
+class Staging:
+    """The copy of one run: of `files` of `source`, in `target`. It is held from `open` to `close`."""
+
+    source: Path
+    target: Path
+    files: tuple[RepositoryFile, ...]
+    stop: threading.Event = field(default_factory=threading.Event)
+    _lock: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the copy is there."""
+        return (self.target / _WHOLE).is_file()
+
+    def open(self, on_copied: OnCopied) -> None:
+        """Make the copy, or wait until another run has made it. `on_copied` is told the bytes that are there, of all.
+
+        Raises DoesNotFitError where there is no room, InvalidRequestError where the folder cannot be used or a copy is
+        not what was read, CopyStoppedError once `stop` is set.
+        """
+        try:
+            while self._lock is None:
+                if (alone := lock_beside(self.target)) is not None:
+                    self._copy_under(alone, on_copied)
+                elif (shared := lock_beside(self.target, shared=True)) is not None:
+                    self._lock = self._kept_if_whole(shared)
+                elif self.stop.wait(_POLL_S):
+                    raise CopyStoppedError
+        except OSError as error:
+            raise _unusable(self.target.parent, error) from error
+
+    def close(self) -> None:
+        """Let go of the copy, and remove it if nobody else uses it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            remove_unless_locked(self.target, mark=_WHOLE)
+
+    def _copy_under(self, lock: int, on_copied: OnCopied) -> None:
+        """Copy with the lock of this process alone; then the lock is one that others may have too."""
+        try:
+            if not self.is_whole or others_file(self.target) is not None:
+                remove_tree(self.target, mark=_WHOLE)
+                self._check_room()
+                self.target.mkdir(mode=0o700)
+                copy_files(self.source, self.target, self.files, on_copied=on_copied, stop=self.stop)
+                self._verify()
+                (self.target / _WHOLE).touch()
+            fcntl.flock(lock, fcntl.LOCK_SH)  # for a moment it is nobody's
+        except BaseException:
+            remove_tree(self.target, mark=_WHOLE)
+            os.close(lock)
+            raise
+        self._lock = self._kept_if_whole(lock)
+
+    def _kept_if_whole(self, lock: int) -> int | None:
+        """The lock, if the copy is still the one that the path leads to."""
+        with contextlib.suppress(OSError):
+            is_same = os.path.samestat(os.fstat(lock), os.lstat(self.target.with_name(f"{self.target.name}.lock")))
+            if is_same and self.is_whole and others_file(self.target) is None:
+                return lock
+        os.close(lock)
+        return None
+
+    def _check_room(self) -> None:
+        root, needed = self.target.parent, self.total_bytes
+        free = shutil.disk_usage(root).free
+        advice = f"Set {VARIABLE} to a larger folder, or leave --stage out."
+        if free < needed + _SPARE_BYTES:
+            raise DoesNotFitError(
+                f"--stage copies {readable_size(needed)} to {root}, which has {readable_size(free)} free, and 1 GiB "
+                f"stays free. {advice}"
+            )
+        if is_in_memory(root) and needed > _PART_OF_MEMORY * (available := available_memory()):
+            raise DoesNotFitError(
+                f"--stage copies {readable_size(needed)} to {root}, which is memory, and {readable_size(available)} of "
+                f"it are free for this job; at most half may be used. {advice}"
+            )
+
+    def _verify(self) -> None:
+        wrong = [file.path for file in self.files if (self.target / file.path).stat().st_size != file.size_bytes]
+        damaged = damaged_files(weight_files(self.target))
+        if wrong or damaged:
+            raise InvalidRequestError(
+                f"the copy of {self.source} in {self.target.parent} is not what was read: "
+                f"{'; '.join([*(f'{path} has another size' for path in wrong[:3]), *damaged[:3]])}. Were the files "
+                "changed meanwhile? If not, look at the node's disk, or leave --stage out."
+            )
+
+
+async def stage(staging: Staging, on_copied: OnCopied) -> None:
+    """Open the copy in a thread, which stops if this is cancelled. Raises what `open` raises."""
+    _log.info("staging %s to %s: %s", staging.source, staging.target, readable_size(staging.total_bytes))
+    began_s = time.monotonic()
+    try:
+        await asyncio.to_thread(staging.open, on_copied)
+    except asyncio.CancelledError:
+        staging.stop.set()
+        raise
+    took_s = max(time.monotonic() - began_s, 1e-3)
+    _log.info("staged in %.0f s, %s/s", took_s, readable_size(round(staging.total_bytes / took_s)))
+
+
+def plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
+    """Return the copy that a run wants of its model, None if it wants none; its folder is made.
+
+    Raises InvalidRequestError, or PortsInUseError where another user has taken the folder's name.
+    """
+    base = stage_base(environ)
+    if base is None:
+        return None
+    words = command.argv[command.argv.index("serve") + 1 :]
+    model = command.stand_in or command.model
+    if "--download-dir" in names_in(words):
+        raise InvalidRequestError(
+            "--stage and --download-dir: the model is looked for in HF_HOME alone; leave one out."
+        )
+    revision = str(value_of(read_arguments(words), "--revision") or "main")
+    folder = (
+        Path(model) if model.startswith("/") else snapshot_folder(read_hub_settings(environ).cache, model, revision)
+    )
+    files = needed_of(folder) if folder is not None else ()
+    if folder is None or not files:
+        raise InvalidRequestError(
+            f"--stage copies what the node sees, and {model} is not there: `hpc-serve fetch {model}` first, or leave "
+            "--stage out."
+        )
+    listed = [[file.path, file.size_bytes, (folder / file.path).stat().st_mtime_ns] for file in files]
+    key = hashlib.sha256(json.dumps([os.path.realpath(folder), listed]).encode()).hexdigest()[:16]
+    try:
+        root = make_named_folder(base, "stage", default_home(environ), called=VARIABLE)
+    except OSError as error:
+        raise _unusable(base, error) from error
+    return Staging(source=folder, target=root / key, files=files)
+
+
+def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
+    """The files of a folder that an engine reads. Raises InvalidRequestError."""
+    try:
+        files = [
+            RepositoryFile(path=str(path.relative_to(folder)), size_bytes=path.stat().st_size)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path != folder / _WHOLE
+        ]
+        weights = weight_files(folder)
+        indexed = [str(path.relative_to(folder)) for path in weights if path.suffix == ".safetensors"]
+    except OSError as error:
+        raise InvalidRequestError(f"--stage: {folder} cannot be read on this node: {error}.") from error
+    return needed_files(files, indexed)
+
+
+def staged_command(command: ServeCommand, staging: Staging) -> ServeCommand:
+    """The command of an engine that loads the copy, and answers to the model's own names."""
+    place = command.argv.index("serve") + 1
+    words = command.argv[place + 1 :]
+    names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
+    return replace(command, argv=(*command.argv[:place], str(staging.target), *words, *names))
+
+
+def stage_base(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the node below which copies lie; None where none are wanted. Raises InvalidRequestError."""
+    text = environ.get(VARIABLE, "")
+    if text.lower() in _OFF:
+        return None
+    if text.lower() in _ON:
+        text = environ.get("HPC_SERVE_TMPDIR") or "/tmp"
+    if not text.startswith("/"):
+        raise InvalidRequestError(f"{VARIABLE}={text}: it must be on, off, or a folder of the node, as /dev/shm.")
+    return Path(text)
+
+
+def remove_unused(environ: Mapping[str, str]) -> list[Path]:
+    """Remove the copies that no run on this node uses; returns them."""
+    removed = []
+    with contextlib.suppress(InvalidRequestError, OSError):
+        base = stage_base(environ)
+        roots = base.glob("hpc-serve-stage-*") if base is not None else ()
+        for root in [one for one in roots if fault(one, "private") is None]:
+            names = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
+            copies = [root / name for name in sorted(names) if _NAME.fullmatch(name)]
+            removed += [copy for copy in copies if remove_unless_locked(copy, mark=_WHOLE)]
+    return removed
+
+
+def _unusable(folder: Path, error: OSError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the model cannot be copied to {folder} (--stage): {error.strerror or error}"
+        f"{f': {error.filename}' if error.filename else ''}. Set {VARIABLE} to another folder, or leave it out."
+    )

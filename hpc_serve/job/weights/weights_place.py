@@ -1,0 +1,94 @@
+"""Looks where a run's weights are: which filesystem, how large, how much memory there is for them; and which strategies
+for loading them the engine's version has. What follows is decided in `vllm/load_strategy.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_serve.hub.local_weights import cached_folder, weight_files
+from hpc_serve.job.machine.node_memory import available_memory
+from hpc_serve.vllm.arguments import names_in
+from hpc_serve.vllm.command import ServeCommand
+from hpc_serve.vllm.load_strategy import LoadStrategy, WeightsPlace, choose_strategy
+
+_log = logging.getLogger(__name__)
+_ELSEWHERE = frozenset({"--download-dir", "--revision"})
+_STRATEGIES = re.compile(r"SafetensorsLoadStrategy\b[^=\n]*=\s*Literal\[([^\]]*)\]")
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # as /proc/mounts writes blanks
+
+
+def find_load_strategy(command: ServeCommand, environ: Mapping[str, str], *, num_nodes: int) -> LoadStrategy:
+    """What makes the engine read its weights fast on this node; the log says what, and why."""
+    words = command.argv[command.argv.index("serve") + 1 :]
+    try:
+        place = find_weights(command.stand_in or command.model, words, environ)
+    except (OSError, ValueError) as error:
+        _log.warning("where the weights are cannot be seen, so vLLM chooses how it loads them: %s", error)
+        return LoadStrategy(reason=f"vLLM's default: where the weights are cannot be seen: {error}")
+    if place is None:
+        return LoadStrategy(reason="")
+    ranks = -(-command.world_size // num_nodes)
+    chosen = choose_strategy(words, place, known=known_strategies(), ranks_per_node=ranks)
+    _log.info("loading weights: %s", chosen.reason)
+    return chosen
+
+
+def with_strategy(command: ServeCommand, strategy: LoadStrategy) -> ServeCommand:
+    """The command with the words of a strategy."""
+    return replace(command, argv=(*command.argv, *strategy.args))
+
+
+def find_weights(model: str, words: tuple[str, ...], environ: Mapping[str, str]) -> WeightsPlace | None:
+    """Where the safetensors files of a model are; None if there are none to be seen. Raises OSError, ValueError."""
+    folder = Path(model) if model.startswith("/") else cached_folder(model, environ)
+    if folder is None or _ELSEWHERE & names_in(words):
+        return None
+    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+    if not files:
+        return None
+    sizes = [path.stat().st_size for path in files]
+    return WeightsPlace(
+        filesystem=filesystem_of(files[0]),
+        total_bytes=sum(sizes),
+        largest_bytes=max(sizes),
+        available_bytes=available_memory(),
+    )
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of filesystem that a file lies on, links followed, as the kernel names it. Raises OSError."""
+    real, found = os.path.realpath(path), ("", "unknown")
+    for line in mounts.read_text(errors="replace").splitlines():
+        words = line.split()
+        if len(words) < 3:
+            continue
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), words[1])
+        # Of several mounts at one point the last is the one that is seen.
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found[0]):
+            found = (point, words[2])
+    return found[1]
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether what lies in a folder takes memory."""
+    return filesystem_of(folder) in ("tmpfs", "ramfs")
+
+
+def known_strategies() -> tuple[str, ...]:
+    """The strategies that the engine of this environment has, as its source lists them; none where there is no vLLM."""
+    spec = importlib.util.find_spec("vllm")  # imports nothing of it
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "config" / "load.py").read_text(errors="replace")
+    except OSError:
+        return ()
+    listed = _STRATEGIES.search(text)
+    return tuple(re.findall(r"\"(\w+)\"", listed[1])) if listed else ()

@@ -1,0 +1,1 @@
+"""Which log files a replica has, and what they say over time."""

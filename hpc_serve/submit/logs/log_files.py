@@ -1,0 +1,178 @@
+"""The log files of one job: which files there are, their last lines, and their new lines as they come.
+
+The batch script writes one file, and the launcher of each node another. A file may appear late, and a shared filesystem
+may show it later still. job_logs.py decides which job's logs a person means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.redact import secrets_of
+from hpc_serve.rendezvous.store import ServiceStore
+
+LogWriter = Literal["script", "launcher", "engine", "ray"]
+"""Who writes into logs. What `ray start` prints stands beside the engine's lines; Ray's own logs are other files."""
+_LAUNCHERS = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+ [A-Z]+ hpc-serve: ")
+_LOOKED_AT_LINES = 20_000
+_POLL_S = 0.5
+_CHUNK_BYTES = 64 * 1024
+_LONGEST_LINE_BYTES = 1 << 20
+"""A longer line comes in pieces: who writes without line ends must not fill the memory of whoever looks."""
+_TAIL_BYTES, _TAIL_LINE_BYTES = 16 << 20, 1 << 10
+
+
+def log_files(name: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
+    """The files of a replica that exist: the batch script's first, then each node's launcher in order."""
+    nodes = _of_nodes(name, log_dir, r"-node\d+\.log")
+    batch = batch_log or log_dir / f"{name}.log"
+    return [path for path in (batch, *nodes) if path.exists()]
+
+
+def files_of(status: ReplicaStatus) -> list[Path]:
+    """The log files of a replica and of its job's script that exist now."""
+    log_dir = Path(status.log_dir)
+    batch_log = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
+    return log_files(status.name, log_dir, batch_log)
+
+
+def ray_logs_of(status: ReplicaStatus) -> list[Path]:
+    """The files that hold the ends of Ray's own logs, of each node of a replica."""
+    return _of_nodes(status.name, Path(status.log_dir), r"-node\d+-ray\.log")
+
+
+def files_of_writer(status: ReplicaStatus, writer: LogWriter | None, node: int | None = None) -> list[Path]:
+    """The log files of a replica that have lines of `writer` (None: but for Ray's own), of its K-th `node` alone."""
+    if writer == "ray":
+        return [path for path in ray_logs_of(status) if node is None or path.name.endswith(f"-node{node}-ray.log")]
+    of_nodes = _of_nodes(status.name, Path(status.log_dir), r"-node\d+\.log")
+    if node is not None:
+        of_nodes = [path for path in of_nodes if path.name.endswith(f"-node{node}.log")]
+    if writer in ("launcher", "engine") or (writer is None and node is not None):
+        return of_nodes
+    script = [path for path in files_of(status) if path not in of_nodes] if node is None else []
+    return script if writer == "script" else [*script, *of_nodes]
+
+
+def is_by(writer: LogWriter | None, line: str) -> bool:
+    """Whether a line of its files is by `writer`: a launcher's have time, node and level, the engine's are as they are.
+
+    >>> is_by("launcher", "2026-11-22 14:05:13 n1 INFO hpc-serve: launcher of 8b begins"), is_by("engine", "a line")
+    (True, True)
+    """
+    return writer not in ("launcher", "engine") or (_LAUNCHERS.match(line) is not None) == (writer == "launcher")
+
+
+def known_secrets(service: str, store: ServiceStore, environ: Mapping[str, str]) -> list[str]:
+    """Return what must not be shown of a service's logs: its key, the hub's token, and secrets of the environment."""
+    secrets = secrets_of(environ)
+    with contextlib.suppress(HpcServeError, OSError):
+        secrets.append(store.read_api_key(service))
+    return [*secrets, read_hub_settings(environ).token or ""]
+
+
+def tail_by(path: Path, lines: int, writer: LogWriter | None) -> list[str]:
+    """The last lines of a file that are by `writer`, among its last 20,000. Raises StoreError."""
+    if writer not in ("launcher", "engine"):
+        return tail(path, lines)
+    return [line for line in tail(path, _LOOKED_AT_LINES) if is_by(writer, line)][-lines:] if lines else []
+
+
+def _of_nodes(name: str, log_dir: Path, rest: str) -> list[Path]:
+    found = (path for path in log_dir.glob(f"{name}-node*.log") if re.fullmatch(rest, path.name.removeprefix(name)))
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def places_of(status: ReplicaStatus) -> tuple[str, ...]:
+    """Where a job's logs are or would be: the batch script's, if it lies elsewhere, and a pattern of the others."""
+    pattern = f"{status.log_dir}/{status.job_id}*.log"
+    is_elsewhere = status.batch_log is not None and Path(status.batch_log).parent != Path(status.log_dir)
+    return (status.batch_log, pattern) if status.batch_log and is_elsewhere else (pattern,)
+
+
+def tail(path: Path, lines: int, *, end: int | None = None) -> list[str]:
+    """The last lines of a file, or of its first `end` bytes; none if it is not there. Raises StoreError.
+
+    They are at most 16 MiB and 1 KiB for each line; of a line that is longer its end is returned.
+    """
+    chunks: list[bytes] = []
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, os.SEEK_END) if end is None else end
+            least, ends = max(0, position - _TAIL_BYTES - lines * _TAIL_LINE_BYTES), 0
+            while position > least and ends <= lines:
+                step = min(_CHUNK_BYTES, position - least)
+                position = file.seek(position - step)
+                chunks.append(file.read(step))
+                ends += chunks[-1].count(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+    return b"".join(reversed(chunks)).decode(errors="replace").splitlines()[-lines:] if lines > 0 else []
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of an open file from where it is, each with its end; a very long one in pieces, of which the last
+    alone has it."""
+    return iter(lambda: file.readline(_LONGEST_LINE_BYTES), b"")
+
+
+def follow(
+    find_files: Callable[[], Sequence[Path]], *, first_lines: int, is_over: Callable[[], bool]
+) -> Iterator[tuple[Path, str]]:
+    """The last `first_lines` lines of each file, then each new line, until the job is over and all was read.
+
+    Files that `find_files` finds later are read from their beginning.
+    """
+    offsets: dict[Path, int] = {}
+    for path in find_files():
+        offsets[path] = _whole_lines(path)
+        for line in tail(path, first_lines, end=offsets[path]):
+            yield path, line
+    ends = False
+    while True:
+        new = False
+        for path in find_files():
+            for line, offset in _new_lines(path, offsets.setdefault(path, 0), whole_file=ends):
+                offsets[path] = offset
+                new = True
+                yield path, line
+        if ends and not new:
+            return
+        ends = ends or is_over()
+        if not new and not ends:
+            time.sleep(_POLL_S)
+
+
+def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[str, int]]:
+    """Lines from `offset` on, each with the offset after it. With `whole_file`, the last line needs no line end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in lines_of(file):
+                if line.endswith(b"\n") or whole_file or len(line) == _LONGEST_LINE_BYTES:
+                    offset += len(line)
+                    yield line.decode(errors="replace").rstrip("\r\n"), offset
+    except OSError:  # it is gone, or the filesystem does not answer: the next call may find more
+        return
+
+
+def _whole_lines(path: Path) -> int:
+    """The length in bytes of all lines that have a line end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - _CHUNK_BYTES))
+            return start + file.read(size - start).rfind(b"\n") + 1
+    except OSError:
+        return 0

@@ -1,0 +1,202 @@
+"""Finds the model and the machines that a request names, and has the plan made for them.
+
+Finding a model reads files and may ask the hub. The plan itself is made in plan/make.py, which is pure; `hpc-serve
+plan`, `render` and `submit` all ask for it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError, UnknownModelError
+from hpc_serve.hub.hub import find_model, find_spec
+from hpc_serve.plan import ModelSpec
+from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
+from hpc_serve.plan.choice.suggestions import Remedy
+from hpc_serve.plan.choice.vllm_flags import is_quantized_by_vllm
+from hpc_serve.plan.engine import EngineConfig, Workload
+from hpc_serve.plan.hardware.cluster import cluster_named, part_of_node
+from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
+from hpc_serve.plan.model.architectures import draft_from_config
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.vllm.arguments import without
+
+_OWN_OPTIONS = {
+    "--nodes": "num_nodes",
+    **{f"--{name.replace('_', '-')}": name for name in ("gpu", "gpus_per_node", "max_model_len", "concurrency")},
+    **{f"--{name.replace('_', '-')}": name for name in ("tensor_parallel_size", "pipeline_parallel_size")},
+}
+"""Options of remedies that are of the request, by its names; the others are vLLM's."""
+_NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
+
+
+def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
+    """The plan for a service. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
+
+    `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
+    """
+    return plan_service_with_inputs(request, stand_in=stand_in)[0]
+
+
+def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> tuple[ServePlan, PlanResult]:
+    """The same, and the result with what it was made from, which knows how fast the plan is."""
+    try:
+        result = _result(request, stand_in)
+        return result.chosen, result
+    except NoLayoutError as error:
+        error.suggestions = tuple(filter(None, (_accepted(one, request, stand_in) for one in error.suggestions)))
+        if (per_job := request.replicas_per_job) > 1:
+            error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error.args[0]}",)
+        raise
+
+
+def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
+    """The plan, or the lack of one. Raises InvalidRequestError for a quantization that vLLM cannot make itself."""
+    asked = _plan_request(request)
+    both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
+    # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
+    result = plan_for(asked, stand_in=stand_in if both_sizes else None)
+    needs_checkpoint = stand_in is None and not is_quantized_by_vllm(asked.engine, result.model)
+    if asked.engine.quantization in _NOT_VLLMS or (needs_checkpoint and not request.allow_unknown_vllm_options):
+        raise InvalidRequestError(
+            f"vLLM has no --quantization {asked.engine.quantization} for checkpoints of 16 bit: name a checkpoint that "
+            "is quantised so (--model, or HPC_SERVE_MODEL); its own config says how."
+        )
+    return result
+
+
+def _accepted(remedy: Remedy, request: ServeRequest, stand_in: str | None) -> Remedy | None:
+    """The remedy if the request with it is taken, and fits; the checkpoint alone where it names one. None otherwise."""
+    words = without(request.engine_args, remedy.options)
+    own = {_OWN_OPTIONS[name]: value for name, value in remedy.options.items() if name in _OWN_OPTIONS}
+    values: dict[str, Any] = {name: value if name == "gpu" else int(value) for name, value in own.items()}
+    others = [word for pair in remedy.options.items() if pair[0] not in _OWN_OPTIONS for word in pair]
+    try:
+        if _result(replace(request, engine_args=(*words, *others), **values), stand_in).plan:
+            return remedy
+    except (InvalidRequestError, DoesNotFitError):
+        if "--quantization" in remedy.options:
+            return remedy.without_option("--quantization")
+    return None
+
+
+def on_whole_nodes(request: ServeRequest, plan: ServePlan) -> ServeRequest:
+    """Return the request with the replicas that --target chose sharing the nodes that --exclusive asks for.
+
+    The request stays as it is where the replicas do not fill nodes evenly, or cannot share a job.
+    """
+    is_chosen = request.target is not None and request.replicas_per_job == 1
+    return (_sharing(request, plan) if is_chosen else None) or request
+
+
+def idle_gpus_note(request: ServeRequest, plan: ServePlan) -> str | None:
+    """Say how many GPUs of its node a job leaves idle that has the node alone. None: none."""
+    idle, size = _idle_gpus(request, plan), _node_size(request, plan)
+    if not idle:
+        return None
+    shared = _sharing(request, plan) if request.replicas_per_job == 1 else None
+    fill = f"; --replicas-per-job {shared.replicas_per_job} fills the node with replicas" if shared else ""
+    return f"{idle} of {size} GPUs of each node stay idle (--exclusive): --no-exclusive leaves them to others{fill}."
+
+
+def _sharing(request: ServeRequest, plan: ServePlan) -> ServeRequest | None:
+    """The request with as many replicas in each job as fill its node. None where that cannot be."""
+    size, used = _node_size(request, plan), plan.layout.gpus_per_node
+    count = request.replicas or (plan.replicas if request.target else size // used)
+    if not _idle_gpus(request, plan) or size % used or count % (size // used):
+        return None
+    each = -(-request.concurrency // plan.replicas)
+    try:
+        return replace(request, replicas_per_job=size // used, replicas=count, num_nodes=None, concurrency=each)
+    except InvalidRequestError:
+        return None
+
+
+def _idle_gpus(request: ServeRequest, plan: ServePlan) -> int:
+    """GPUs of a node that a job with one node, which it has alone, does not use."""
+    is_alone = request.slurm.exclusive and request.cluster == "slurm" and plan.accelerator.kind == "gpu"
+    used = plan.layout.gpus_per_node * request.replicas_per_job
+    return max(0, _node_size(request, plan) - used) if is_alone and plan.layout.num_nodes == 1 else 0
+
+
+def _node_size(request: ServeRequest, plan: ServePlan) -> int:
+    return request.gpus_per_node or plan.accelerator.gpus_per_node
+
+
+def _plan_request(request: ServeRequest) -> PlanRequest:
+    """What is asked of the plan. The engine's own words win over our options, as they do on vLLM's command line."""
+    flags = {
+        "tensor_parallel_size": request.tensor_parallel_size,
+        "pipeline_parallel_size": request.pipeline_parallel_size,
+        "max_model_len": request.max_model_len,
+    }
+    engine = {**flags, **request.engine_options}
+    return PlanRequest(
+        model=request.model,
+        gpu=request.gpu,
+        gpu_memory_bytes=request.gpu_memory_bytes,
+        num_nodes=request.num_nodes,
+        gpus_per_node=request.gpus_per_node,
+        engines_per_node=request.replicas_per_job,
+        workload=Workload(max_model_len=engine.pop("max_model_len"), concurrency=request.concurrency),
+        engine=EngineConfig(**engine),
+        target=request.target,
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+        arrivals=request.arrivals,
+        longest_output_tokens=request.longest_output_tokens,
+        allow_unknown_config_keys=request.allow_unknown_config_keys,
+    )
+
+
+def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
+    """Find the model and the machines that are named, and plan for them. Raises UnknownModelError, InvalidRequestError.
+
+    With `stand_in` the model keeps its name and has the weights of that folder.
+    """
+    engine = asked.engine
+    found, model = find_spec(
+        asked.model,
+        dtype=engine.dtype,
+        quantization=engine.quantization,
+        hf_overrides=engine.hf_overrides,
+        stand_in=stand_in,
+        allow_unknown_keys=asked.allow_unknown_config_keys,
+    )
+    cluster = cluster_named(
+        asked.gpu,
+        total_bytes=asked.gpu_memory_bytes,
+        num_nodes=asked.num_nodes,
+        gpus_per_node=asked.gpus_per_node,
+    )
+    if asked.engines_per_node > 1:
+        has_sizes = bool(engine.tensor_parallel_size or engine.pipeline_parallel_size)
+        cluster = part_of_node(cluster, asked.engines_per_node, is_whole=not has_sizes)
+    names = found.served_model_names
+    parts = FoundParts(
+        model=model,
+        cluster=cluster,
+        draft=_draft(engine),
+        served_model_names=names,
+        note=found.note,
+        warning=found.warning,
+    )
+    return make_plan(asked, parts)
+
+
+def _draft(engine: EngineConfig) -> ModelSpec | None:
+    """The draft model that the engine loads. None where there is none, or nobody here knows its config.
+
+    Raises UnknownModelError for a folder that is not there, InvalidRequestError where its architecture is not known.
+    """
+    named = engine.draft_model
+    if named is None:
+        return None
+    try:
+        config = find_model(named).config
+    except UnknownModelError:
+        if named.startswith(("/", ".", "~")):
+            raise
+        return None
+    return draft_from_config(config, name=named, method=str(engine.speculative_method), dtype=engine.dtype)

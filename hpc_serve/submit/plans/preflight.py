@@ -1,0 +1,125 @@
+"""Checks the files that a job needs on the login node, so that no job waits hours in the queue to miss them.
+
+It looks at weights, the tokenizer and the Python environment, and changes nothing. Models, layouts and options are
+checked when the request and its plan are made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub.local_weights import PATTERNS, cached_folder, missing_weights, tokenizer_tokens
+from hpc_serve.hub.stand_in import find_stand_in
+from hpc_serve.plan import ServePlan
+from hpc_serve.plan.catalog.parsers import reasoning_parsers, tool_parsers
+from hpc_serve.submit.plans.weights import check_hub_weights
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.script.engine_words import engine_words
+from hpc_serve.vllm.arguments import read_arguments, value_of
+
+# With these the tokenizer is another than the one beside the weights, or none.
+_OTHER_TOKENIZER = frozenset(
+    {"--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--revision", "--skip-tokenizer-init"}
+)
+
+
+def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError where there is no Python environment, or HPC_SERVE_MODEL names no model's folder."""
+    try:
+        _check_environment(request.environment, environ)
+    except OSError as error:
+        raise InvalidRequestError(f"The Python environment cannot be read: {error}.") from error
+    if stand_in := find_stand_in(environ):
+        load_format = value_of(read_arguments(stand_in.args), "--load-format") or request.load_format
+        _check_folder(Path(stand_in.folder), f"HPC_SERVE_MODEL={stand_in.folder}", load_format)
+
+
+def check_weights(
+    request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
+) -> str | None:
+    """What to say of weights that are not here yet, and that the job fetches from the hub; None: nothing.
+
+    Raises InvalidRequestError where the model is a folder that the job could not load, or the id of a model whose
+    weights the job could not fetch.
+    """
+    if environ.get("HPC_SERVE_MODEL"):
+        return None
+    if plan.model.startswith("/"):
+        _check_folder(Path(plan.model), f"the model's folder {plan.model}", request.load_format)
+        return None
+    try:
+        return check_hub_weights(request, plan, environ, ask_hub=ask_hub)
+    except OSError as error:
+        return f"{plan.model}: its weights cannot be looked for: {error}"
+
+
+def check_parsers(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError where a parser needs a token that the tokenizer lacks, if the tokenizer is here."""
+    given = read_arguments(engine_words(request, plan))
+    parsers = {"--tool-call-parser": tool_parsers(), "--reasoning-parser": reasoning_parsers()}
+    wanted = {option: name for option in parsers if (name := value_of(given, option))}
+    if not value_of(given, "--enable-auto-tool-choice"):
+        wanted.pop("--tool-call-parser", None)
+    if not wanted or _OTHER_TOKENIZER & {argument.name for argument in given}:
+        return
+    named = environ.get("HPC_SERVE_MODEL") or (plan.model if plan.model.startswith("/") else None)
+    folder = Path(named) if named else cached_folder(plan.model, environ)
+    try:
+        tokens = tokenizer_tokens(folder) if folder is not None else None
+    except OSError:
+        return
+    for option, name in wanted.items():
+        needed = parsers[option].get(name, ())
+        if tokens is not None and (lacking := [token for token in needed if token not in tokens]):
+            raise InvalidRequestError(
+                f"{option} {name} needs the token {lacking[0]}, and the tokenizer in {folder} has none: the engine "
+                f"would end. Leave --tools out, or name the parser of the model's card after `--`: {option} NAME."
+            )
+
+
+def _check_folder(folder: Path, called: str, load_format: str | None) -> None:
+    try:
+        if not folder.is_dir():
+            raise InvalidRequestError(f"{called} is not a folder here; weights must be on a file system the nodes see.")
+        if not (folder / "config.json").is_file():
+            raise InvalidRequestError(f"{called} holds no config.json: it is no model as Hugging Face lays them out.")
+        missing = missing_weights(folder) if load_format != "dummy" else None
+        if missing is not None and missing.files:
+            raise InvalidRequestError(f"{called} holds {missing.words}: copy or download them again.")
+        if missing is not None:
+            raise InvalidRequestError(
+                f"{called} holds no weights ({', '.join(PATTERNS)}); for random ones, add `-- --load-format dummy`."
+            )
+    except OSError as error:
+        raise InvalidRequestError(f"{called} cannot be read: {error}.") from error
+
+
+def _check_environment(environment: Environment, environ: Mapping[str, str]) -> None:
+    if environment.kind == "auto":
+        named = environ.get("HPC_SERVE_ENV")
+        folder = Path(named) if named else Path.cwd() / ".venv"
+        activate = folder / "bin" / "activate"
+        if not activate.is_file():
+            raise InvalidRequestError(
+                f"There is no Python environment in {folder} (no bin/activate): set HPC_SERVE_ENV, or venv, conda or "
+                "apptainer in the site file, to one that has hpc-serve and vLLM in it and that the nodes see."
+            )
+        if not named and activate.stat().st_uid not in (0, os.geteuid()):
+            raise InvalidRequestError(
+                f"The Python environment in {folder} belongs to another user, so nothing in it is run: set "
+                "HPC_SERVE_ENV to use it, or to one of your own."
+            )
+    elif environment.kind == "venv" and not Path(f"{environment.path}/bin/activate").is_file():
+        raise InvalidRequestError(f"The site file's venv {environment.path} holds no bin/activate.")
+    elif _is_missing_image(environment):
+        raise InvalidRequestError(f"The site file's {environment.kind} image {environment.path} is not there.")
+
+
+def _is_missing_image(environment: Environment) -> bool:
+    """Whether the image is a file or folder that is not here. Names of registries are the runtime's to find."""
+    path = str(environment.path)
+    is_file = {"apptainer": ":" not in path, "pyxis": path.startswith(("/", "./")), "charliecloud": True}
+    return is_file.get(environment.kind, False) and not Path(path).exists()

@@ -1,0 +1,91 @@
+"""Looks for the weights of a hub's model before its job is queued.
+
+What of them is missing is an error where the job could not fetch it, and else a sentence for the person who submits.
+How jobs will read them is told as far as it is known here; the job decides it (`job/weights/weights_place.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.hub.hub_requests import check_access
+from hpc_serve.hub.hub_settings import read_hub_settings
+from hpc_serve.hub.local_weights import cached_folder, missing_weights
+from hpc_serve.job.weights.weights_place import find_weights
+from hpc_serve.plan import ServePlan
+from hpc_serve.sizes import GIB
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.vllm.arguments import names_in
+from hpc_serve.vllm.load_strategy import foreseen_strategy
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
+# With these the weights are elsewhere, or of another time, than where we look.
+_ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
+
+
+def check_hub_weights(
+    request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
+) -> str | None:
+    """What to say of the weights of a hub's model that are not in the cache; None where nothing is to be said.
+
+    With `ask_hub` the hub is asked whether they may be fetched. Raises InvalidRequestError where the job could not
+    fetch them.
+    """
+    if not _is_on_the_hub(request, plan.model) or _ELSEWHERE & names_in(request.engine_args):
+        return None
+    settings = read_hub_settings(environ)
+    missing = missing_weights(cached_folder(plan.model, environ))
+    if missing is None:
+        return None
+    seen = f"{plan.model}: {settings.cache} holds {missing.words}"
+    cure = f"`hpc-serve fetch {plan.model}` ({_size(plan)})"
+    if request.settings.stage is not None:
+        raise InvalidRequestError(
+            f"{seen}, and --stage copies what the nodes see. Get them first: {cure}; or leave --stage out."
+        )
+    if request.offline_nodes or settings.is_offline:
+        why = "offline_nodes in the site file" if request.offline_nodes else "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
+        site = f" Your site says: {request.weights_help}." if request.weights_help else ""
+        raise InvalidRequestError(
+            f"{seen}, and the job could not fetch them ({why}). Get them first, where the hub can be reached: {cure}; "
+            f"if they are elsewhere, set HF_HOME, or name their folder as the model.{site}"
+        )
+    if ask_hub:
+        try:
+            check_access(plan.model, environ)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{seen}. {error}") from None
+    token = "" if settings.token else " There is no token (`hf auth login`, HF_TOKEN); a gated model needs one."
+    site = f" Your site says: {request.weights_help}." if request.weights_help else ""
+    return f"{seen}, so the job fetches them first. To have them before: {cure}.{token}{site}"
+
+
+def foreseen_loading(model: str, words: Sequence[str], environ: Mapping[str, str], *, ranks_per_node: int) -> str:
+    """By which strategy jobs will read a model's weights, and why, as far as this machine can tell."""
+    try:
+        place = find_weights(model, tuple(words), environ)
+    except (OSError, ValueError) as error:
+        return f"known once the job sees them: {error}"
+    return foreseen_strategy(words, place, ranks_per_node=ranks_per_node)
+
+
+def is_repository(model: str) -> bool:
+    """Whether a model's name is that of a repository of the hub.
+
+    >>> is_repository("meta-llama/Llama-3.1-8B-Instruct"), is_repository("./llama")
+    (True, False)
+    """
+    return _REPOSITORY.fullmatch(model) is not None and not model.startswith(("/", "."))
+
+
+def _is_on_the_hub(request: ServeRequest, model: str) -> bool:
+    return is_repository(model) and request.load_format in _FROM_FILES
+
+
+def _size(plan: ServePlan) -> str:
+    layout = plan.layout
+    ranks = layout.tensor_parallel_size * layout.pipeline_parallel_size
+    return f"about {plan.memory.weight_bytes * ranks / GIB:,.0f} GiB"

@@ -1,0 +1,1 @@
+"""What a person asked for, checked."""

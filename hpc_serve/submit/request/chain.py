@@ -1,0 +1,84 @@
+"""A chain: jobs that are submitted ahead, each of which begins before the time limit of the one before it. Pure.
+
+It is for sites, and containers, whose jobs may not submit others. Slurm begins each job in time (`--dependency`),
+and a job that is ready asks those before it to drain (job/run/takeover.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.submit.request.bounds import shown_time
+
+DEFAULT_OVERLAP_S = 1800.0
+_MOST = 100
+_MINUTE_S = 60.0
+
+
+def check_chain(
+    length: int,
+    overlap_s: float | None,
+    limit_s: float | None,
+    *,
+    notice_s: float,
+    cluster: str,
+    asked: Mapping[str, object],
+) -> None:
+    """Raises InvalidRequestError for a chain that cannot be. `asked` are options that do not go with one.
+
+    A job takes no new requests from `notice_s` before its time limit.
+    """
+    if length == 1:
+        if overlap_s is not None:
+            raise InvalidRequestError("--overlap is for jobs that are submitted ahead: add --chain N, or leave it out.")
+        return
+    if length > _MOST:
+        raise InvalidRequestError(f"--chain is {length}: at most {_MOST} jobs are submitted ahead.")
+    if cluster == "local":
+        raise InvalidRequestError("--chain is for jobs with a time limit; leave it out with --cluster local.")
+    for option in [option for option, value in asked.items() if value]:
+        raise InvalidRequestError(
+            f"--chain {length} and {option} do not go together: with --chain no job submits another. "
+            "Leave one of them out."
+        )
+    if limit_s is None:
+        raise InvalidRequestError("--chain needs the time limit of each job: add --time, or `time` to the site file.")
+    begins_after_min(limit_s, overlap_s)
+    if (overlap_s := _overlap_s(limit_s, overlap_s)) <= notice_s:
+        raise InvalidRequestError(
+            f"--overlap is {shown_time(overlap_s)} before the time limit, but a job takes no new requests from "
+            f"{shown_time(notice_s)} before it (--signal): make it so much longer as the engine takes to start, or the "
+            "service has a gap."
+        )
+
+
+def begins_after_min(limit_s: float, overlap_s: float | None) -> int:
+    """How many minutes after the start of a job the next one may begin: the overlap before its time limit.
+
+    Without an overlap it is half an hour, or half of the limit if that is less. Raises InvalidRequestError.
+
+    >>> begins_after_min(12 * 3600, None), begins_after_min(1200, None), begins_after_min(3600, 900)
+    (690, 10, 45)
+    """
+    overlap_s = _overlap_s(limit_s, overlap_s)
+    minutes = int((limit_s - overlap_s) // _MINUTE_S)
+    if minutes < 1:
+        raise InvalidRequestError(
+            f"--overlap is {shown_time(overlap_s)}, and the time limit of a job {shown_time(limit_s)}: the next job "
+            "would begin less than a minute after this one. Use a longer --time, or a shorter --overlap."
+        )
+    return minutes
+
+
+def _overlap_s(limit_s: float, asked_s: float | None) -> float:
+    return min(DEFAULT_OVERLAP_S, limit_s / 2) if asked_s is None else asked_s
+
+
+def chain_sentence(coming: Sequence[tuple[str, str]]) -> str:
+    """What is still to come after a job, for people: the next one, and those after it, each with its state."""
+    if not coming:
+        return ""
+    (job_id, state), *rest = coming
+    then = f", then {', '.join(job_id for job_id, _ in rest)}" if rest else ""
+    return f"{job_id} {state}{then}"

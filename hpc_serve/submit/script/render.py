@@ -1,0 +1,242 @@
+"""The text of a batch script: a request and its plan in, a script a person can read and edit out.
+
+It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the
+shell. Those of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import hpc_serve
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.engine import LONGEST_THAT_FITS
+from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
+from hpc_serve.rendezvous.names import log_dir_before_job
+from hpc_serve.sizes import format_size
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.script.engine_words import engine_words
+from hpc_serve.submit.script.memory import memory_gib
+from hpc_serve.submit.script.template import Checked, comment, render_template
+from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
+from hpc_serve.vllm.allowed import OVERRULE
+from hpc_serve.vllm.arguments import read_arguments
+
+if TYPE_CHECKING:
+    from hpc_serve.plan import ServePlan
+
+_CPUS_PER_GPU = 4  # one engine worker, its threads for loading and tokenising
+_NOTICE_S = 120  # of a preemption, where the time limit gives none
+_MOST_RERUNS = 5  # with --requeue
+_WAY_DOWN_S = 20  # from the last answer to the end of the job
+
+
+def render_script(request: ServeRequest, plan: ServePlan) -> str:
+    """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
+
+    Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
+    not there.
+    """
+    return render_template(f"{request.cluster}.sh.j2", request.templates_dir, _context(request, plan))
+
+
+def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
+    device = plan.accelerator
+    if device.no_script_reason:
+        raise InvalidRequestError(
+            f"hpc-serve plans for {device.product}, but has no script for it: {device.no_script_reason}."
+        )
+    return {
+        "title": comment(_title(request, plan)),
+        "not_run": comment(_not_run(device)),
+        "version": Checked(hpc_serve.__version__),
+        "directives": [Checked(line) for line in directives(request, plan)],
+        "environment": request.environment,
+        "modules": request.environment.modules,
+        "exports": {Checked(name): value for name, value in _exports(request).items()},
+        "device": device,
+        "service": request.service,
+        **_replicas(request.replicas_per_job),
+        "drain_s": (request.slurm.notice_s or _NOTICE_S) - _WAY_DOWN_S,
+        "keeper_options": _keeper_options(request, plan),
+        "most_reruns": _MOST_RERUNS if request.slurm.requeue else 0,
+        "backend": request.backend,
+        "engine_restarts": request.engine_restarts,
+        "preflight_only": request.preflight_only,
+        "devices": ["--tpus-per-node" if device.kind == "tpu" else "--gpus-per-node", devices_per_node(plan)],
+        "model": plan.model,
+        "served_model_names": served_model_names(request, plan),
+        "rendered_by": comment(shlex.join(render_argv(request))),
+        "engine_options": [option.words for option in read_arguments(engine_words(request, plan))],
+    }
+
+
+def _replicas(per_job: int) -> dict[str, Any]:
+    """The words that tell the replicas of one job apart; `$replica` is the number of the one that a shell runs."""
+    several = per_job > 1
+    return {
+        "replicas_per_job": per_job,
+        "indices": Checked(" ".join(map(str, range(per_job)))),
+        "which_replica": Checked(f' --replica "$replica/{per_job}"' if several else ""),
+        "of_replica": Checked(" of replica $replica" if several else ""),
+        "run_log": Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
+    }
+
+
+def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
+    """What the program beside the launcher shall do; empty where none is needed."""
+    words: list[object] = ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
+    if request.is_elastic:
+        least = replicas_of(request, plan)
+        words += ["--replicas", f"{least}:{request.max_replicas or least}"]
+    if request.idle_stop_s is not None:
+        words += ["--idle-stop-s", f"{request.idle_stop_s:.15g}"]
+    return words
+
+
+def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
+    """How many there are in all jobs: as many as are asked for, else one job of them, or as many as the plan takes."""
+    if request.replicas or request.replicas_per_job > 1:
+        return request.replicas or request.replicas_per_job
+    return plan.replicas if request.cluster == "slurm" else 1
+
+
+def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
+    """How many jobs are submitted for them."""
+    return replicas_of(request, plan) // request.replicas_per_job
+
+
+def devices_per_node(plan: ServePlan) -> int:
+    """GPUs, or chips, of each node that the ranks of one engine take; 0 where they run on CPUs."""
+    return 0 if plan.accelerator.kind == "cpu" else plan.layout.gpus_per_node
+
+
+def _not_run(device: AcceleratorSpec) -> str:
+    """A remark for accelerators on which no script was ever run; empty for the others."""
+    if device.is_script_tested:
+        return ""
+    return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
+
+
+def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
+    """The names by which requests may call the model: its repository, its alias, the service's own name."""
+    return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
+
+
+def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
+    """The words of the `#SBATCH` lines, in a fixed order. Their values were checked when the request was made.
+
+    Raises InvalidRequestError for a share of a CPU node without a number of cores.
+    """
+    slurm, layout, device = request.slurm, plan.layout, plan.accelerator
+    jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
+    gpus = layout.gpus_per_node * request.replicas_per_job
+    whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
+    completed = replace(
+        slurm,
+        cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
+        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib(request, plan, gpus)}G"),
+    )
+    return [
+        f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
+        *completed.lines("where"),
+        f"--nodes={layout.num_nodes}",
+        "--ntasks-per-node=1",
+        *([slurm.gpu_line(gpus)] if device.kind == "gpu" else []),
+        *completed.lines("share"),
+        *(array_options(jobs) if jobs > 1 else []),
+        batch_log_option(request.log_dir and log_dir_before_job(request.log_dir), is_array=jobs > 1),
+        *(["--exclusive"] if whole_nodes else []),
+        *([] if slurm.requeue is None else ["--requeue" if slurm.requeue else "--no-requeue"]),
+        "--open-mode=append",
+        *slurm.extra,
+    ]
+
+
+def _cpus(plan: ServePlan, gpus: int) -> int:
+    if plan.accelerator.kind == "cpu":
+        raise InvalidRequestError(
+            "A share of a CPU node needs a number of cores: add --cpus-per-task, or leave out --no-exclusive."
+        )
+    return _CPUS_PER_GPU * gpus
+
+
+def _exports(request: ServeRequest) -> dict[str, str]:
+    log_dir = {"HPC_SERVE_LOG_DIR": request.log_dir} if request.log_dir else {}
+    offline = {"HF_HUB_OFFLINE": "1"} if request.offline_nodes else {}
+    return {**request.env, **request.settings.exports(), **log_dir, **offline}
+
+
+def render_argv(request: ServeRequest) -> tuple[str, ...]:
+    """The `hpc-serve render` command that gives this script again, with the same site file and environment."""
+    words = ["hpc-serve", "render", "--model", request.model]
+    named = {
+        "--name": request.service if request.service != request.model else None,
+        "--replicas": _asked_replicas(request),
+        "--replicas-per-job": request.replicas_per_job if request.replicas_per_job > 1 else None,
+        "--chain": request.chain if request.chain > 1 else None,
+        "--overlap": _seconds(request.overlap_s),
+        "--idle-stop": _seconds(request.idle_stop_s),
+        "--nodes": request.num_nodes,
+        "--gpus-per-node": request.gpus_per_node,
+        "--gpu": request.gpu,
+        "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
+        "--tensor-parallel-size": request.tensor_parallel_size,
+        "--pipeline-parallel-size": request.pipeline_parallel_size,
+        "--max-model-len": "auto" if request.max_model_len == LONGEST_THAT_FITS else request.max_model_len,
+        "--concurrency": request.concurrency if request.concurrency > 1 else None,
+        "--target": request.target,
+        "--input-tokens": request.input_tokens,
+        "--output-tokens": request.output_tokens,
+        "--arrivals": request.arrivals if request.arrivals != "steady" else None,
+        "--longest-output-tokens": request.longest_output_tokens,
+        "--backend": request.backend if request.backend != "auto" else None,
+        "--cluster": request.cluster if request.cluster != "slurm" else None,
+        "--engine-restarts": request.engine_restarts,
+        "--log-dir": request.log_dir,
+        "--site": request.site,
+    }
+    for option, value in named.items():
+        if value is not None:
+            words += [option, str(value)]
+    flags = {
+        "--keep-up": request.keep_up,
+        "--tools": request.tools,
+        "--stage": request.settings.stage not in (None, "off"),
+        "--no-stage": request.settings.stage == "off",
+        OVERRULE: request.allow_unknown_vllm_options,
+        ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
+    }
+    words += [option for option, is_set in flags.items() if is_set]
+    words += request.slurm.option_words()
+    words += [word for name, value in request.env.items() for word in ("--env", f"{name}={value}")]
+    return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
+
+
+def _seconds(duration_s: float | None) -> str | None:
+    """A duration as options take it. None stays None."""
+    return None if duration_s is None else f"{duration_s:.15g}s"
+
+
+def _asked_replicas(request: ServeRequest) -> str | int | None:
+    if request.max_replicas is None:
+        return request.replicas
+    return f"{request.replicas or 1}:{request.max_replicas}"
+
+
+def _title(request: ServeRequest, plan: ServePlan) -> str:
+    layout = plan.layout
+    nodes = f"{layout.num_nodes} node" + ("s" if layout.num_nodes > 1 else "")
+    units = plan.accelerator.unit + ("s" if layout.gpus_per_node > 1 else "")
+    where = f"{nodes} x {layout.gpus_per_node} {units} ({request.gpu})"
+    sizes = f"TP={layout.tensor_parallel_size} x PP={layout.pipeline_parallel_size}"
+    replicas = replicas_of(request, plan)
+    each = f"{replicas} replicas, each on " if replicas > 1 else ""
+    if request.replicas_per_job > 1:
+        each += f"1/{request.replicas_per_job} of "
+        gpus = f" x {layout.gpus_per_node * request.replicas_per_job} GPUs" if plan.accelerator.kind == "gpu" else ""
+        where = f"1 node{gpus} ({request.gpu})"
+    return f'{plan.model} as "{request.service}": {each}{where}, {sizes}'

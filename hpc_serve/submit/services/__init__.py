@@ -1,0 +1,1 @@
+"""Services: submitted, waited for, kept up, scaled, woken, stopped and forgotten."""

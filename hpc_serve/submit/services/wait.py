@@ -1,0 +1,141 @@
+"""Waits until a service is ready, for the person who submitted it, and tells how a job ended that failed.
+
+A job that waits in the queue for a reason that only a person can change ends the wait as one that failed does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.errors import (
+    InvalidRequestError,
+    ServiceAsleepError,
+    ServiceFailedError,
+    WaitTimeoutError,
+)
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
+from hpc_serve.submit.diagnosis.job_logs import with_batch_log
+from hpc_serve.submit.services.elastic_sentence import asleep_sentence
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.slurm import UNKNOWN
+from hpc_serve.submit.slurm.slurm_messages import pending_cure
+from hpc_serve.submit.status.job_status import never_starts, without_successors
+from hpc_serve.submit.status.status_reader import is_of_job, is_same_replica, not_found_error, read_status
+
+_RECORDS_S = 1.0
+_SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often than our own files are read
+_RECORD_MAY_FOLLOW_S = 5.0  # on a shared filesystem the record of an end may be seen after Slurm tells of the end
+
+
+def wait(
+    store: ServiceStore,
+    service: str,
+    *,
+    job_id: str | None = None,
+    replicas: int = 1,
+    timeout_s: float | None = None,
+    on_change: Callable[[ReplicaStatus], None] = lambda status: None,
+) -> ReplicaStatus:
+    """Return once `replicas` of the service (or of its job or array `job_id`) are ready: the last of them.
+
+    `on_change` is called with each new stage. Raises ServiceFailedError when so many jobs have ended, or will never
+    start, that fewer are left, ServiceAsleepError, WaitTimeoutError after `timeout_s` seconds, ServiceNotFoundError
+    if there is none, InvalidRequestError if there were never so many.
+    """
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+    shown: ReplicaStatus | None = None
+    ended_at_s: float | None = None
+    while True:
+        report = read_status(store, service, slurm=slurm)
+        found = [one for one in report.everywhere if job_id is None or is_of_job(one, job_id)]
+        if not found:
+            raise not_found_error(store, job_id or service)
+        ready = [one for one in found if one.state == "ready"]
+        status = ready[-1] if len(ready) >= replicas else _to_wait_for(without_successors(found), replicas)
+        if shown is None or _progress_key(status) != _progress_key(shown):
+            on_change(status)
+            shown = status
+        if len(ready) >= replicas:
+            return status
+        if never_starts(status):
+            raise ServiceFailedError(_never_starts_report(status))
+        if status.is_over and service in report.elastic and report.elastic[service].state == "asleep":
+            raise ServiceAsleepError(asleep_sentence(service, report.elastic[service]))
+        if status.is_over:
+            ended_at_s = ended_at_s or time.monotonic()
+            is_settled = status.end_reported_by_job and _slurm_is_done_with(status)
+            if is_settled or time.monotonic() - ended_at_s > _RECORD_MAY_FOLLOW_S:
+                raise ServiceFailedError(failure_report(_read_end_again(store, status)))
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeoutError(
+                f"{_so_far(service, len(ready), replicas)} after {timeout_s:.0f} s, its job goes on: "
+                f"{status.sentence}. Wait again with `hpc-serve wait {service}`, or end it with "
+                f"`hpc-serve stop {service}`."
+            )
+        time.sleep(_RECORDS_S)
+
+
+def failure_report(status: ReplicaStatus) -> str:
+    """How a replica ended, why, what to do about it, and where the logs are; the last lines where no cause is known."""
+    status = with_batch_log(status)
+    diagnosis = diagnose_replica(status)
+    is_known = diagnosis.cause is not None and diagnosis.cause.is_known
+    lines = "".join(f"\n    {line}" for line in status.last_log_lines[-10:])
+    last = f"\nLast log lines:{lines}" if lines and not is_known else ""
+    return f"{status.service} (job {status.name}) {status.sentence}{last}\n{diagnosis.report}"
+
+
+def _to_wait_for(found: Sequence[ReplicaStatus], wanted: int) -> ReplicaStatus:
+    """The replica that decides: one that may become ready if enough are left, else one that has ended. The latest.
+
+    Raises InvalidRequestError if there were never so many.
+    """
+    lost = [status for status in found if status.is_over or never_starts(status)]
+    coming = [status for status in found if status not in lost and status.state != "ready"]
+    left = len(found) - len(lost)
+    if left >= wanted:
+        return coming[-1]
+    if lost:
+        return lost[-1]
+    service = found[0].service
+    raise InvalidRequestError(
+        f"{service} has {left} replicas, so {wanted} will not be ready: "
+        f"`hpc-serve scale {service} {wanted}` starts more."
+    )
+
+
+def _never_starts_report(status: ReplicaStatus) -> str:
+    """Why a job stays in the queue for ever, and what to do."""
+    cure = pending_cure(status.pending_reason, status.job_id, scheduler.partitions_if_known())
+    return (
+        f"{status.service} (job {status.name}) waits in the queue, and {status.reason}. {cure} "
+        f"End this one: hpc-serve stop {status.job_id}"
+    )
+
+
+def _so_far(service: str, ready: int, wanted: int) -> str:
+    return f"{service} has {ready} of {wanted} replicas ready" if wanted > 1 else f"{service} is not ready"
+
+
+def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
+    """What must differ between two statuses for the second to be shown."""
+    return (status.name, status.restart, status.state, status.stage, status.progress, status.start, status.reason)
+
+
+def _slurm_is_done_with(status: ReplicaStatus) -> bool:
+    """Whether Slurm will not run the job again; while it still clears a job away, it may be about to requeue it."""
+    if status.cluster != "slurm":
+        return True
+    job = scheduler.job_state(status.job_id)
+    return job.is_over or job.state == UNKNOWN
+
+
+def _read_end_again(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
+    """The same end with the cause, which Slurm can tell once it has cleared the job away."""
+    now = read_status(store, status.service).everywhere
+    return next((one for one in now if is_same_replica(one, status) and one.is_over), status)

@@ -1,0 +1,1 @@
+"""What a site file may say, and which site files there are."""

@@ -1,0 +1,229 @@
+"""The site file: what one cluster needs of every request (partition, account, modules, container, network).
+
+It is a small YAML file of flat settings. They are defaults: options and HPC_SERVE_… variables win over them. An unknown
+setting is refused, so that a misspelt one is noticed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from hpc_serve.errors import InvalidRequestError, SiteFileError
+from hpc_serve.rendezvous.ownership import check_chosen
+from hpc_serve.sizes import parse_size
+from hpc_serve.submit.request.job_env import check_env
+from hpc_serve.submit.request.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
+from hpc_serve.submit.request.sbatch_options import SbatchOptions, SlurmOptions
+from hpc_serve.submit.site.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    import yaml
+
+PYTHONS: Mapping[str, EnvironmentKind] = {
+    "venv": "venv",
+    "conda": "conda",
+    **{kind.replace("-", "_"): kind for kind in CONTAINERS},
+}
+"""The settings of which one says where Python is, and what each makes of the environment."""
+
+_PATHS = ("venv", "apptainer", "charliecloud", "log_dir", "templates_dir", "models")
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def _setting(help: str, default: Any = None) -> Any:
+    """A setting, with what README says of it."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteProfile(SbatchOptions):
+    """The settings of a site file, all optional: sbatch's options (SbatchOptions), and those below.
+
+    At most one of those that say where Python is (PYTHONS) is set.
+    """
+
+    env: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"help": "Variables of every job, `{HF_HOME: $SCRATCH/hf}`; `$NAME` is of whoever submits."},
+    )
+    sbatch_extra: tuple[str, ...] = _setting("Further options of sbatch, as `--name=value` words.", ())
+    gpu: str | None = _setting("What the nodes have, as `hpc-serve gpus` lists it.")
+    gpu_memory: str | None = _setting("Memory of one (`256GiB`), where the driver shows another; CPU sockets need it.")
+    gpus_per_node: int | None = _setting("How many a node has.")
+    venv: str | None = _setting("The virtual environment that scripts activate, a folder.")
+    conda: str | None = _setting("The conda environment in its place, a name or a folder.")
+    apptainer: str | None = _setting("The image in its place, for Apptainer: a file or a URI.")
+    pyxis: str | None = _setting("The image, for Pyxis and Enroot: a .sqsh file or a registry's name.")
+    podman_hpc: str | None = _setting("The image, for podman-hpc, by name.")
+    charliecloud: str | None = _setting("The image, for Charliecloud: a folder or a .sqfs file.")
+    binds: tuple[str, ...] = _setting("Folders that the image sees, `/scratch` or `/host:/there`.", ())
+    container_options: tuple[str, ...] = _setting("Further words for the container's runtime.", ())
+    modules: tuple[str, ...] = _setting("Modules that are loaded first.", ())
+    interface: str | None = _setting("Network interface between nodes, if the host names resolve to another.")
+    tmpdir: str | None = _setting("Node-local folder for private folders of jobs (`/tmp`).")
+    cache_dir: str | None = _setting("Node-local folder for compile caches that outlive a job.")
+    cache_size: str | None = _setting("What those caches may take on a node (`10GiB`); `0` keeps nothing.")
+    stage: str | None = _setting("Nodes copy the model first: `on`, or a node-local folder, as `/dev/shm`.")
+    memory_folders: tuple[str, ...] = _setting(
+        "Folders of nodes that are memory (tmpfs), beside `/dev/shm`: jobs pay for what they keep there.", ()
+    )
+    log_dir: str | None = _setting("Where logs go, if not into the service's folder.")
+    templates_dir: str | None = _setting("Folder of the site's own script templates.")
+    offline_nodes: bool | None = _setting("Jobs cannot reach the hub: weights must be there before `submit`.")
+    weights_help: str | None = _setting("How people get weights here; `submit` says it where they are missing.")
+    jobs_can_submit: bool | None = _setting("Whether jobs may call `sbatch` (`true`); if not, use `--chain`.")
+    models: str | None = _setting("File of the site's own models (below).")
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """`gpu_memory` in bytes. Raises InvalidRequestError."""
+        return parse_size(self.gpu_memory) if self.gpu_memory else None
+
+    def slurm_options(self, **asked: Any) -> SlurmOptions:
+        """sbatch's options: what was asked for (None: nothing), else the site's. Raises InvalidRequestError."""
+        site = {option.name: getattr(self, option.name) for option in fields(SbatchOptions)}
+        site["extra"] = self.sbatch_extra
+        return SlurmOptions(**(_given(site) | _given(asked)))
+
+    def environment(self, environ: Mapping[str, str]) -> Environment:
+        """Where the script finds Python; HPC_SERVE_ENV, if set, wins over the site's. Raises InvalidRequestError."""
+        if not environ.get("HPC_SERVE_ENV"):
+            for name, kind in PYTHONS.items():
+                if path := getattr(self, name):
+                    return Environment(
+                        kind=kind,
+                        path=path,
+                        modules=self.modules,
+                        binds=self.binds,
+                        container_options=self.container_options,
+                    )
+        return Environment(modules=self.modules)
+
+    def job_settings(self, environ: Mapping[str, str]) -> JobSettings:
+        """What the job is told; a HPC_SERVE_… variable, if set, wins over the site's."""
+        names = [setting.name for setting in fields(JobSettings)]
+        return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
+
+
+def load_site(path: Path) -> SiteProfile:
+    """Read one site file. Raises SiteFileError, naming file, line and setting."""
+    return SiteProfile(**read_settings(path))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings that a site file holds, by name, checked. Raises SiteFileError, naming file, line and setting."""
+    try:
+        return _read(path)
+    except InvalidRequestError:
+        raise
+    except (OSError, ValueError, ArithmeticError, RecursionError) as error:  # a name too long, a number too large
+        raise SiteFileError(f"site file {path} holds a value that cannot be used: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        # Not as values: YAML would read the time 24:00:00 as the number 86400 and the account 0123 as 83.
+        document = read_yaml(path, as_nodes=True)
+    except OSError as error:
+        raise SiteFileError(f"site file {path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise SiteFileError(f"site file {path} is not YAML: {error}") from error
+    settings = dict(_settings(document, path))
+    _check(SiteProfile(**settings), path)
+    return settings
+
+
+def _settings(document: yaml.Node | None, path: Path) -> Iterator[tuple[str, Any]]:
+    import yaml
+
+    if document is None:  # an empty file
+        return
+    if not isinstance(document, yaml.MappingNode):
+        raise SiteFileError(f"site file {path} must hold settings, one `name: value` a line.")
+    kinds = get_type_hints(SiteProfile)
+    seen: set[str] = set()
+    for key, value in document.value:
+        name, where = str(key.value), f"{path}:{key.start_mark.line + 1}"
+        if name not in kinds:
+            raise SiteFileError(f"{where}: unknown setting {name!r}.{_suggestion(name, kinds)}")
+        if name in seen:
+            raise SiteFileError(f"{where}: {name} is set twice; keep one of the two.")
+        seen.add(name)
+        converted = _value(value, kinds[name], f"{where}: {name}")
+        if name in _PATHS and converted is not None:
+            converted = os.path.expanduser(converted)
+        yield name, converted
+
+
+def _value(node: yaml.Node, kind: Any, where: str) -> Any:
+    import yaml
+
+    if kind == tuple[str, ...]:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if all(isinstance(item, yaml.ScalarNode) for item in items):
+            return tuple(str(item.value) for item in items if item.value)
+        raise SiteFileError(f"{where} must be a list of words, as [one, two].")
+    if kind == Mapping[str, str]:
+        return _mapping(node, where)
+    if not isinstance(node, yaml.ScalarNode):
+        raise SiteFileError(f"{where} must be one value, not a list or a mapping.")
+    text = str(node.value)
+    if node.tag == "tag:yaml.org,2002:null":
+        return None
+    if kind == int | None:
+        if not re.fullmatch(r"\d{1,9}", text):
+            raise SiteFileError(f"{where} is {text!r}: it must be a whole number.")
+        return int(text)
+    if kind == bool | None:
+        if text.lower() not in (*_YES, *_NO):
+            raise SiteFileError(f"{where} is {text!r}: it must be true or false.")
+        return text.lower() in _YES
+    return text
+
+
+def _mapping(node: yaml.Node, where: str) -> dict[str, str]:
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode) and not node.value:
+        return {}
+    is_flat = isinstance(node, yaml.MappingNode) and all(
+        isinstance(one, yaml.ScalarNode) for pair in node.value for one in pair
+    )
+    if not is_flat:
+        raise SiteFileError(f"{where} must hold variables, as {{NAME: value}}.")
+    return {str(name.value): str(value.value) for name, value in node.value}
+
+
+def _check(profile: SiteProfile, path: Path) -> None:
+    named = [kind for kind in PYTHONS if getattr(profile, kind)]
+    if len(named) > 1:
+        raise SiteFileError(f"site file {path} sets {' and '.join(named)}: one of them says where Python is.")
+    if profile.templates_dir and not Path(profile.templates_dir).is_dir():
+        raise SiteFileError(f"site file {path}: templates_dir {profile.templates_dir} is not a folder.")
+    for name in ("templates_dir", "models"):
+        if named := getattr(profile, name):
+            check_chosen(Path(named), called=f"site file {path}: {name}")
+    try:
+        profile.slurm_options()
+        _ = profile.gpu_memory_bytes
+        if profile.cache_size not in (None, "0"):
+            parse_size(profile.cache_size)
+        check_env(profile.env)
+    except InvalidRequestError as error:
+        raise SiteFileError(f"site file {path}: {error}") from error
+
+
+def _suggestion(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    guess = f" Did you mean {close[0]}?" if close else ""
+    return f"{guess} The settings are: {', '.join(known)}."
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and value != ()}

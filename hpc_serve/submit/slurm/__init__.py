@@ -1,0 +1,1 @@
+"""Slurm's words and answers, and the programs that carry a script to it."""

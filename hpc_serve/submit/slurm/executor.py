@@ -1,0 +1,173 @@
+"""submitit's executors with our script in place of theirs. Private names of submitit are used in this file alone.
+
+The Slurm executor submits by submitit's own way: its file, sbatch, the job's id. The local executor starts the same
+kind of script on this machine, in a session of its own, for laptops and demos. tests/unit/submit/test_executor.py fails
+if submitit changes what is overridden here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedJobError
+from submitit.local.local import LocalJob
+
+from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.slurm import sbatch_argv
+from hpc_serve.submit.slurm.slurm_answers import parse_sbatch, says_unreachable
+from hpc_serve.submit.slurm.slurm_messages import refusal, refusal_hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedScript:
+    """A script that a scheduler took. `script` is where it is kept; `pid` is that of a local run."""
+
+    job_id: str
+    script: Path
+    pid: int | None = None
+
+
+class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not typed strictly
+    """Submits one script as it is. `folder` holds it, under submitit's name for it."""
+
+    def __init__(self, folder: Path, script_text: str, options: Sequence[str] = ()) -> None:
+        super().__init__(folder)
+        self._script_text = script_text
+        self._options = options
+        self.submission_uid = ""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # calling sbatch finds out whether Slurm is here, and its error says more
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        self.submission_uid = uid
+        return self._script_text
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return sbatch_argv(submission_file_path, self._options)
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        return parse_sbatch(string.decode() if isinstance(string, bytes) else string)
+
+
+class ScriptLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]
+    """Runs one script on this machine, in a session of its own so that Ctrl-C here does not reach it.
+
+    Unlike submitit's, it sets no time limit and leaves CUDA_VISIBLE_DEVICES alone. Its output goes to
+    `log_dir/local-<pid>.log`.
+    """
+
+    def __init__(self, folder: Path, script_text: str, log_dir: Path) -> None:
+        super().__init__(folder)
+        self.script: Path | None = None
+        self._script_text = script_text
+        self._log_dir = log_dir
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script_text
+
+    def _submit_command(self, command: str) -> Any:
+        uid = uuid.uuid4().hex
+        # Its name cannot hold the pid: bash may open it later than we know the pid.
+        self.script, log = self.folder / f"local_{uid}_submission.sh", self._log_dir / f".starting-{uid}.log"
+        self.script.write_text(self._make_submission_file_text(command, uid))
+        with open(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600), "w") as output:
+            process = subprocess.Popen(
+                ["bash", str(self.script)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        job: Any = LocalJob(folder=self.folder, job_id=f"local-{process.pid}", process=process)
+        log.rename(self._log_dir / f"{job.job_id}.log")
+        return job
+
+
+def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> SubmittedScript:
+    """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
+
+    `options` of sbatch win over those in the script.
+
+    Raises SchedulerUnavailableError, SubmissionRefusedError with sbatch's own words, StoreError.
+    """
+    executor = ScriptSlurmExecutor(folder, script_text, options)
+    try:
+        # submitit prints what sbatch said and raises it too: hide the first, so that it is said once.
+        with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
+            job = executor._submit_command("")
+    except FileNotFoundError:
+        raise scheduler.command_missing("sbatch") from None
+    except FailedJobError as error:
+        raise _refusal(str(error)) from None
+    finally:  # a refused script, or the link that submitit leaves beside an accepted one
+        (folder / f".submission_file_{executor.submission_uid}.sh").unlink(missing_ok=True)
+    return SubmittedScript(job_id=job.job_id, script=job.paths.submission_file)
+
+
+def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScript:
+    """Run the script on this machine, in the background, and keep it in `folder`, which is private.
+
+    Raises StoreError.
+    """
+    executor = ScriptLocalExecutor(folder, script_text, log_dir)
+    try:
+        with _private_files():
+            job = executor._submit_command("")
+    except OSError as error:
+        raise StoreError(f"the local job cannot be started: {error}") from error
+    assert executor.script is not None
+    return SubmittedScript(job_id=job.job_id, script=executor.script, pid=job._process.pid)
+
+
+def why_it_never_starts(job_id: str) -> str:
+    """Return Slurm's own reason for which a job that sbatch took can never start, with a cure; "" if there is none.
+
+    Slurm knows the reason at once, and knows what a comparison before sbatch does not: plugins, QOS, reservations.
+    """
+    job = scheduler.job_state(job_id)
+    return refusal(job, scheduler.partitions_if_known()) if refusal(job, ()) else ""
+
+
+def _refusal(stderr: str) -> SchedulerError:
+    if says_unreachable(stderr):
+        maybe = "It may have taken the job all the same: `hpc-serve status` shows it if so."
+        outcome = maybe if "timed out" in stderr.lower() else "Nothing was submitted."
+        return SchedulerUnavailableError(f"{scheduler.controller_not_answering('sbatch', stderr)} {outcome}")
+    hint = refusal_hint(stderr, scheduler.partitions_if_known())
+    return SubmissionRefusedError(f"sbatch refused the job: {scheduler.said(stderr)}." + (f" {hint}" if hint else ""))
+
+
+@contextlib.contextmanager
+def _outside_of_any_job() -> Iterator[None]:
+    """Hide the variables of the job that this runs in, if any: sbatch would apply its sizes to the new job."""
+    inside = "SLURM_JOB_ID" in os.environ
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    ours = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]
+    hidden = {name: os.environ.pop(name) for name in ours} if inside else {}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Make new files 0600. sbatch passes the umask on, so the job's output is 0600 too."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

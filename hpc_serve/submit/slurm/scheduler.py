@@ -1,0 +1,242 @@
+"""Asks Slurm: one function runs all of its commands, and says what Slurm answered, or that it did not answer.
+
+A controller that does not answer makes a job's state UNKNOWN. It never means that the job has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_serve.errors import SchedulerError, SchedulerUnavailableError
+from hpc_serve.rendezvous.names import array_of
+from hpc_serve.rendezvous.user import user_name
+from hpc_serve.submit.slurm.slurm import (
+    GONE,
+    UNKNOWN,
+    JobState,
+    Partition,
+    sacct_argv,
+    scancel_argv,
+    scontrol_show_job_argv,
+    sinfo_argv,
+    squeue_argv,
+)
+from hpc_serve.submit.slurm.slurm_answers import (
+    parse_sacct,
+    parse_scontrol_job,
+    parse_sinfo,
+    parse_squeue,
+    says_no_such_job,
+    says_unreachable,
+)
+
+_TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once
+_A_WEEK_S = 7 * 24 * 3600.0
+# A person's own formats and filters would change what the commands print.
+_OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A Slurm command that has ended, with any `exit_code`."""
+
+    argv: tuple[str, ...]
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Completed:
+    """Run one of Slurm's commands. Raises SchedulerUnavailableError if there is none, or nobody answers it."""
+    try:
+        environ = _environ(os.environ)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", env=environ, timeout=timeout_s, check=False
+        )
+    except FileNotFoundError:
+        raise command_missing(argv[0]) from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerUnavailableError(
+            f"`{argv[0]}` has not answered for {timeout_s:.0f} s. Slurm's state is not known; try again later."
+        ) from None
+    if done.returncode and says_unreachable(done.stderr):
+        raise controller_not_answering(argv[0], done.stderr)
+    return Completed(argv=tuple(argv), exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def command_missing(name: str) -> SchedulerUnavailableError:
+    """What to say where Slurm is not installed."""
+    return SchedulerUnavailableError(
+        f"There is no `{name}` here: Slurm is on a cluster's login nodes (on some after `module load slurm`). "
+        "--cluster local runs on this machine, without Slurm."
+    )
+
+
+def controller_not_answering(name: str, stderr: str) -> SchedulerUnavailableError:
+    """What to say when Slurm's controller does not answer."""
+    return SchedulerUnavailableError(
+        f"Slurm's controller does not answer: {said(stderr)} (`{name}`). Jobs that run go on; try again later."
+    )
+
+
+def said(stderr: str) -> str:
+    """A command's own error on one line, without the prefix of each of its lines."""
+    lines = (re.sub(r"^(\w+: )?(error: )?", "", line.strip()) for line in stderr.splitlines())
+    return "; ".join(line for line in lines if line) or "it gave no reason"
+
+
+def jobs() -> list[JobState]:
+    """This user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
+    return parse_squeue(_answer(squeue_argv()))
+
+
+def partitions() -> list[Partition]:
+    """The site's partitions. Raises SchedulerUnavailableError."""
+    return parse_sinfo(_answer(sinfo_argv()))
+
+
+def partitions_if_known() -> list[Partition]:
+    """Return the site's partitions; none if Slurm does not tell."""
+    with contextlib.suppress(SchedulerError):
+        return partitions()
+    return []
+
+
+def cancel(job_id: str) -> None:
+    """End a job; one that is over already is no error. Raises SchedulerError."""
+    done = run_slurm(scancel_argv(job_id))
+    if done.exit_code and not says_no_such_job(done.stderr):
+        raise SchedulerError(f"scancel {job_id} failed: {said(done.stderr)}.")
+
+
+def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
+    """What Slurm knows of one of our jobs: the controller first, then accounting, where the site has it.
+
+    `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. When Slurm does not answer,
+    the state is UNKNOWN, with the reason as `detail`.
+    """
+    user = user_name()
+    try:
+        shown = run_slurm(scontrol_show_job_argv(job_id))
+    except SchedulerUnavailableError as error:
+        return JobState(job_id=job_id, state=UNKNOWN, detail=str(error))
+    job = parse_scontrol_job(shown.stdout, job_id) if shown.exit_code == 0 else None
+    if job is not None and job.user != user:
+        job = None
+    if job is None and shown.exit_code and not says_no_such_job(f"{shown.stderr}\n{shown.stdout}"):
+        return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
+    if job is None or job.state == "CANCELLED":
+        with contextlib.suppress(SchedulerError):  # no accounting, or it is down: the controller has answered
+            job = _from_accounting(job_id, user, submitted_at, job)
+    return job or JobState(job_id=job_id, state=GONE)
+
+
+class SchedulerView:
+    """Slurm's answers, none older than `max_age_s`. `problem` says that the controller did not answer.
+
+    One squeue tells of all jobs that wait, run or ended a while ago. Slurm is asked for a single job only if squeue
+    does not list it, and never again once that job is over.
+    """
+
+    def __init__(self, *, max_age_s: float = math.inf) -> None:
+        self.problem: str | None = None
+        self._max_age_s = max_age_s
+        self._jobs: list[JobState] | None = None
+        self._asked_at_s = 0.0
+        self._asked_again: set[str] = set()
+        self._ends: dict[str, JobState | None] = {}
+        self._batch_logs: dict[str, str | None] = {}
+        self._has_accounting = True
+
+    def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
+        """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
+        if self._jobs is None or time.monotonic() - self._asked_at_s > min(max_age_s, self._max_age_s):
+            try:
+                self._jobs, self.problem = jobs(), None
+            except SchedulerError as error:
+                self._jobs, self.problem = [], str(error)
+            self._asked_at_s = time.monotonic()
+        return self._jobs
+
+    def queued(self, job_id: str, *, max_age_s: float = math.inf) -> JobState | None:
+        """The job if it waits or runs. The id of an array finds one of its tasks, a running one first."""
+        tasks = [job for job in self._listed(job_id, max_age_s) if not job.is_over]
+        return max(tasks, key=lambda job: job.is_running, default=None)
+
+    def ask_again_for(self, job_ids: Iterable[str]) -> None:
+        """Ask Slurm again now, because these jobs may be ending; at most once for each job."""
+        if new := set(job_ids) - self._asked_again:
+            self._asked_again |= new
+            self.jobs(max_age_s=0.0)
+
+    def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
+        """What Slurm knows of one of our jobs; UNKNOWN if it does not answer."""
+        if found := self.queued(job_id) or self._ends.get(job_id):
+            return found
+        if self.problem:
+            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
+        found = job_state(job_id, submitted_at=submitted_at)
+        if found.is_over:
+            self._ends[job_id] = found
+        return found
+
+    def batch_log(self, job_id: str) -> str | None:
+        """Where a job's script writes its output. Slurm is asked once, since it does not change."""
+        if job_id not in self._batch_logs:
+            self._batch_logs[job_id] = job_state(job_id).batch_log
+        return self._batch_logs[job_id]
+
+    def end(self, job_id: str, *, since: float | None) -> JobState | None:
+        """How a job ended, in Slurm's words; None if it has forgotten.
+
+        Accounting is asked only if the controller has forgotten the job and `since` is given: when the job began, in
+        seconds since the epoch.
+        """
+        if job_id in self._ends:
+            return self._ends[job_id]
+        is_listed = any(job.is_over for job in self._listed(job_id))
+        found = None
+        if is_listed:
+            found = job_state(job_id, submitted_at=since)
+        elif since is not None and self._has_accounting and not self.problem:
+            try:
+                found = _from_accounting(job_id, user_name(), since, None)
+            except SchedulerError:
+                self._has_accounting = False
+        if not self.problem:
+            self._ends[job_id] = found if found is not None and found.is_over else None
+        return self._ends.get(job_id)
+
+    def _listed(self, job_id: str, max_age_s: float = math.inf) -> list[JobState]:
+        seen = self.jobs(max_age_s=max_age_s)
+        return [job for job in seen if job_id in (job.job_id, array_of(job.job_id))]
+
+
+def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:
+    """The job as accounting has it; of a `known` job only who cancelled it is added. Raises SchedulerError."""
+    # Clocks of the login node and the controller may differ by some minutes.
+    since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
+    found = parse_sacct(_answer(sacct_argv(job_id, user=user, since=since)), job_id)
+    if known is None or found is None:
+        return known or found
+    return replace(known, cancelled_by=found.cancelled_by)
+
+
+def _answer(argv: Sequence[str]) -> str:
+    done = run_slurm(argv)
+    if done.exit_code:
+        raise SchedulerUnavailableError(f"`{argv[0]}` failed with exit code {done.exit_code}: {said(done.stderr)}.")
+    return done.stdout
+
+
+def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_SETTINGS)}
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}

@@ -1,0 +1,1 @@
+"""How the replicas of services are, as records, engines and Slurm say it."""

@@ -1,0 +1,190 @@
+"""Adds what the scheduler says of a job to the status of its replica. Pure.
+
+The client's status.py has derived the state from the record and the probe already. Here it changes only where the
+scheduler knows more: a job that waits, has ended, is ending, or cannot be asked for. status_reader.py decides when to
+ask the scheduler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.rendezvous.elastic import Elastic
+from hpc_serve.rendezvous.successor import Successor
+from hpc_serve.submit.slurm.slurm import UNKNOWN, JobState
+from hpc_serve.submit.slurm.slurm_messages import ended_sentence, pending_cure, pending_sentence
+
+# A job that runs for so long has published a record.
+RECORD_EXPECTED_WITHIN_S = 60.0
+
+# Ends that Slurm brings about. Its word says more than the signal that a launcher saw.
+_ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+
+# What is known of a replica apart from any single run of its job.
+_KEPT_FOR_NEXT_RUN = (
+    *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
+    *("replica", "replicas_per_job", "log_dir", "batch_log", "scheduler_state", "time_left"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusReport:
+    """The replicas of a home, and `problems`: files that are not trusted, a scheduler that does not answer.
+
+    `elsewhere` are jobs that only Slurm knows: they carry a service's name, and have no record in this home. They are
+    shown, and nothing is done to them. `elastic` says what the jobs of a service, by its name, decided of their number.
+    """
+
+    replicas: tuple[ReplicaStatus, ...]
+    elsewhere: tuple[ReplicaStatus, ...] = ()
+    problems: tuple[str, ...] = ()
+    elastic: Mapping[str, Elastic] = field(default_factory=dict)
+
+    @property
+    def everywhere(self) -> tuple[ReplicaStatus, ...]:
+        """The replicas of this home and those elsewhere, oldest first."""
+        return tuple(sorted((*self.replicas, *self.elsewhere), key=lambda status: status.began_or_ended_at))
+
+    @property
+    def live_elsewhere(self) -> tuple[ReplicaStatus, ...]:
+        """The jobs elsewhere that are not over."""
+        return tuple(status for status in self.elsewhere if not status.is_over)
+
+
+def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:
+    """The same but for those that only wait to take over from another one of them."""
+    replicas = list(replicas)
+    successors = {status.successor_job_id for status in replicas}
+    return [status for status in replicas if status.job_id not in successors]
+
+
+def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
+    """The same replica with what the scheduler says of its job; None where the scheduler adds nothing."""
+    if job is None:
+        return status
+    status = replace(status, scheduler_state=job.state, time_left=job.time_left if job.is_running else None)
+    was_requeued = job.is_pending or (status.is_over and job.restart > status.restart)
+    if status.record is None or was_requeued:
+        return _of_job_alone(_before_its_next_run(status, job), job)
+    if status.is_over:
+        return replace(status, reason=_end_reason(status, job))
+    if job.is_over:
+        return _ended(status, job)
+    if status.state == "ready":
+        return status
+    if job.state == "COMPLETING":
+        return _ending(status)
+    if job.state == UNKNOWN:
+        return _without_scheduler(status, job)
+    if status.state == "unknown":
+        return replace(status, state="unresponsive", reason=f"{status.reason}; its job still runs")
+    if status.is_overdue:
+        age = f"its record was last renewed {status.record_age_s:.0f} s ago"
+        return replace(status, reason="; ".join(words for words in (status.reason, age) if words))
+    return status
+
+
+def explain_missing_record(status: ReplicaStatus, job: JobState, *, home: Path) -> ReplicaStatus:
+    """Say so when a job of `submit` should have published a record in `home` by now, and has not."""
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
+        return replace(status, reason=_no_record(job, home))
+    return status
+
+
+def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, other_home: Path | None) -> ReplicaStatus:
+    """A job that is known by its name in the queue alone: without a record nobody can tell whether it serves."""
+    if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
+        where = _no_record(job, home)
+        if other_home is not None:
+            where = f"its records are not in {home}: set HPC_SERVE_HOME={other_home}"
+        return replace(status, state="unknown", stage="", reason=f"Slurm runs it, but {where}")
+    return status
+
+
+def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    if job.is_pending:
+        expected = f"; expected to start at {job.start_time}" if job.start_time else ""
+        if job.waits_for_one_of_several_partitions:
+            sentence = f"waiting; one of its partitions ({job.partition}) cannot run it ({job.reason}){expected}"
+            return replace(status, state="pending", reason=sentence)
+        sentence = pending_sentence(job.reason) + expected
+        return replace(status, state="pending", reason=sentence, pending_reason=job.reason)
+    if job.is_over:
+        return _ended(status, job)
+    if job.state == UNKNOWN:
+        return replace(status, state="unknown", reason=job.detail)
+    if job.state == "COMPLETING":
+        return _ending(status)
+    stage = "its nodes are being prepared" if job.state == "CONFIGURING" else "its script has begun"
+    return replace(status, state="starting", stage=stage)
+
+
+def _before_its_next_run(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """What remains true of a replica when its job begins anew, or has published nothing."""
+    kept = {name: getattr(status, name) for name in _KEPT_FOR_NEXT_RUN}
+    return ReplicaStatus(**kept, state="unknown", restart=max(job.restart, status.restart))
+
+
+def _end_reason(status: ReplicaStatus, job: JobState) -> str:
+    """Why a replica ended. Its launcher saw a signal, or a part that ended; Slurm may know the cause."""
+    if job.state not in _ENDED_BY_SLURM:
+        return status.reason
+    if status.state == "stopped":
+        return ended_sentence(job)
+    return status.reason if job.state == "CANCELLED" else f"{status.reason}; {ended_sentence(job)}"
+
+
+def _ending(status: ReplicaStatus) -> ReplicaStatus:
+    return replace(status, state="draining", stage="stopping", progress=None, reason="Slurm ends its job (COMPLETING)")
+
+
+def _ended(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """A job that is over although no record says so."""
+    return replace(
+        status,
+        state="stopped" if job.state in ("CANCELLED", "COMPLETED") else "failed",
+        stage="",
+        progress=None,
+        reason=ended_sentence(job),
+        exit_code=job.exit_code,
+        batch_log=status.batch_log or job.batch_log,
+        updated_at=job.ended_at or status.updated_at,
+    )
+
+
+def _without_scheduler(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
+    """The scheduler does not answer: a record that is renewed and an engine that answers are believed, no others."""
+    has_no_answer = status.state == "unresponsive" and status.probe is not None and status.probe.status == "no answer"
+    if has_no_answer or status.state == "unknown":
+        return replace(status, state="unknown", reason=f"{status.reason}, and {job.detail}")
+    if status.is_overdue and status.state != "unresponsive":
+        return replace(status, state="unknown", reason=job.detail)
+    return status
+
+
+def _no_record(job: JobState, home: Path) -> str:
+    return (
+        f"there is no record of it in {home} after {job.run_time_s / 60:.0f} min: "
+        "its script has not come so far, or it has another HPC_SERVE_HOME"
+    )
+
+
+def never_starts(status: ReplicaStatus) -> bool:
+    """Whether a job waits in the queue for what only a person can change."""
+    return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))
+
+
+def successor_sentence(successor: Successor, state: str) -> str:
+    """Return how it stands with a successor, for people; `state` is its replica's, "" where it is not known."""
+    if successor.tries == 0 and not successor.problem:
+        return ""
+    if not successor.problem:
+        return f"{successor.job_id} {state or 'submitted'}" if successor.job_id else "is being submitted"
+    which = f"{successor.job_id} " if successor.job_id else ""
+    at = time.strftime("%H:%M:%S", time.localtime(successor.next_try_at))
+    again = f"; trying again at {at}" if successor.next_try_at else ""
+    return f"{which}{successor.problem}{again}"
