@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
-from hpc_serve.gate import connection_limits, engine_socket, gate
+from hpc_serve.gate import connection_limits, gate, launchers_socket
 
 connection_limits.install()
-engine_socket.serve_on_launchers_socket()
+launchers_socket.serve_on_launchers_socket()
 
 
 class Gate(gate.Gate):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_serve.gate.engine_socket import EngineSocket
+from hpc_serve.job.engine.engine_socket import EngineSocket
 from hpc_serve.job.engine.health import EngineAddress
 from hpc_serve.job.machine.network import LOOPBACK
 from hpc_serve.job.run.node import Node

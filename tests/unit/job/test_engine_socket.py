@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.gate.engine_socket import EngineSocket
+from hpc_serve.job.engine.engine_socket import EngineSocket
 from hpc_serve.job.machine.network import PortsInUseError
 
 WITHIN_S = 60
 SERVER = """
 import asyncio, os, socket, uvicorn
-from hpc_serve.gate.engine_socket import serve_on_launchers_socket
+from hpc_serve.gate.launchers_socket import serve_on_launchers_socket
 
 async def app(scope, receive, send):
     if scope["type"] == "http":
