@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_serve.bench.outcome import Outcome, Run
+from hpc_serve.bench.outcome import RequestResult, Run
 
 PERCENTILES = (50.0, 90.0, 99.0)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -64,7 +64,7 @@ class Figures:
 
 
 def figures_of(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestResult],
     duration_s: float,
     *,
     goals_ms: Mapping[str, float] | None = None,
@@ -94,15 +94,15 @@ def figures_of(
     )
 
 
-def by_replica(run: Run) -> dict[str, list[Outcome]]:
+def by_replica(run: Run) -> dict[str, list[RequestResult]]:
     """The outcomes of each replica that was ready or has answered; "" are requests that none has answered."""
-    found: dict[str, list[Outcome]] = {name: [] for name in run.replicas}
+    found: dict[str, list[RequestResult]] = {name: [] for name in run.replicas}
     for outcome in run.outcomes:
         found.setdefault(outcome.replica, []).append(outcome)
     return found
 
 
-def tpot_s(outcome: Outcome) -> float:
+def tpot_s(outcome: RequestResult) -> float:
     """Seconds for each token after the first; 0 for an answer of one token."""
     return (outcome.latency_s - outcome.ttft_s) / (outcome.output_len - 1) if outcome.output_len > 1 else 0.0
 
@@ -130,12 +130,12 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _is_good(outcome: Outcome, goals_ms: Mapping[str, float] | None) -> bool:
+def _is_good(outcome: RequestResult, goals_ms: Mapping[str, float] | None) -> bool:
     seen = {"ttft": outcome.ttft_s, "tpot": tpot_s(outcome), "e2el": outcome.latency_s}
     return all(1e3 * seen[name] <= most for name, most in (goals_ms or {}).items())
 
 
-def _peaks(answered: Sequence[Outcome]) -> tuple[float, int]:
+def _peaks(answered: Sequence[RequestResult]) -> tuple[float, int]:
     """The most pieces in a second, and the most requests that were under way in one."""
     if not answered:
         return 0.0, 0

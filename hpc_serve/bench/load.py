@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.bench.answers import AnswerReader
-from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare
+from hpc_serve.bench.outcome import BenchRequest, OwnShare, RequestResult
 from hpc_serve.bench.own_share import OwnShareMeter
 from hpc_serve.bench.service import BenchService, refusal
 from hpc_serve.client.requests.transport import EXCHANGE
@@ -33,7 +33,7 @@ class Order:
 class Sent:
     """What came of orders, and from when to when, by time.perf_counter."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestResult, ...]
     began_s: float
     ended_s: float
     own_share: OwnShare
@@ -49,7 +49,7 @@ async def send_all(
     on_end: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Send them all, `max_concurrency` at once (None: no bound). Returns early, with what there is, after `stop`."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestResult] = []
     arrived: asyncio.Queue[tuple[Order, float] | None] = asyncio.Queue()
     senders = min(max_concurrency or len(orders), len(orders))
 
@@ -93,7 +93,7 @@ async def send_all(
     )
 
 
-async def ask(service: BenchService, order: Order, arrived_s: float | None = None) -> Outcome:
+async def ask(service: BenchService, order: Order, arrived_s: float | None = None) -> RequestResult:
     """Send one request and read its stream."""
     request = order.request
     options = {"model": service.model, "stream": True, "stream_options": {"include_usage": True}}
@@ -114,7 +114,7 @@ async def ask(service: BenchService, order: Order, arrived_s: float | None = Non
             await response.aclose()
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
-    return Outcome(
+    return RequestResult(
         place=order.place,
         input_len=reader.input_len if reader.input_len is not None else request.input_len or 0,
         output_len=reader.output_len or len(reader.itls_s) + (reader.ttft_s is not None),

@@ -20,7 +20,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RequestResult:
     """What came of a request. Times in seconds; `start_s` is a clock's that counts from no known moment.
 
     `latency_s` ends with the last token, `itls_s` are the times between the pieces of the answer. `queue_s` is how long
@@ -68,7 +68,7 @@ class Run:
     model: str
     workload: str
     requests: tuple[BenchRequest, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestResult, ...]
     duration_s: float
     max_concurrency: int | None
     request_rate: float

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpc_serve.bench.figures import METRICS, Figures, Spread
 from hpc_serve.bench.measured import Measured
-from hpc_serve.bench.outcome import Outcome
+from hpc_serve.bench.outcome import RequestResult
 
 SUMMARY = "summary.json"
 _CHAT = "/v1/chat/completions"
@@ -85,7 +85,7 @@ def _spread_json(name: str, spread: Spread) -> dict[str, float]:
     return keys | {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
 
 
-def _details(outcomes: tuple[Outcome, ...]) -> dict[str, list[Any]]:
+def _details(outcomes: tuple[RequestResult, ...]) -> dict[str, list[Any]]:
     """A list for each kind of value, with one place for each request."""
     return {
         "input_lens": [outcome.input_len for outcome in outcomes],

@@ -18,7 +18,7 @@ from hpc_serve.bench.load import Order, ask, send_all
 from hpc_serve.bench.outcome import BenchRequest, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.bench.texts import EngineTexts
-from hpc_serve.bench.workload import MADE, Workload, make_requests
+from hpc_serve.bench.workload import MADE, BenchWorkload, make_requests
 from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -39,7 +39,7 @@ class Sweep:
     """What is to be run. `count` is the number of runs."""
 
     services: tuple[str, ...]
-    workloads: tuple[Workload, ...]
+    workloads: tuple[BenchWorkload, ...]
     paces: tuple[Pace, ...]
     split: Split = "client"
     wait: Wait = None
@@ -52,10 +52,10 @@ class Sweep:
 class Watcher:
     """Is told how far a sweep is. This one tells nobody."""
 
-    def preparing(self, service: str, workload: Workload) -> None:
+    def preparing(self, service: str, workload: BenchWorkload) -> None:
         """Requests are made."""
 
-    def began(self, service: str, workload: Workload, count: int, pace: Pace) -> None:
+    def began(self, service: str, workload: BenchWorkload, count: int, pace: Pace) -> None:
         """A run of `count` requests begins."""
 
     def ended_one(self) -> None:
@@ -86,7 +86,7 @@ async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, w
             await service.close()
 
 
-async def _prepare(service: BenchService, workload: Workload) -> tuple[BenchRequest, ...]:
+async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[BenchRequest, ...]:
     """The requests of a run, once each replica has answered one that does not count."""
     if workload.dataset in MADE and workload.count is not None:
         first, *requests = await make_requests(replace(workload, count=workload.count + 1), EngineTexts(service))
@@ -106,7 +106,7 @@ async def _prepare(service: BenchService, workload: Workload) -> tuple[BenchRequ
 
 async def _run(
     service: BenchService,
-    workload: Workload,
+    workload: BenchWorkload,
     requests: tuple[BenchRequest, ...],
     pace: Pace,
     stop: asyncio.Event,

@@ -28,7 +28,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """The requests of a run. `count` None: as many as the file has. `ignore_eos`: answers have the length asked for.
 
     `lengths` are of requests that are made; `output_len` replaces the lengths of a file's answers.
@@ -53,14 +53,14 @@ class Workload:
         return f"{self.dataset} {self.lengths}"
 
 
-async def make_requests(workload: Workload, texts: EngineTexts) -> tuple[BenchRequest, ...]:
+async def make_requests(workload: BenchWorkload, texts: EngineTexts) -> tuple[BenchRequest, ...]:
     """All requests of a workload. Raises InvalidRequestError, BenchError."""
     made = await (_from_file if workload.dataset in FORMATS else _made)(workload, texts)
     extra = {**({"ignore_eos": True} if workload.ignore_eos else {}), **workload.extra_body}
     return tuple(replace(request, body={**request.body, **extra}) for request in made)
 
 
-async def _made(workload: Workload, texts: EngineTexts) -> list[BenchRequest]:
+async def _made(workload: BenchWorkload, texts: EngineTexts) -> list[BenchRequest]:
     lengths, count = workload.lengths, workload.count
     assert lengths is not None
     assert count is not None
@@ -86,7 +86,7 @@ async def _made(workload: Workload, texts: EngineTexts) -> list[BenchRequest]:
     )
 
 
-async def _from_file(workload: Workload, texts: EngineTexts) -> list[BenchRequest]:
+async def _from_file(workload: BenchWorkload, texts: EngineTexts) -> list[BenchRequest]:
     assert workload.path is not None
     try:
         text = workload.path.read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ async def _from_file(workload: Workload, texts: EngineTexts) -> list[BenchReques
     return [_request(sample, workload) for sample in samples]
 
 
-async def _usable(samples: list[Sample], workload: Workload, texts: EngineTexts) -> list[Sample]:
+async def _usable(samples: list[Sample], workload: BenchWorkload, texts: EngineTexts) -> list[Sample]:
     """Conversations with their lengths: the first that vLLM would take, as many as are needed."""
 
     async def measured(sample: Sample) -> Sample:
@@ -128,14 +128,14 @@ async def _usable(samples: list[Sample], workload: Workload, texts: EngineTexts)
     return found
 
 
-def _is_usable(sample: Sample, workload: Workload) -> bool:
+def _is_usable(sample: Sample, workload: BenchWorkload) -> bool:
     input_len, output_len = sample.input_len or 0, workload.output_len or sample.output_len or 0
     if workload.output_len is None and output_len < _LEAST:
         return False
     return _LEAST <= input_len <= _MOST_PROMPT and input_len + output_len <= _MOST_BOTH
 
 
-def _request(sample: Sample, workload: Workload) -> BenchRequest:
+def _request(sample: Sample, workload: BenchWorkload) -> BenchRequest:
     output_len = workload.output_len or sample.output_len or _USUAL_ANSWER
     if sample.messages is not None:
         return prompts.chat(sample.messages, output_len)

@@ -31,7 +31,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ListenAddress:
     """A listener and what it is reached by: a socket's path, or an address."""
 
     listener: socket.socket
@@ -45,7 +45,7 @@ class Place:
 
 
 @contextmanager
-def on_socket(path: Path) -> Iterator[Place]:
+def on_socket(path: Path) -> Iterator[ListenAddress]:
     """Listen on a socket in a folder of this user's own, 0700, which is made if it is missing.
 
     Raises InvalidRequestError if the folder is open to others, the path is too long, or another gateway is there.
@@ -71,7 +71,7 @@ def on_socket(path: Path) -> Iterator[Place]:
             finally:
                 os.umask(before)
             listener.listen(_MOST_WAITING)
-            yield Place(listener=listener, path=path)
+            yield ListenAddress(listener=listener, path=path)
         finally:
             listener.close()
             with suppress(OSError):
@@ -79,7 +79,7 @@ def on_socket(path: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[Place]:
+def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[ListenAddress]:
     """The same at the usual place below the home, or on this node where the home cannot have a socket."""
     host = socket.gethostname().partition(".")[0]
     path = home / "gateway" / f"{host}.sock"
@@ -99,7 +99,7 @@ def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[Place]
 
 
 @contextmanager
-def on_port(host: str, port: int) -> Iterator[Place]:
+def on_port(host: str, port: int) -> Iterator[ListenAddress]:
     """Listen on a port of one address of this host, 0 for any port. Raises InvalidRequestError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -111,7 +111,7 @@ def on_port(host: str, port: int) -> Iterator[Place]:
         ) from error
     with listener:
         name = listener.getsockname()
-        yield Place(listener=listener, host=str(name[0]), port=int(name[1]))
+        yield ListenAddress(listener=listener, host=str(name[0]), port=int(name[1]))
 
 
 @contextmanager

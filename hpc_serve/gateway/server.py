@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.gateway.listening import Place
+from hpc_serve.gateway.listening import ListenAddress
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    place: Place,
+    place: ListenAddress,
     store: ServiceStore,
     settings: Settings,
     *,

@@ -18,7 +18,7 @@ from hpc_serve.errors import StoreError
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
 from hpc_serve.job.cleanup.run_dir import write_control_port
 from hpc_serve.job.engine.drain import Drain, follow_drain_requests
-from hpc_serve.job.engine.endpoint import Endpoint, make_endpoint
+from hpc_serve.job.engine.endpoint import EngineEndpoint, make_endpoint
 from hpc_serve.job.engine.engine import Engine
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.link import Link, Message
@@ -59,7 +59,7 @@ async def run_head(node: Node) -> int:
 class Head:
     """One run of one replica, as its head node sees it."""
 
-    def __init__(self, node: Node, keeper: RecordKeeper, endpoint: Endpoint) -> None:
+    def __init__(self, node: Node, keeper: RecordKeeper, endpoint: EngineEndpoint) -> None:
         self._node, self._keeper = node, keeper
         self._run_end = RunEnd(node.options.kill_wait_s)
         self._changed = asyncio.Event()

@@ -131,7 +131,7 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     """What is to be run. Raises click.UsageError, InvalidRequestError."""
     from hpc_serve.bench.prompts import parse_lengths
     from hpc_serve.bench.sweep import Pace, Sweep
-    from hpc_serve.bench.workload import Workload
+    from hpc_serve.bench.workload import BenchWorkload
 
     path, dataset = options["dataset_path"], options["dataset_name"]
     dataset = dataset or ("custom" if path is not None else "random")
@@ -170,7 +170,7 @@ def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
     )
     return Sweep(
         services=services,
-        workloads=tuple(Workload(**common, lengths=one) for one in lengths),
+        workloads=tuple(BenchWorkload(**common, lengths=one) for one in lengths),
         paces=paces,
         split=options["split"],
         wait=options["wait"],

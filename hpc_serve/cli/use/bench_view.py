@@ -13,7 +13,7 @@ from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Run
 from hpc_serve.bench.report import pace, replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
-from hpc_serve.bench.workload import Workload
+from hpc_serve.bench.workload import BenchWorkload
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
@@ -101,11 +101,11 @@ class _Progress(Watcher):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def preparing(self, service: str, workload: Workload) -> None:
+    def preparing(self, service: str, workload: BenchWorkload) -> None:
         self._number += 1
         self._progress.reset(self._task, total=None, description=f"{service}: making requests, {workload.title}")
 
-    def began(self, service: str, workload: Workload, count: int, pace: Pace) -> None:
+    def began(self, service: str, workload: BenchWorkload, count: int, pace: Pace) -> None:
         bound = "" if pace.max_concurrency is None else f", {pace.max_concurrency} at once"
         rate = "" if pace.request_rate == float("inf") else f", {pace.request_rate:g}/s"
         title = f"run {self._number} of {self._count}: {service}, {workload.title}{rate}{bound}"

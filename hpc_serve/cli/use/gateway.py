@@ -17,7 +17,7 @@ from hpc_serve.cli.values import Duration, Size
 from hpc_serve.rendezvous.names import validate_service_name
 
 if TYPE_CHECKING:
-    from hpc_serve.gateway.listening import Place
+    from hpc_serve.gateway.listening import ListenAddress
     from hpc_serve.gateway.sharing import Shared
 
 _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --config - {options}"""
@@ -122,7 +122,9 @@ def gateway_command(
         )
 
 
-def _tell(place: Place, services: tuple[str, ...], home: Path, key_file: Path | None, shared: Shared | None) -> None:
+def _tell(
+    place: ListenAddress, services: tuple[str, ...], home: Path, key_file: Path | None, shared: Shared | None
+) -> None:
     """Print what to type; the key itself is not shown, and no line puts it into a command line."""
     click.echo(f"Gateway to {', '.join(services) or f'all services of {home}'}. Ctrl-C ends it.")
     if shared is not None:

@@ -22,7 +22,7 @@ from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
 from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
-from hpc_serve.client.silence.request_watch import RequestWatch, Verdict
+from hpc_serve.client.silence.request_watch import LookResult, RequestWatch
 from hpc_serve.client.silence.silence import Silence
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -170,7 +170,7 @@ class ServiceWatch:
         record = self._reader.record(replica.name)
         return record is not None and record.state in ("draining", "stopped")
 
-    def _look_after(self, names: Set[str]) -> Verdict:
+    def _look_after(self, names: Set[str]) -> LookResult:
         """Look at the replicas in `names`, which have requests under way: which of them are lost. Raises StoreError."""
         with self._refresh_lock:
             if is_due := self._is_refresh_due:
@@ -185,7 +185,7 @@ class ServiceWatch:
                 lost[name] = f"its record says that it is {replica.sentence}"
             elif self._proofs.missed(name) >= MOST_MISSED:
                 lost[name] = replica.reason
-        return Verdict(lost=lost, is_in_doubt=any(self._proofs.missed(name) == 1 for name in names))
+        return LookResult(lost=lost, is_in_doubt=any(self._proofs.missed(name) == 1 for name in names))
 
     @property
     def _is_refresh_due(self) -> bool:

@@ -27,14 +27,14 @@ class CannotResumeError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StreamPosition:
     """So many tokens have exactly so many characters of text."""
 
     tokens: int
     characters: int
 
 
-START = Place(tokens=0, characters=0)
+START = StreamPosition(tokens=0, characters=0)
 
 
 def datas(raw: bytes) -> Iterator[bytes]:
@@ -129,7 +129,7 @@ class Received:
         # One token, and its text came: no part of a character is waiting. Of several tokens that is not known.
         if text and len(ids) == 1:
             characters = self._began_at.characters + self._characters + self._request.held_back
-            self._places.append(Place(tokens=len(self.ids), characters=characters))
+            self._places.append(StreamPosition(tokens=len(self.ids), characters=characters))
 
     def _without_repeated(self, text: str, ids: list[int]) -> tuple[str, list[int]]:
         again_text, again_ids = self._again_text, self._again_ids
@@ -141,7 +141,7 @@ class Received:
         self._again_text, self._again_ids = again_text[same_text:], again_ids[same_ids:]
         return text[same_text:], ids[same_ids:]
 
-    def find_place(self) -> Place | None:
+    def find_place(self) -> StreamPosition | None:
         """The last known place from which the answer can go on; None where it must be looked for in tokens' text."""
         if self._request.is_exact:
             return self.place_before(len(self.text) - self._request.overlap)
@@ -154,11 +154,11 @@ class Received:
         """Whether a stop string may have begun at the end of a text. Who goes on from there would not see it."""
         return any(text.endswith(stop[:length]) for stop in self._request.stops for length in range(1, len(stop)))
 
-    def place_before(self, characters: int) -> Place:
+    def place_before(self, characters: int) -> StreamPosition:
         """The last place that is known within so many characters."""
         return next((place for place in reversed(self._places) if place.characters <= characters), START)
 
-    def go_on_from(self, place: Place, *, unseen: str = "") -> int:
+    def go_on_from(self, place: StreamPosition, *, unseen: str = "") -> int:
         """Another engine goes on from that place; how many tokens stand. `unseen`: text before it, held back so far."""
         self._unseen = unseen
         self._again_text, self._again_ids = self.text[place.characters :], [*self.ids[place.tokens :], *self._again_ids]

@@ -19,8 +19,8 @@ from hpc_serve.client.resume.received import (
     START,
     CannotResumeError,
     Chunk,
-    Place,
     Received,
+    StreamPosition,
     datas,
     event,
     text_of,
@@ -64,7 +64,7 @@ class Relay:
         self._waiting = b""
         self._is_read = False
         self._is_done = False
-        self._next_place: Place | None = None
+        self._next_place: StreamPosition | None = None
         self._unseen = ""
         self.is_continued = False
         self._mark: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ class Relay:
     def _prefix(self) -> str:
         return self.request.path[: -len(CHAT if self.request.is_chat else COMPLETIONS)]
 
-    def _find_place(self) -> Generator[Ask, Any, Place]:
+    def _find_place(self) -> Generator[Ask, Any, StreamPosition]:
         self._unseen = ""
         place = self._received.find_place()
         if place is None:
@@ -168,7 +168,7 @@ class Relay:
                 return (yield from self._look_for_place())
         return place
 
-    def _look_for_place(self) -> Generator[Ask, Any, Place]:
+    def _look_for_place(self) -> Generator[Ask, Any, StreamPosition]:
         """The place where the text that was shown ends, by the text that an engine has for the last tokens."""
         received = self._received
         known = received.place_before(len(received.text))
@@ -182,7 +182,7 @@ class Relay:
             if not text.startswith(before + shown) or unseen.endswith(HALF) or received.may_stop_within(shown + unseen):
                 continue
             self._unseen = unseen
-            return Place(tokens=tokens, characters=len(received.text) + len(unseen))
+            return StreamPosition(tokens=tokens, characters=len(received.text) + len(unseen))
         raise CannotResumeError("it ended within a token, or where a stop string may have begun")
 
     def _text_of(self, ids: list[int]) -> Generator[Ask, Any, str]:

@@ -36,7 +36,7 @@ MOST_HEDGES = 32
 _log = logging.getLogger("hpc_serve.client")
 
 
-class Attempt(Protocol):
+class WatchedRequest(Protocol):
     """One request at one replica. `heard_at_s` is when the replica last sent something of its answer (monotonic).
 
     `is_talking`: it is a stream that has begun. `prompt_bytes` were sent to it at `began_at_s`.
@@ -64,14 +64,14 @@ class Attempt(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class LookResult:
     """What a look found: why replicas are lost, by name, and whether to look again soon."""
 
     lost: Mapping[str, str] = field(default_factory=dict)
     is_in_doubt: bool = False
 
 
-Look = Callable[[Set[str]], Verdict]
+Look = Callable[[Set[str]], LookResult]
 """Looks at replicas by name. Raises HpcServeError."""
 
 
@@ -83,12 +83,12 @@ class RequestWatch:
         self._silence = silence
         # Reentrant: the garbage collector may end an attempt in the middle of any line.
         self._lock = threading.RLock()
-        self._attempts: set[Attempt] = set()
+        self._attempts: set[WatchedRequest] = set()
         self._heard_at_s: dict[str, float] = {}
         self._thread: threading.Thread | None = None
         self._look_at_s = 0.0
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: WatchedRequest) -> None:
         """A request is under way from now on."""
         self._attempts.add(attempt)
         if self._thread is not None:  # it looks once more for requests before it ends
@@ -100,7 +100,7 @@ class RequestWatch:
                     thread.start()
                     self._thread = thread
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: WatchedRequest) -> None:
         """A request is over."""
         # The lock is for those alone that may be cut, as `cut` may find it under way: every request comes by here.
         with self._lock if attempt.second is not None else contextlib.nullcontext():
@@ -108,7 +108,7 @@ class RequestWatch:
         name = attempt.replica.name
         self._heard_at_s[name] = max(attempt.heard_at_s, self._heard_at_s.get(name, attempt.heard_at_s))
 
-    def cut(self, attempt: Attempt) -> None:
+    def cut(self, attempt: WatchedRequest) -> None:
         """End one request, if it is still under way: its connection may be another's by then."""
         with self._lock:
             if attempt in self._attempts:
@@ -191,7 +191,7 @@ class RequestWatch:
             attempt.abandon()
 
 
-def _ask_beside(late: Collection[Attempt], attempts: Collection[Attempt]) -> None:
+def _ask_beside(late: Collection[WatchedRequest], attempts: Collection[WatchedRequest]) -> None:
     """Ask another replica beside those that are late, for the oldest requests first. Raises RuntimeError."""
     most = min(max(HEDGES, len(attempts) // ONE_HEDGE_FOR), MOST_HEDGES)
     free = most - sum(attempt.is_second for attempt in attempts)

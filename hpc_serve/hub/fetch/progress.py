@@ -16,7 +16,7 @@ _LEAST_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TransferProgress:
     """How far it is. `bytes_per_s` is None until it is known."""
 
     done: int
@@ -34,7 +34,7 @@ class Progress:
     def words(self) -> str:
         """The same as one line.
 
-        >>> Progress(done=3 * 2**30, total=15 * 2**30, bytes_per_s=200 * 2**20).words
+        >>> TransferProgress(done=3 * 2**30, total=15 * 2**30, bytes_per_s=200 * 2**20).words
         '3.0 GiB of 15.0 GiB (20 %), 200 MiB/s, about 60 s left'
         """
         percent = 100 * self.done // self.total if self.total else 100
@@ -52,7 +52,7 @@ class Meter:
         self.total = total
         self._looks: deque[tuple[float, int]] = deque()
 
-    def look(self, now_s: float, done: int) -> Progress:
+    def look(self, now_s: float, done: int) -> TransferProgress:
         """How far it is at a time of a clock that does not go back."""
         if self._looks and done < self._looks[-1][1]:  # something is fetched anew
             self._looks.clear()
@@ -61,7 +61,7 @@ class Meter:
             self._looks.popleft()
         since_s, before = self._looks[0]
         rate = (done - before) / (now_s - since_s) if now_s - since_s >= _LEAST_S else None
-        return Progress(done=done, total=self.total, bytes_per_s=rate)
+        return TransferProgress(done=done, total=self.total, bytes_per_s=rate)
 
 
 class Tenths:
@@ -72,7 +72,7 @@ class Tenths:
         self._every_s = every_s
         self._told_s: float | None = None
 
-    def is_one(self, now_s: float, progress: Progress) -> bool:
+    def is_one(self, now_s: float, progress: TransferProgress) -> bool:
         """Whether it is to be told. What is told counts from then on."""
         tenth = 10 * progress.done // progress.total if progress.total else 10
         if self._told_s is None:

@@ -19,7 +19,7 @@ from hpc_serve.trust.connection import Identity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class EngineEndpoint:
     """The record to publish, and what belongs to it."""
 
     socket: EngineSocket
@@ -37,7 +37,7 @@ class Endpoint:
         return str(self.certificate.key_file), str(self.certificate.certificate_file)
 
 
-def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> Endpoint:
+def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> EngineEndpoint:
     """Complete the run's first record, and listen.
 
     Raises StoreError, RecordError, InvalidRequestError (no `cryptography`), PortsInUseError.
@@ -49,10 +49,10 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
     record = replace(record, port=socket.port, certificate=certificate.certificate)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
-    return Endpoint(socket=socket, record=record, address=address, certificate=certificate)
+    return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)
 
 
-def move_endpoint(node: Node, endpoint: Endpoint) -> Endpoint:
+def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
     """The same endpoint with a socket of its own, for an engine that is started again.
 
     The old port went with the old engine. One that the command names stays. Raises PortsInUseError.

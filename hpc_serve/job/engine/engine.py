@@ -18,7 +18,7 @@ from typing import Any
 
 from hpc_serve.job.cleanup import node_dir, shared_memory
 from hpc_serve.job.cleanup.shared_memory import Segment
-from hpc_serve.job.engine.endpoint import Endpoint, move_endpoint
+from hpc_serve.job.engine.endpoint import EngineEndpoint, move_endpoint
 from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_watch import EngineWatch
 from hpc_serve.job.engine.health import EngineAddress, NotReadyError, SmallRequest, check_ready, is_healthy
@@ -56,7 +56,7 @@ class Engine:
         self,
         node: Node,
         keeper: RecordKeeper,
-        endpoint: Endpoint,
+        endpoint: EngineEndpoint,
         parts: Parts,
         run_end: RunEnd,
         *,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hpc_serve.job.engine import engine_start
-from hpc_serve.job.engine.endpoint import Endpoint
+from hpc_serve.job.engine.endpoint import EngineEndpoint
 from hpc_serve.job.machine.own_script import is_own_script
 from hpc_serve.job.machine.process import ENGINE_MARK, Child, mark_environ
 from hpc_serve.job.run.node import Node
@@ -40,7 +40,7 @@ class EngineProcess:
         self._held: Child | None = None
         self._held_environ: dict[str, str] = {}
 
-    async def hold(self, endpoint: Endpoint, environ: Mapping[str, str]) -> None:
+    async def hold(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> None:
         """Have vLLM be imported, if it can. `environ` is what `start` will be given, as far as it is known."""
         script = shutil.which(self._node.command.argv[0], path=environ.get("PATH"))
         if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
@@ -54,7 +54,7 @@ class EngineProcess:
                 _NAME, argv, self._held_environ, on_line=self._on_line, is_noise=self._is_noise, told=True
             )
 
-    async def start(self, endpoint: Endpoint, environ: Mapping[str, str]) -> Child:
+    async def start(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> Child:
         """Start the engine with exactly `environ` and what its endpoint needs. Raises PartFailedError."""
         argv, full = self._argv(endpoint), self._environ(endpoint, environ)
         _log.info("engine command: %s", " ".join(argv))
@@ -73,7 +73,7 @@ class EngineProcess:
         if held is not None:
             await held.stop(min(_GRACE_S, self._parts.most_grace_s))
 
-    def _argv(self, endpoint: Endpoint) -> list[str]:
+    def _argv(self, endpoint: EngineEndpoint) -> list[str]:
         node, command = self._node, self._node.command
         added = head_args(
             command,
@@ -84,5 +84,5 @@ class EngineProcess:
         )
         return [*command.argv, *added, *node.multi_node_args()]
 
-    def _environ(self, endpoint: Endpoint, environ: Mapping[str, str]) -> dict[str, str]:
+    def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
         return {**environ, **endpoint.socket.environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}

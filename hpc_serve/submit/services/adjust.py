@@ -21,9 +21,9 @@ from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
 from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
 from hpc_serve.submit.services.elastic import (
     Add,
-    Bounds,
     ElasticJudge,
     Leave,
+    ReplicaBounds,
     ReplicaLoad,
     ServiceLook,
     Sleep,
@@ -54,7 +54,7 @@ _COMING = ("pending", "starting")
 class Adjuster(OwnRun):
     """What one run of a job does for the number of its service's replicas. `bounds` are those of its script."""
 
-    bounds: Bounds
+    bounds: ReplicaBounds
     windows: Windows = field(default_factory=Windows)
     clock: Callable[[], float] = time.monotonic
     _slurm: SchedulerView = field(default_factory=lambda: SchedulerView(max_age_s=_ASK_SLURM_S), init=False)
@@ -146,7 +146,7 @@ class Adjuster(OwnRun):
                 return
             seen = changed
         may_add = now >= seen.next_try_at and not seen.is_submitting(now)
-        bounds = Bounds(least=seen.least, most=seen.most, idle_stop_s=seen.idle_stop_s)
+        bounds = ReplicaBounds(least=seen.least, most=seen.most, idle_stop_s=seen.idle_stop_s)
         found = judge.decide(bounds, may_add=may_add)
         if found is not None:
             self._carry_out(found, live, now)

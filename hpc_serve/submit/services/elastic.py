@@ -25,7 +25,7 @@ _LONGEST_GAP_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class ReplicaBounds:
     """`least` to `most` replicas; none after `idle_stop_s` without a request (None: never)."""
 
     least: int
@@ -166,7 +166,7 @@ class ElasticJudge:
         if waits > 0 and not look.coming and look.is_complete:
             self._surplus.append((now_s, waits))
 
-    def decide(self, bounds: Bounds, *, may_add: bool = True) -> Step | None:
+    def decide(self, bounds: ReplicaBounds, *, may_add: bool = True) -> Step | None:
         """What to do after the last look, if anything. The windows begin anew with what is decided."""
         if not self._look.is_complete:
             self._short_since_s = None
@@ -195,7 +195,7 @@ class ElasticJudge:
         room = sum(max(0, self.most_running - load.running) for load in loads if not load.waiting)
         return sum(load.waiting for load in loads) - room
 
-    def _fill_up(self, bounds: Bounds) -> Add | None:
+    def _fill_up(self, bounds: ReplicaBounds) -> Add | None:
         missing = bounds.least - self._look.count
         if missing <= 0:
             self._short_since_s = None
@@ -206,7 +206,7 @@ class ElasticJudge:
             return None
         return Add(count=missing, why=f"there was {_replicas(self._look.count)}, of at least {bounds.least}")
 
-    def _add(self, bounds: Bounds) -> Add | None:
+    def _add(self, bounds: ReplicaBounds) -> Add | None:
         free = bounds.most - self._look.count - self._look.draining
         if free <= 0 or not self._surplus:
             return None
@@ -218,18 +218,18 @@ class ElasticJudge:
         waiting = sum(load.waiting for load in self._look.known.values())
         return Add(count=count, why=f"{_requests(waiting)} waited for {shown_time(waited_s)}")
 
-    def _sleep(self, bounds: Bounds) -> Sleep | None:
+    def _sleep(self, bounds: ReplicaBounds) -> Sleep | None:
         idle_s = self._looked_at_s - self._used_at_s
         if bounds.idle_stop_s is None or not self._look.is_known or idle_s < bounds.idle_stop_s:
             return None
         return Sleep(why=f"no request for {shown_time(idle_s)}")
 
-    def _leave_surplus(self, bounds: Bounds) -> Leave | None:
+    def _leave_surplus(self, bounds: ReplicaBounds) -> Leave | None:
         if self._look.count <= bounds.most or not self._look.is_known:
             return None
         return self._one_of_them(f"there were {self._look.count}, of at most {bounds.most}")
 
-    def _leave(self, bounds: Bounds) -> Leave | None:
+    def _leave(self, bounds: ReplicaBounds) -> Leave | None:
         look = self._look
         seen_s = self._looked_at_s - self._known_since_s
         if look.count <= bounds.least or not look.is_known or seen_s < self._windows.leave_after_s:

@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         duties.append(KeepUp(**run_of_job, notice_s=options.notice_s))
     if options.replicas:
         from hpc_serve.submit.services.adjust import Adjuster
-        from hpc_serve.submit.services.elastic import Bounds, windows_of
+        from hpc_serve.submit.services.elastic import ReplicaBounds, windows_of
 
         least, most = options.replicas
-        bounds = Bounds(least=least, most=most or least, idle_stop_s=options.idle_stop_s)
+        bounds = ReplicaBounds(least=least, most=most or least, idle_stop_s=options.idle_stop_s)
         duties.append(Adjuster(**run_of_job, bounds=bounds, windows=windows_of(os.environ)))
     take_over_submission_environ()
     return run(duties, ending)

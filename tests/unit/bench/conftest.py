@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.bench.outcome import BenchRequest, Outcome, OwnShare, Run
+from hpc_serve.bench.outcome import BenchRequest, OwnShare, RequestResult, Run
 from hpc_serve.bench.prompts import Lengths
 from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
-from hpc_serve.bench.workload import Workload
+from hpc_serve.bench.workload import BenchWorkload
 from tests.support.stubs import StubService
 from tests.unit.client.conftest import service
 
@@ -33,7 +33,7 @@ def measure(service: StubService) -> Measure:
         stop: asyncio.Event | None = None,
         **fields: Any,
     ) -> list[Run]:
-        workload = Workload(**{"lengths": Lengths(input_len=30, output_len=5), "count": 20, **fields})
+        workload = BenchWorkload(**{"lengths": Lengths(input_len=30, output_len=5), "count": 20, **fields})
         paces = tuple(Pace(max_concurrency=most, request_rate=rate) for most in at_once)
         sweep = Sweep(services=(service.service,), workloads=(workload,), paces=paces, split=split)
 
@@ -46,14 +46,14 @@ def measure(service: StubService) -> Measure:
     return run
 
 
-def make_outcome(**fields: Any) -> Outcome:
+def make_outcome(**fields: Any) -> RequestResult:
     """An answer of 3 tokens: the first after 0.1 s, the others 0.02 s and 0.04 s later."""
     usual: dict[str, Any] = {"place": 0, "input_len": 10, "output_len": 3, "ttft_s": 0.1, "itls_s": (0.02, 0.04)}
     usual |= {"latency_s": 0.16, "start_s": 100.0, "replica": "1-r0-0"}
-    return Outcome(**{**usual, **fields})
+    return RequestResult(**{**usual, **fields})
 
 
-def make_run(*outcomes: Outcome, **fields: Any) -> Run:
+def make_run(*outcomes: RequestResult, **fields: Any) -> Run:
     """A run of two seconds whose requests asked for what `make_outcome` is."""
     body = {"prompt": [1] * 10, "max_tokens": 3, "ignore_eos": True}
     request = BenchRequest(path="/v1/completions", body=body, input_len=10, output_len=3)

@@ -33,7 +33,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
 @pytest.fixture
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is read and no engine probed because of a request that is under way."""
-    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.Verdict())
+    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.LookResult())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.silence import request_watch
-from hpc_serve.client.silence.request_watch import Look, RequestWatch, Verdict
+from hpc_serve.client.silence.request_watch import Look, LookResult, RequestWatch
 from hpc_serve.trust.connection import Identity
 from tests.support.patience import wait_until
 
@@ -85,7 +85,7 @@ def no_threads(monkeypatch, *, but: str = ""):
 
 def test_it_goes_on_after_an_error(caplog):
     ears, request = Ears(failures=3), Request()
-    watch = watch_by(lambda names: Verdict(), ears)
+    watch = watch_by(lambda names: LookResult(), ears)
     watch.begin(request)
     wait_until(lambda: ears.heard > 3)
     ears.lost = {"a": "it fell silent"}
@@ -96,7 +96,7 @@ def test_it_goes_on_after_an_error(caplog):
 
 def test_a_thread_that_cannot_be_started_is_started_with_the_next_request(monkeypatch):
     ears = Ears()
-    watch = watch_by(lambda names: Verdict(), ears)
+    watch = watch_by(lambda names: LookResult(), ears)
     again = no_threads(monkeypatch)
     first = Request()
     watch.begin(first)
@@ -114,7 +114,7 @@ def test_a_look_that_cannot_be_started_is_made_later(monkeypatch):
 
     def look(names):
         looks.append(names)
-        return Verdict(lost={"a": "its record says so"})
+        return LookResult(lost={"a": "its record says so"})
 
     ears, request = Ears(), Request()
     watch = watch_by(look, ears)

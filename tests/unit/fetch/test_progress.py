@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_serve.hub.fetch.progress import Meter, Progress, Tenths
+from hpc_serve.hub.fetch.progress import Meter, Tenths, TransferProgress
 from hpc_serve.sizes import GIB, MIB
 
 
@@ -29,13 +29,15 @@ def test_what_begins_anew_has_no_speed_yet():
 
 
 def test_words():
-    assert Progress(done=GIB, total=2 * GIB).words == "1.0 GiB of 2.0 GiB (50 %)"
-    assert Progress(done=0, total=0).words == "0 KiB of 0 KiB (100 %)"
-    assert Progress(done=GIB, total=2 * GIB, bytes_per_s=1.0 * GIB).words.endswith("1.0 GiB/s, a few seconds left")
+    assert TransferProgress(done=GIB, total=2 * GIB).words == "1.0 GiB of 2.0 GiB (50 %)"
+    assert TransferProgress(done=0, total=0).words == "0 KiB of 0 KiB (100 %)"
+    assert TransferProgress(done=GIB, total=2 * GIB, bytes_per_s=1.0 * GIB).words.endswith(
+        "1.0 GiB/s, a few seconds left"
+    )
 
 
 def test_a_line_for_each_tenth_and_each_minute():
     tenths, done = Tenths(), [0, 5, 10, 11, 19, 20, 90, 100]
-    assert [at for at, it in enumerate(done) if tenths.is_one(at, Progress(done=it, total=100))] == [2, 5, 6, 7]
-    slow, standing = Tenths(), Progress(done=1, total=100)
+    assert [at for at, it in enumerate(done) if tenths.is_one(at, TransferProgress(done=it, total=100))] == [2, 5, 6, 7]
+    slow, standing = Tenths(), TransferProgress(done=1, total=100)
     assert [slow.is_one(now, standing) for now in (0.0, 59.0, 60.0, 61.0)] == [False, False, True, False]

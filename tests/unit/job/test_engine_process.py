@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_serve.job.engine.endpoint import Endpoint
+from hpc_serve.job.engine.endpoint import EngineEndpoint
 from hpc_serve.job.engine.engine_process import EngineProcess
 from hpc_serve.job.engine.engine_start import VLLM_MODULE
 from hpc_serve.job.machine.own_script import is_own_script
@@ -83,7 +83,9 @@ def engine(folder: Path, on_line: Callable[[str], None], **changes: Any) -> tupl
 
 
 SOCKET = type("NoSocket", (), {"environ": {}})
-ENDPOINT = cast(Endpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("key", "certificate"), "socket": SOCKET})))
+ENDPOINT = cast(
+    EngineEndpoint, cast(Any, type("NoEndpoint", (), {"tls_files": ("key", "certificate"), "socket": SOCKET}))
+)
 
 
 def test_it_imports_at_once_and_is_the_command_itself_once_it_is_told(vllm, tmp_path):

@@ -21,7 +21,7 @@ from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, 
 from hpc_serve.submit.request.request import Environment, ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.adjust import Adjuster
-from hpc_serve.submit.services.elastic import Bounds, Windows
+from hpc_serve.submit.services.elastic import ReplicaBounds, Windows
 from hpc_serve.submit.services.live_replicas import live_replicas
 from hpc_serve.submit.services.scale import scale
 from hpc_serve.submit.services.service_bounds import note_stop_of
@@ -76,7 +76,7 @@ def job(store, stubs, clock):
 
 
 def adjuster(store, clock, job_id: str) -> Adjuster:
-    bounds = Bounds(least=1, most=4, idle_stop_s=120.0)
+    bounds = ReplicaBounds(least=1, most=4, idle_stop_s=120.0)
     windows = Windows(add_after_s=20.0, leave_after_s=60.0)
     one = Adjuster(store=store, service=SERVICE, job_id=job_id, restart=0, bounds=bounds, windows=windows, clock=clock)
     one._slurm._max_age_s = 0.0

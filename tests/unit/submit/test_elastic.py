@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.services.elastic import (
     Add,
-    Bounds,
     ElasticJudge,
     Leave,
+    ReplicaBounds,
     ReplicaLoad,
     ServiceLook,
     Sleep,
@@ -23,7 +23,7 @@ from hpc_serve.submit.services.elastic import (
 
 OWN = "1-r0-0.json"
 LOOK_S = 5.0
-ONE_TO_FOUR = Bounds(least=1, most=4, idle_stop_s=1800.0)
+ONE_TO_FOUR = ReplicaBounds(least=1, most=4, idle_stop_s=1800.0)
 
 
 def load(running: int = 0, waiting: int = 0, *, under_way: int | None = None, count: int = 0) -> ReplicaLoad:
@@ -40,7 +40,7 @@ def look(*loads: ReplicaLoad | None, coming: int = 0, is_complete: bool = True) 
 class Watched:
     """A judge that sees the same for a while, and what it decided, with the second in which it did."""
 
-    bounds: Bounds = ONE_TO_FOUR
+    bounds: ReplicaBounds = ONE_TO_FOUR
     judge: ElasticJudge = field(default_factory=lambda: ElasticJudge(Windows(), OWN, 0.0))
     now_s: float = 0.0
     found: list = field(default_factory=list)
@@ -108,12 +108,12 @@ class TestMore:
         assert Watched().sees(look(load(8, 3)), 100, may_add=False) == []
 
     def test_too_few_are_filled_up_after_the_same_time(self):
-        watched = Watched(bounds=Bounds(least=3, most=3))
+        watched = Watched(bounds=ReplicaBounds(least=3, most=3))
         assert watched.sees(look(load(1)), 20) == []
         assert watched.sees(look(load(1)), LOOK_S) == [Add(count=2, why="there was 1 replica, of at least 3")]
 
     def test_an_incomplete_look_is_no_reason_for_anything(self):
-        watched = Watched(bounds=Bounds(least=3, most=3))
+        watched = Watched(bounds=ReplicaBounds(least=3, most=3))
         assert watched.sees(look(load(8, 20), is_complete=False), 10_000) == []
 
 
@@ -171,10 +171,10 @@ class TestFewer:
         assert step.name == "3-r0-0.json"
 
     def test_never_fewer_than_the_least(self):
-        assert Watched(bounds=Bounds(least=2, most=4)).sees(look(load(), load()), 10_000) == []
+        assert Watched(bounds=ReplicaBounds(least=2, most=4)).sees(look(load(), load()), 10_000) == []
 
     def test_more_than_the_most_leave_whatever_the_load(self):
-        watched = Watched(bounds=Bounds(least=1, most=1))
+        watched = Watched(bounds=ReplicaBounds(least=1, most=1))
         (step, *_) = watched.sees(look(load(9, 9), load(8)), LOOK_S)
         assert (step.name, step.why) == ("2-r0-0.json", "there were 2, of at most 1")
 
@@ -198,17 +198,17 @@ class TestSleep:
         assert Watched().sees(look(load(1, under_way=0)), 1805) == [Sleep(why="no request for 30 min")]
 
     def test_unknown_is_not_idle(self):
-        assert Watched(bounds=Bounds(least=1, most=1, idle_stop_s=60)).sees(look(load(), None), 10_000) == []
-        assert Watched(bounds=Bounds(least=1, most=1, idle_stop_s=60)).sees(look(None), 10_000) == []
+        assert Watched(bounds=ReplicaBounds(least=1, most=1, idle_stop_s=60)).sees(look(load(), None), 10_000) == []
+        assert Watched(bounds=ReplicaBounds(least=1, most=1, idle_stop_s=60)).sees(look(None), 10_000) == []
 
     def test_all_replicas_are_idle_or_none(self):
-        bounds = Bounds(least=2, most=2, idle_stop_s=60)
+        bounds = ReplicaBounds(least=2, most=2, idle_stop_s=60)
         watched = Watched(bounds=bounds)
         for count in range(100):
             assert watched.sees(look(load(), load(count=count)), LOOK_S) == []
 
     def test_without_an_idle_stop_never(self):
-        assert Watched(bounds=Bounds(least=1, most=4)).sees(look(load()), 100_000) == []
+        assert Watched(bounds=ReplicaBounds(least=1, most=4)).sees(look(load()), 100_000) == []
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Simulated:
 
     slots: int
     start_s: float
-    bounds: Bounds
+    bounds: ReplicaBounds
     ready: list[int] = field(default_factory=lambda: [1])
     coming: list[tuple[float, int]] = field(default_factory=list)
     last: int = 1
@@ -256,7 +256,7 @@ SLOTS, START_S = st.integers(1, 16), st.floats(0, 900)
     levels=LEVELS, slots=st.integers(1, 16), start_s=st.floats(0, 900), least=st.integers(1, 3), more=st.integers(0, 4)
 )
 def test_whatever_the_load_the_bounds_hold(levels, slots, start_s, least, more):
-    bounds = Bounds(least=least, most=least + more)
+    bounds = ReplicaBounds(least=least, most=least + more)
     service = Simulated(slots=slots, start_s=start_s, bounds=bounds, ready=list(range(1, least + 1)), last=least)
     judge, now_s = ElasticJudge(Windows(), OWN, 0.0), 0.0
     for requests, looks in levels:
@@ -274,7 +274,7 @@ def test_whatever_the_load_the_bounds_hold(levels, slots, start_s, least, more):
 @given(requests=st.integers(0, 60), slots=SLOTS, start_s=START_S)
 def test_under_a_steady_load_the_number_settles(requests, slots, start_s):
     """Once up and, where the first guess was too many, down; then it stays."""
-    bounds = Bounds(least=1, most=8)
+    bounds = ReplicaBounds(least=1, most=8)
     service = Simulated(slots=slots, start_s=start_s, bounds=bounds)
     judge, now_s, steps = ElasticJudge(Windows(), OWN, 0.0), 0.0, []
     for _ in range(2000):
