@@ -10,17 +10,16 @@ import contextlib
 import dataclasses
 import functools
 import os
-import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import HpcServeError, InvalidRequestError, SubmissionRefusedError
+from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.plan import ServePlan
 from hpc_serve.rendezvous.claims import claim, release
 from hpc_serve.rendezvous.elastic import Elastic
-from hpc_serve.rendezvous.files import make_log_dir, make_private_folder, read_private
+from hpc_serve.rendezvous.files import make_log_dir, read_private
 from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore, default_home
@@ -28,17 +27,14 @@ from hpc_serve.rendezvous.user import user_name
 from hpc_serve.submit.plans.planned_speed import speed_figures
 from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan_service_with_inputs
 from hpc_serve.submit.plans.preflight import check_before_plan, check_parsers, check_weights
-from hpc_serve.submit.request.chain import begins_after_min
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.submit.script.render import devices_per_node, jobs_of, render_script
 from hpc_serve.submit.services.elastic import windows_of
+from hpc_serve.submit.services.hand_over import ended_if_it_fails, start_locally, submit_chains, submit_to_slurm
 from hpc_serve.submit.services.service_bounds import note_submission
-from hpc_serve.submit.services.stop import end_job
-from hpc_serve.submit.slurm import scheduler
-from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView
-from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
+from hpc_serve.submit.slurm.slurm import UNKNOWN
 from hpc_serve.submit.status.status_reader import read_status, scheduled_job
 from hpc_serve.vllm.arguments import differing
 
@@ -92,14 +88,14 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     job, elastic = _job_of(request, plan, speed_figures(result.estimates())), None
     with _claimed(store, service, plan.model):
         if request.cluster == "local":
-            job_id, jobs = _start_locally(store, job, script, log_dir)
+            job_id, jobs = start_locally(store, job, script, log_dir)
         elif request.chain > 1:
-            job_id, jobs = _submit_chains(store, job, script, log_dir, request, count=jobs_of(request, plan))
+            job_id, jobs = submit_chains(store, job, script, log_dir, request, count=jobs_of(request, plan))
         else:
-            job_id, jobs = _submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
+            job_id, jobs = submit_to_slurm(store, job, script, log_dir, count=jobs_of(request, plan))
         if request.cluster != "local":
             own_ids = [one.job_id for one in jobs] if request.chain > 1 else [job_id]
-            with _ended_if_it_fails(own_ids, jobs[0]):
+            with ended_if_it_fails(own_ids, jobs[0]):
                 elastic = note_submission(store, request, jobs_of(request, plan), environ)
     idle = idle_gpus_note(request, plan)
     return Submission(
@@ -123,7 +119,7 @@ def add_replicas(store: ServiceStore, service: str, count: int, *, like: str | N
     with _claimed(store, service, last.model):
         script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
         jobs = -(-count // last.replicas_per_job)
-        return _submit_to_slurm(store, last, script, log_dir, count=jobs, anew=True)[1]
+        return submit_to_slurm(store, last, script, log_dir, count=jobs, anew=True)[1]
 
 
 @contextlib.contextmanager
@@ -187,106 +183,6 @@ def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) 
         predicted={**_figures(plan), **speed},
         engine_args=engine_words(request, plan),
     )
-
-
-def _start_locally(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Run the script on this machine; returns its id and the job."""
-    from hpc_serve.submit.slurm import executor
-
-    done = executor.start_locally(script, _scripts(store, job.service), log_dir)
-    assert done.pid is not None
-    job = dataclasses.replace(
-        _as_submitted(job, done.job_id, done.script, log_dir),
-        pid=done.pid,
-        pid_start_time=process_start_time(done.pid),
-        host=socket.gethostname(),
-    )
-    return done.job_id, _written(store, done.job_id, (job,))
-
-
-def _submit_to_slurm(
-    store: ServiceStore,
-    job: SubmittedJob,
-    script: str,
-    log_dir: Path,
-    *,
-    count: int,
-    anew: bool = False,
-    options: Sequence[str] = (),
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
-
-    A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
-    `options` are further words for sbatch. Raises SubmissionRefusedError where Slurm will never start the jobs; they
-    are cancelled and not shown.
-    """
-    from hpc_serve.submit.slurm import executor
-
-    if anew:
-        options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
-        job = dataclasses.replace(job, predecessor="", time_limit_s=0.0)
-    done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
-    is_array = anew or count > 1
-    job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
-    if why := executor.why_it_never_starts(done.job_id):
-        scheduler.cancel(done.job_id)
-        done.script.unlink(missing_ok=True)
-        store.forget(job.service, {done.job_id, *job_ids})
-        raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
-    jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
-    return done.job_id, _written(store, done.job_id, jobs)
-
-
-def _submit_chains(
-    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, request: ServeRequest, *, count: int
-) -> tuple[str, tuple[SubmittedJob, ...]]:
-    """Submit `count` chains of jobs ahead; returns the id of the first job, and all jobs, chain after chain."""
-    limit_s = request.slurm.time_limit_s
-    assert limit_s is not None
-    minutes = begins_after_min(limit_s, request.overlap_s)
-    jobs: list[SubmittedJob] = []
-    with contextlib.ExitStack() as undo:
-        for _ in range(count):
-            before = ""
-            for _ in range(request.chain):
-                one = dataclasses.replace(job, predecessor=before, time_limit_s=limit_s)
-                options = [after_start_option(before, minutes)] if before else []
-                before, submitted = _submit_to_slurm(store, one, script, log_dir, count=1, options=options)
-                undo.callback(end_job, before, submitted[0])
-                jobs += submitted
-        undo.pop_all()
-    return jobs[0].job_id, tuple(jobs)
-
-
-def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -> SubmittedJob:
-    log_path = str(log_dir / f"{job_id}.log")
-    return dataclasses.replace(
-        job, job_id=job_id, submitted_at=time.time(), script=str(script), log_path=log_path, end=None
-    )
-
-
-def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
-    """The same jobs, written down; if that fails they are ended."""
-    with _ended_if_it_fails([job_id], jobs[0]):
-        for job in jobs:
-            store.write_submitted(job)
-    return jobs
-
-
-@contextlib.contextmanager
-def _ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[None]:
-    """`job` is one of them, which tells where they run."""
-    with contextlib.ExitStack() as undo:
-        for job_id in job_ids:
-            undo.callback(end_job, job_id, job)
-        yield
-        undo.pop_all()
-
-
-def _scripts(store: ServiceStore, service: str) -> Path:
-    return make_private_folder(store.service_dir(service) / "scripts")
 
 
 def _figures(plan: ServePlan) -> dict[str, float]:

@@ -13,7 +13,7 @@ from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTi
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.request.request import Environment, ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import services
+from hpc_serve.submit.services import hand_over, services
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.services.scale import scale
 from hpc_serve.submit.services.wait import wait
@@ -77,14 +77,14 @@ class TestSubmit:
         assert "--array" not in slurm.scripts[0]
 
     def test_a_refusal_half_way_leaves_nothing(self, store, slurm, monkeypatch):
-        submit, tries = services._submit_to_slurm, iter((False, False, True))
+        submit, tries = hand_over.submit_to_slurm, iter((False, False, True))
 
         def refuse_the_third(*args, **fields):
             if next(tries):
                 raise SubmissionRefusedError("sbatch refused the job: a limit")
             return submit(*args, **fields)
 
-        monkeypatch.setattr(services, "_submit_to_slurm", refuse_the_third)
+        monkeypatch.setattr(hand_over, "submit_to_slurm", refuse_the_third)
         with pytest.raises(SubmissionRefusedError, match="a limit"):
             services.submit(request())
         assert sorted(slurm.cancelled) == ["101", "102"]

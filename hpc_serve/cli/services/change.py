@@ -1,0 +1,163 @@
+"""`scale`, `wake` and `stop`: the commands that change services."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.values import Duration, Replicas
+from hpc_serve.rendezvous.store import ServiceStore, default_home
+
+if TYPE_CHECKING:
+    from hpc_serve.client.replicas.status import ReplicaStatus
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+
+
+@click.command("stop")
+@click.argument("targets", metavar="[SERVICE|JOB]...", nargs=-1, shell_complete=service_names)
+@click.option(
+    "--replica",
+    "replicas",
+    metavar="JOB[_TASK][-K]",
+    multiple=True,
+    help="This one alone, of the services named; K is its number in a job of several.",
+)
+@click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+@click.option(
+    "--timeout", type=Duration(), default=120.0, help="How long to wait for the end after that [default: 120]."
+)
+@AS_JSON
+def stop_command(
+    targets: Sequence[str], replicas: Sequence[str], now: bool, drain: float, timeout: float, as_json: bool
+) -> None:
+    """End services, or single jobs, and wait until they have ended.
+
+    A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
+    them, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.service_bounds import note_stop_of
+    from hpc_serve.submit.status.status_reader import elsewhere_sentence, find_report, replicas_here
+
+    if not targets and not replicas:
+        raise click.UsageError("Name a service or a job, or --replica JOB.")
+    store, ended = own_store(), []
+    for target in targets or replicas:
+        report = find_report(store, target)
+        foreign = report.live_elsewhere
+        if now and foreign and all(status.service != target for status in foreign):
+            said = f"There is no record of job {target} in {store.home}: it is ended without a drain."
+            click.echo(said, err=as_json)
+            ended += _stop(store, foreign, timeout_s=timeout, drain_s=0.0, err=as_json)
+            continue
+        named = replicas_here(store, report)
+        found = [status for status in named if not replicas or {status.name, status.job_id} & set(replicas)]
+        if not found:
+            raise click.UsageError(f"{target} has no replica {', '.join(replicas)}: `hpc-serve status {target}`.")
+        live = [status for status in found if not status.is_over]
+        if not live:
+            click.echo(f"{target} is not running.", err=as_json)
+        note_stop_of(store, found)
+        ended += _stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain, err=as_json)
+        for status in foreign:
+            click.echo(elsewhere_sentence(store, status), err=as_json)
+    if as_json:
+        show.print_json({"ended": [show.status_json(status) for status in ended]})
+
+
+def _stop(
+    store: ServiceStore, found: Sequence[ReplicaStatus], *, timeout_s: float, drain_s: float, err: bool
+) -> list[ReplicaStatus]:
+    """End replicas, and say so, on stderr if `err`; return those that are over."""
+    from hpc_serve.submit.services.stop import stop
+
+    for status in found:
+        if not status.is_over:
+            click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=err)
+    ended = list(stop(store, found, timeout_s=timeout_s, drain_s=drain_s))
+    for status in ended:
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}", err=err)
+    return ended
+
+
+@click.command("scale")
+@click.argument("service", shell_complete=service_names)
+@click.argument("replicas", type=Replicas(), metavar="N|MIN:MAX")
+@click.option(
+    "--drain", type=Duration(), default=120.0, help="How long the requests under way may take [default: 120]."
+)
+@AS_JSON
+def scale_command(service: str, replicas: tuple[int, int | None], drain: float, as_json: bool) -> None:
+    """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
+
+    More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
+    those that start; one that is ready finishes its requests before. MIN:MAX is for a service that was submitted with
+    --replicas MIN:MAX or --idle-stop.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.scale import scale
+    from hpc_serve.submit.services.service_bounds import set_bounds
+    from hpc_serve.submit.status.status_reader import find_report, replicas_here
+
+    def say(status: ReplicaStatus) -> None:
+        click.echo(f"Stopping {status.service} (job {status.name}), which is {status.state} ...", err=as_json)
+
+    store, (count, most) = own_store(), replicas
+    if most is not None:
+        replicas_here(store, find_report(store, service))
+        set_bounds(store, service, count, most)
+        click.echo(f"{service}: its jobs decide on {count} to {most} replicas from now on.", err=as_json)
+        if as_json:
+            show.print_json({"service": service, "least": count, "most": most})
+        return
+    done = scale(store, service, count, drain_s=drain, on_stop=say)
+    if as_json:
+        added, ended = [job.job_id for job in done.added], [show.status_json(status) for status in done.ended]
+        show.print_json(
+            {"service": service, "before": done.before, "replicas": count, "submitted": added, "ended": ended}
+        )
+        return
+    for job in done.added:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    for status in done.ended:
+        click.echo(f"{status.service} (job {status.name}) is over: {status.sentence}")
+    change = "as before" if done.before == count else f"it had {done.before}"
+    click.echo(f"{service} has {count} replica{'s' if count > 1 else ''}, {change}.")
+
+
+@click.command("wake")
+@click.argument("service", shell_complete=service_names)
+@AS_JSON
+def wake_command(service: str, as_json: bool) -> None:
+    """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
+
+    They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
+    """
+    from hpc_serve.cli import show
+    from hpc_serve.submit.services.wake import wake
+
+    woken = wake(own_store(), service)
+    if as_json:
+        show.print_json(
+            {"service": service, "submitted": [job.job_id for job in woken.jobs], "note": woken.note or None}
+        )
+        return
+    for job in woken.jobs:
+        click.echo(f"{service}: submitted as job {job.job_id}")
+    if woken.jobs:
+        click.echo(f"{service} is woken; hpc-serve wait {service}")
+    else:
+        click.echo(f"{service} needs no waking: {woken.note}.")
+
+
+def own_store() -> ServiceStore:
+    """Return the store of this home."""
+    return ServiceStore(default_home(os.environ))

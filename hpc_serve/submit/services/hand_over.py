@@ -1,0 +1,124 @@
+"""Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it.
+
+A step that fails ends the jobs that were handed over before it. What is in the script is decided in `services`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from hpc_serve.errors import SubmissionRefusedError
+from hpc_serve.rendezvous.files import make_private_folder
+from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.request.chain import begins_after_min
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.services.stop import end_job
+from hpc_serve.submit.slurm import scheduler
+from hpc_serve.submit.slurm.local import process_start_time
+from hpc_serve.submit.slurm.slurm import after_start_option, array_options, batch_log_option
+
+
+def start_locally(
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Run the script on this machine; returns its id and the job."""
+    from hpc_serve.submit.slurm import executor
+
+    done = executor.start_locally(script, _scripts(store, job.service), log_dir)
+    assert done.pid is not None
+    job = dataclasses.replace(
+        _as_submitted(job, done.job_id, done.script, log_dir),
+        pid=done.pid,
+        pid_start_time=process_start_time(done.pid),
+        host=socket.gethostname(),
+    )
+    return done.job_id, _written(store, done.job_id, (job,))
+
+
+def submit_to_slurm(
+    store: ServiceStore,
+    job: SubmittedJob,
+    script: str,
+    log_dir: Path,
+    *,
+    count: int,
+    anew: bool = False,
+    options: Sequence[str] = (),
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Hand the script to sbatch, once for `count` jobs; returns sbatch's id, and the jobs.
+
+    A script that is submitted `anew` may have the array of an earlier submission, or none: sbatch is told another.
+    `options` are further words for sbatch. Raises SubmissionRefusedError where Slurm will never start the jobs; they
+    are cancelled and not shown.
+    """
+    from hpc_serve.submit.slurm import executor
+
+    if anew:
+        options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
+        job = dataclasses.replace(job, predecessor="", time_limit_s=0.0)
+    done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
+    is_array = anew or count > 1
+    job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
+    if why := executor.why_it_never_starts(done.job_id):
+        scheduler.cancel(done.job_id)
+        done.script.unlink(missing_ok=True)
+        store.forget(job.service, {done.job_id, *job_ids})
+        raise SubmissionRefusedError(f"Slurm would never start the job, so it was cancelled: {why}")
+    jobs = tuple(_as_submitted(job, job_id, done.script, log_dir) for job_id in job_ids)
+    return done.job_id, _written(store, done.job_id, jobs)
+
+
+def submit_chains(
+    store: ServiceStore, job: SubmittedJob, script: str, log_dir: Path, request: ServeRequest, *, count: int
+) -> tuple[str, tuple[SubmittedJob, ...]]:
+    """Submit `count` chains of jobs ahead; returns the id of the first job, and all jobs, chain after chain."""
+    limit_s = request.slurm.time_limit_s
+    assert limit_s is not None
+    minutes = begins_after_min(limit_s, request.overlap_s)
+    jobs: list[SubmittedJob] = []
+    with contextlib.ExitStack() as undo:
+        for _ in range(count):
+            before = ""
+            for _ in range(request.chain):
+                one = dataclasses.replace(job, predecessor=before, time_limit_s=limit_s)
+                options = [after_start_option(before, minutes)] if before else []
+                before, submitted = submit_to_slurm(store, one, script, log_dir, count=1, options=options)
+                undo.callback(end_job, before, submitted[0])
+                jobs += submitted
+        undo.pop_all()
+    return jobs[0].job_id, tuple(jobs)
+
+
+def _as_submitted(job: SubmittedJob, job_id: str, script: Path, log_dir: Path) -> SubmittedJob:
+    log_path = str(log_dir / f"{job_id}.log")
+    return dataclasses.replace(
+        job, job_id=job_id, submitted_at=time.time(), script=str(script), log_path=log_path, end=None
+    )
+
+
+def _written(store: ServiceStore, job_id: str, jobs: tuple[SubmittedJob, ...]) -> tuple[SubmittedJob, ...]:
+    """The same jobs, written down; if that fails they are ended."""
+    with ended_if_it_fails([job_id], jobs[0]):
+        for job in jobs:
+            store.write_submitted(job)
+    return jobs
+
+
+@contextlib.contextmanager
+def ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[None]:
+    """`job` is one of them, which tells where they run."""
+    with contextlib.ExitStack() as undo:
+        for job_id in job_ids:
+            undo.callback(end_job, job_id, job)
+        yield
+        undo.pop_all()
+
+
+def _scripts(store: ServiceStore, service: str) -> Path:
+    return make_private_folder(store.service_dir(service) / "scripts")
