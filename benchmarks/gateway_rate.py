@@ -47,7 +47,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def request(key: str, *, stream: bool) -> bytes:
     asked = {"model": "405b", "messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
     body = json.dumps({**asked, "stream": stream}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 

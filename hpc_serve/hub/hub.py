@@ -229,11 +229,12 @@ def _read_config(file: Path) -> Mapping[str, Any]:
 def _read(file: Path, most_bytes: int) -> Mapping[str, Any]:
     """Return the JSON object of a file. Raises InvalidRequestError."""
     try:
-        return _object(read_bounded(file, most_bytes), str(file))
+        content = read_bounded(file, most_bytes)
     except OSError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error}.") from error
+    return _object(content, str(file))
 
 
 def _object(content: bytes, where: str) -> Mapping[str, Any]:

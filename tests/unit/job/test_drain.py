@@ -59,7 +59,7 @@ class Scene:
         address = self.drain.address
         connection = VerifiedConnection(address.host, address.port, address.identity, timeout_s=60)
         connection.connect()
-        headers = {"Authorization": f"Bearer {address.identity.api_key}"}
+        headers = {"Authorization": f"Bearer {address.identity.api_key}", "Content-Type": "application/json"}
         body = json.dumps({"model": "m", "prompt": "1", "stream": True})
         connection.request("POST", "/v1/completions", body, headers)
         response = connection.getresponse()

@@ -50,6 +50,8 @@ def ask(port: int) -> int:
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_each_server_of_an_engine_serves_on_the_launchers_port_until_it_ends(folder, servers):
+    pytest.importorskip("uvicorn")
+
     async def run() -> int:
         engine_socket = EngineSocket(folder / "s", host="127.0.0.1", port=0, servers=servers)
         assert not engine_socket.is_taken.is_set()

@@ -38,7 +38,7 @@ class GcsClient:
 def start(module: str, *words: str, **variables: str) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name.startswith("COVER")} | variables
     return subprocess.Popen(
-        [sys.executable, "-m", f"hpc_serve.job.{module}", *words],
+        [sys.executable, "-m", f"hpc_serve.job.ray.{module}", *words],
         env=environ,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -120,9 +120,7 @@ def test_ray_still_calls_what_leaves_its_unused_servers_out():
 
 def test_of_rays_command_line_what_starts_ray_alone_is_imported():
     pytest.importorskip("ray.scripts.scripts")
-    code = (
-        "import sys; from hpc_serve.job import ray_start; it = ray_start._import_scripts(); print(sorted(sys.modules))"
-    )
+    code = "import sys; from hpc_serve.job.ray import ray_start; it = ray_start._import_scripts(); print(sorted(sys.modules))"
     environ = {"PATH": os.path.dirname(sys.executable)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr

@@ -159,7 +159,7 @@ def test_a_run_that_ends_meanwhile_stops_the_copy_and_leaves_nothing(model, envi
 KILLED = """
 import sys, os
 from pathlib import Path
-from hpc_serve.job import staging
+from hpc_serve.job.weights import staging
 from hpc_serve.vllm.command import read_command
 staging._SPARE_BYTES = 0
 copy = staging.plan_staging(read_command(["vllm", "serve", sys.argv[1]]), os.environ)

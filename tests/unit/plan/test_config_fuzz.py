@@ -409,7 +409,10 @@ def test_many_names_of_modules_are_read() -> None:
     [
         (b"[" * 100_000, "cannot be read as JSON"),
         (b'{"text_config":' * 100_000, "cannot be read as JSON"),
-        (json.dumps({"architectures": ["LlamaForCausalLM"], **nested(200, "text_config")}).encode(), "8 deep"),
+        (
+            json.dumps({"architectures": ["LlamaForCausalLM"], **nested(200, "text_config")}).encode(),
+            "nested too deeply",
+        ),
         (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": ' + b"9" * 4000 + b"}", "hidden_size is 999"),
         (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": ' + b"9" * 5000 + b"}", "cannot be read as JSON"),
         (b'{"architectures": ["LlamaForCausalLM"], "hidden_size": NaN}', "hidden_size is nan"),
