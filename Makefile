@@ -96,6 +96,11 @@ format: venv ## ruff writes the code as it is to look
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
+.PHONY: docs
+docs: ## the documentation site in site/, without a dead link or a page that the menu lacks
+	@VENV=.venv-docs envs/venv.sh docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
 .PHONY: scripts
 scripts: venv ## render sbatch/*.sh anew, each by the command in its first lines
 	@for script in sbatch/*.sh; do \
@@ -122,7 +127,7 @@ licences: venv ## the licence of every package that is locked
 
 .PHONY: clean
 clean: ## remove .venv and what was built
-	rm -rf $(VENV) .venv-* build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-* site build dist .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: packages

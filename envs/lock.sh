@@ -1,6 +1,6 @@
 #!/bin/bash
-# Writes envs/cpu/lock.txt, envs/dev/lock.txt (Python 3.11) and envs/versions/lock.txt (Python 3.10 and later) for Linux
-# on x86_64, with the SHA-256 of every wheel on PyPI that pip may choose there.
+# Writes envs/cpu/lock.txt, envs/dev/lock.txt, envs/docs/lock.txt (Python 3.11) and envs/versions/lock.txt (Python 3.10
+# and later) for Linux on x86_64, with the SHA-256 of every wheel on PyPI that pip may choose there.
 # Versions that are locked stay, what is asked for newly is added; with --upgrade all versions are chosen anew.
 # Look at the difference, run `make test`, commit. Usage: envs/lock.sh [--upgrade]
 set -euo pipefail
@@ -27,11 +27,14 @@ hashed() {
     "$work/venv/bin/python" envs/lock_lines.py "$lock"
 }
 
-here=(--no-deps --python-version 3.11 --python-platform x86_64-manylinux_2_40)
+python_here=(--python-version 3.11 --python-platform x86_64-manylinux_2_40)
+here=(--no-deps "${python_here[@]}")
 : > "$work/kept"
+: > "$work/kept-docs"
 : > "$work/kept-versions"
 if [[ ${1:-} != --upgrade ]]; then
     versions_in envs/cpu/lock.txt envs/dev/lock.txt > "$work/kept"
+    [[ ! -f envs/docs/lock.txt ]] || versions_in envs/docs/lock.txt > "$work/kept-docs"
     [[ ! -f envs/versions/lock.txt ]] || versions_in envs/versions/lock.txt > "$work/kept-versions"
 fi
 
@@ -58,10 +61,14 @@ header() {
     grep -vxFf "$work/cpu" "$work/all" | hashed dev "${here[@]}"
 } > "$work/dev-lock.txt"
 {
+    header "Python 3.11, x86_64: the programs that build the documentation site." docs
+    hashed docs "${python_here[@]}" --constraint "$work/kept-docs" < envs/docs/requirements.txt
+} > "$work/docs-lock.txt"
+{
     header "Python 3.10 and later: what hpc-serve needs and what runs its unit tests, without an engine." versions
     "$work/venv/bin/python" envs/lock_lines.py --wanted setup.cfg |
         hashed versions --universal --python-version 3.10 --constraint "$work/kept-versions"
 } > "$work/versions-lock.txt"
-for name in cpu dev versions; do
+for name in cpu dev docs versions; do
     mv "$work/$name-lock.txt" "envs/$name/lock.txt"
 done

@@ -1,0 +1,36 @@
+"""A hook of MkDocs: a folder in the menu of mkdocs.yml (`reference/`) stands for all pages in it.
+
+The pages come in the order in which the folder's index.md names them, those that it does not name after them. So a
+page that a program or a colleague adds is in the menu, without a line in mkdocs.yml.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+LINK = re.compile(r"\]\(([\w-]+\.md)[)#]")
+
+
+def on_config(config: Any) -> None:
+    config.nav = [_with_pages(entry, Path(config.docs_dir)) for entry in config.nav]
+
+
+def _with_pages(entry: Any, docs: Path) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return {title: pages(docs / what) if _is_folder(what) else what for title, what in entry.items()}
+
+
+def pages(folder: Path) -> list[str]:
+    """Return the folder's pages as the menu has them, index.md first."""
+    index = folder / "index.md"
+    named = LINK.findall(index.read_text(encoding="utf-8")) if index.exists() else []
+    found = sorted(path.name for path in folder.glob("*.md"))
+    order = {name: number for number, name in reversed(list(enumerate(["index.md", *named])))}
+    return [f"{folder.name}/{name}" for name in sorted(found, key=lambda name: (order.get(name, len(found)), name))]
+
+
+def _is_folder(what: Any) -> bool:
+    return isinstance(what, str) and what.endswith("/")
