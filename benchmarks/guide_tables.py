@@ -1,4 +1,4 @@
-"""The tables of two guides, each by the README's command for it: `python -m benchmarks.guide_tables > FILE.md`.
+"""The tables of two guides, each by the command for it in docs/guides/measure.md: `python -m benchmarks.guide_tables > FILE.md`.
 
 It shows the commands and what they print, on one small machine, so lengths and numbers of requests are smaller than the
 guides'. The guide to vLLM on TPUs is asked of a tiny model, served by the real engine (vLLM on CPUs). The on-prem
@@ -74,7 +74,7 @@ def stub_services(home: Path) -> Iterator[None]:
 
 
 def shown(title: str, command: str, asked: str) -> str:
-    """A command of the README, the one that is run here, and what that prints."""
+    """A command of docs/guides/measure.md, the one that is run here, and what that prints."""
     argv = [sys.executable, "-m", "hpc_serve.cli", *shlex.split(asked)[1:]]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The commands of the README, as a user types them on the login host, with real Slurm, Ray and vLLM.
+"""The commands of the documents, as a user types them on the login host, with real Slurm, Ray and vLLM.
 
 A scaled-down model stands in for the weights (HPC_SERVE_MODEL). Three starts: 16 ranks by `submit`, one node by `mp`
 beside it, and the demo, which needs no Slurm.

@@ -121,7 +121,7 @@ def test_real_engines_divide_a_node(alice, tiny_models, show_table, model, count
 
 
 def _table(found: list[Record], answered: dict[str, int]) -> str:
-    """What README quotes."""
+    """What docs/guides/stay.md quotes."""
     load = " ".join(f"{each:.1f}" for each in os.getloadavg())
     lines = [
         f"{one['measured']['start_s']:.0f} s to ready, {answered.get(_name(one), 0)} further answers" for one in found

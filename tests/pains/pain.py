@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Pain:
-    """`number` is that of README's table, 0 for those beside it. What is said must match `right`.
+    """`number` is that of the table in docs/evidence/pains.md, 0 for those beside it. What is said must match `right`.
 
     `keeps_job`: the next one goes on with its job.
     """

@@ -1,4 +1,4 @@
-"""The table of the site file's settings in README: `python -m tests.support.site_table` makes it from the source."""
+"""The table of the site file's settings in docs/guides/site.md: `python -m tests.support.site_table` makes it from the source."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ def test_the_short_form_runs(name: str, tmp_path: Path) -> None:
             assert len(figure["rounds"]) == 1
 
 
-def test_the_commands_for_the_guides_tables_are_the_readmes() -> None:
-    readme = (ROOT / "README.md").read_text().replace("\\\n    ", "")
+def test_the_commands_for_the_guides_tables_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "guides" / "measure.md").read_text().replace("\\\n    ", "")
     for command in (TPU_GUIDE, ON_PREM_GUIDE):
-        assert f"\n{command}\n" in readme
+        assert f"\n{command}\n" in page
 
 
 def test_results_are_what_the_files_say() -> None:

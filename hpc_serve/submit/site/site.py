@@ -37,7 +37,7 @@ _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def _setting(help: str, default: Any = None) -> Any:
-    """A setting, with what README says of it."""
+    """A setting, with what its guide says of it."""
     return field(default=default, metadata={"help": help})
 
 

@@ -98,9 +98,9 @@ def test_another_program_finds_all_it_needs_in_its_environment(run, service):
     assert "405b" in [model["id"] for model in json.loads(done.stdout)["data"]]
 
 
-def test_readme_names_each_example():
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    assert [path.name for path in EXAMPLES.iterdir() if f"examples/{path.name}" not in readme] == []
+def test_the_page_of_examples_names_each():
+    page = (EXAMPLES.parent / "docs" / "start" / "another-job.md").read_text(encoding="utf-8")
+    assert [path.name for path in EXAMPLES.iterdir() if f"examples/{path.name}" not in page] == []
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")))

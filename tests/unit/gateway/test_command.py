@@ -65,8 +65,8 @@ def test_it_listens_on_a_socket_that_its_user_alone_reaches(service, program):
 def test_readmes_curl_is_answered(service, program):
     service.start(*GREEDY)
     program().started()
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^curl --unix-socket \S+( .*?}')$", readme, re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "one-address.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^curl --unix-socket \S+( .*?}')$", page, re.MULTILINE | re.DOTALL)
     told = f"curl --silent --unix-socket {socket_of(service)}" + command.replace('"70b"', '"405b"')
     done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]

@@ -1,6 +1,6 @@
 """The program in the job, with a stand-in for llm-compressor that writes what a test wants.
 
-The real one was run by hand (README): it takes 2 GB of packages that are not those of the engine.
+The real one was run by hand (docs/guides/weights.md): it takes 2 GB of packages that are not those of the engine.
 """
 
 from __future__ import annotations
