@@ -1,4 +1,4 @@
-"""The tables of two guides, each by its command in docs/guides/measure.md: `python -m benchmarks.guide_tables > FILE.md`.
+"""The tables of two guides, by their commands in docs/guides/measure.md: `python -m benchmarks.guide_tables > FILE.md`.
 
 It shows the commands and what they print, on one small machine, so lengths and numbers of requests are smaller than the
 guides'. The guide to vLLM on TPUs is asked of a tiny model, served by the real engine (vLLM on CPUs). The on-prem
