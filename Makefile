@@ -99,7 +99,7 @@ format: venv ## ruff writes the code as it is to look
 .PHONY: docs
 docs: ## the documentation site in site/, without a dead link or a page that the menu lacks
 	@VENV=.venv-docs envs/venv.sh docs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .PHONY: scripts
 scripts: venv ## render sbatch/*.sh anew, each by the command in its first lines
