@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-pages = runpy.run_path(str(CHECKOUT / "envs" / "docs" / "menu.py"))["pages"]
+pages = runpy.run_path(str(CHECKOUT / "envs" / "docs" / "hooks.py"))["pages"]
 
 
 def test_readme_is_one_page() -> None:
