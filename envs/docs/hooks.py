@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: a folder in the menu of mkdocs.yml (`reference/`) stands for all pages in it, and search ranks pages.
+"""Hooks of MkDocs: a folder in the menu of mkdocs.yml (`reference/`) stands for all its pages; search ranks pages.
 
 The pages come in the order in which the folder's index.md names them, those that it does not name after them. So a
 page that a program or a colleague adds is in the menu, without a line in mkdocs.yml.
