@@ -1,20 +1,37 @@
 """hpc-serve: large language models as named services on a SLURM cluster.
 
-Planning (`hpc_serve.plan`) decides what fits where; submission (`hpc_serve.submit`) turns a plan into a job;
-the job (`hpc_serve.job`) starts Ray and the engine and publishes where they are (`hpc_serve.rendezvous`);
-the client (`hpc_serve.client`) finds them. Nothing is imported here, so that every command starts quickly:
-`hpc_serve.connect` and `hpc_serve.connect_async` import the client when they are first used.
+    import hpc_serve
+
+    client = hpc_serve.connect("405b", wait=600)     # an openai.OpenAI of the service, ready to use
+
+connect, connect_async    a client of a service, which follows it when it moves
+endpoint                  the address and the key of one replica, for other tools
+services                  every service that there is, and how it is
+hpc_serve.plan            which layout holds a model, and why: help(hpc_serve.plan)
+hpc_serve.submit          start a model as a service: help(hpc_serve.submit)
+hpc_serve.bench           measure a service: help(hpc_serve.bench)
+hpc_serve.errors          all errors, as one tree: help(hpc_serve.errors)
+
+`hpc-serve --help` lists the commands. docs/reference/python-api.md has every call with an example.
+Each name is imported when it is first used, so that `import hpc_serve` is quick.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+from hpc_serve.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hpc_serve import bench, errors, plan, submit
+    from hpc_serve.client import connect, connect_async, endpoint, services
 
 __version__ = "0.1.0"
+__all__ = ["bench", "connect", "connect_async", "endpoint", "errors", "plan", "services", "submit"]
 
-_OF_CLIENT = ("connect", "connect_async")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_CLIENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("hpc_serve.client"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            **dict.fromkeys(("connect", "connect_async", "endpoint", "services"), "client"),
+            **dict.fromkeys(("bench", "errors", "plan", "submit"), ""),
+        },
+    )

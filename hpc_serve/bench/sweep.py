@@ -11,14 +11,17 @@ import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_serve.bench.arrivals import arrival_times
 from hpc_serve.bench.load import Order, ask, send_all
+from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import BenchRequest, Run, Split
 from hpc_serve.bench.service import BenchError, BenchService
 from hpc_serve.bench.texts import EngineTexts
 from hpc_serve.bench.workload import MADE, BenchWorkload, make_requests
+from hpc_serve.client.access import open_store
 from hpc_serve.client.discovery.wait import Wait
 from hpc_serve.rendezvous.store import ServiceStore
 
@@ -84,6 +87,19 @@ async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, w
                         return
         finally:
             await service.close()
+
+
+def measure(sweep: Sweep, *, home: str | Path | None = None) -> tuple[Measured, ...]:
+    """Make all runs of a sweep, and return each with its figures. `home` is $HPC_SERVE_HOME unless given.
+
+    For programs without an event loop. Raises what `connect` raises, InvalidRequestError, BenchError.
+    """
+
+    async def collect() -> tuple[Measured, ...]:
+        runs = make_runs(open_store(home), sweep, stop=asyncio.Event(), watcher=Watcher())
+        return tuple([Measured(run=run) async for run in runs])
+
+    return asyncio.run(collect())
 
 
 async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[BenchRequest, ...]:

@@ -55,9 +55,9 @@ COMMANDS = {
     "help": ("hpc_serve.cli.commands", "help_command", "Show this, or the help of a command."),
     "demo": ("hpc_serve.cli.submit.demo", "demo_command", "Serve a tiny model on this machine, ask it, stop it."),
 }
-_INTERRUPTED = 130
-_BROKEN_PIPE = 141
-_BUG = 70
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+BUG = 70
 # What a full disk, a used-up quota or a broken device says to whoever writes to stdout.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -145,7 +145,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # the reader (`head`, for example) has closed the pipe
         _write_no_more()
-        return _BROKEN_PIPE
+        return BROKEN_PIPE
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
@@ -165,7 +165,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return code if isinstance(code, int) else 0
     except (click.Abort, KeyboardInterrupt):
         click.echo("", err=True)
-        return _INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         described = describe_error(error)
         if described is None:
@@ -174,7 +174,7 @@ def _run(argv: Sequence[str] | None) -> int:
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx:
             hint = f"\nSee: {error.ctx.command_path} --help"
-        elif exit_code == _BUG:
+        elif exit_code == BUG:
             hint = "\nThis is a bug in hpc-serve; HPC_SERVE_DEBUG=1 shows where."
             if os.environ.get("HPC_SERVE_DEBUG"):
                 traceback.print_exc()
@@ -192,7 +192,7 @@ def describe_error(error: Exception) -> tuple[str, int] | None:
         return None
     if isinstance(error, OSError) and (isinstance(error, BrokenPipeError) or error.errno in _UNWRITABLE):
         return None
-    return f"unexpected {type(error).__name__}: {error}", _BUG
+    return f"unexpected {type(error).__name__}: {error}", BUG
 
 
 if __name__ == "__main__":

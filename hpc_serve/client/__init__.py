@@ -1,7 +1,29 @@
 """Finding a service and talking to it from any other job.
 
-    client = connect("405b", wait=600)          # an openai.OpenAI, ready to use
-    client.chat.completions.create(model=client.model, messages=[{"role": "user", "content": "Hello"}])
+    import asyncio
+
+    from hpc_serve import connect, connect_async, endpoint, errors, services
+
+    client = connect("405b", wait=600)               # an openai.OpenAI, ready to use
+    hello = [{"role": "user", "content": "Hello"}]
+    print(client.chat.completions.create(model=client.model, messages=hello).choices[0].message.content)
+
+    async def ask() -> None:
+        async with await connect_async("405b") as client:     # an openai.AsyncOpenAI
+            await client.chat.completions.create(model=client.model, messages=hello)
+
+    asyncio.run(ask())
+
+    found = endpoint("405b")                         # for other tools: one replica, as it is now
+    print(found.base_url, found.variables.keys())    # OPENAI_BASE_URL, OPENAI_API_KEY and the certificates to trust
+
+    for status in services():
+        print(status.service, [replica.state for replica in status.replicas])
+
+    try:
+        connect("no-such-service")
+    except errors.ServiceNotFoundError as error:
+        print(error)                                 # names the services that there are
 
 The OpenAI SDK is imported when the first client is made, not here.
 """

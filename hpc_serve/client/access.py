@@ -42,7 +42,7 @@ def connect(
     from hpc_serve.client.openai_client import ServiceClient
 
     wait = True if wake and wait is None else wait
-    store, policy = _store(home), WaitPolicy(wait)
+    store, policy = open_store(home), WaitPolicy(wait)
     service = service or pick_service(find_ready_services(store), store, waits=policy.waits)
     watch = ServiceWatch(store, service, may_wake=wake)
     wait_for_replica(watch, policy)
@@ -63,7 +63,7 @@ async def connect_async(
     from hpc_serve.client.openai_client import AsyncServiceClient
 
     wait = True if wake and wait is None else wait
-    store, policy = _store(home), WaitPolicy(wait)
+    store, policy = open_store(home), WaitPolicy(wait)
     if service is None:
         service = pick_service(await anyio.to_thread.run_sync(find_ready_services, store), store, waits=policy.waits)
     watch = ServiceWatch(store, service, may_wake=wake)
@@ -95,7 +95,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
 
     Waits and raises as `connect` does.
     """
-    store, policy = _store(home), WaitPolicy(wait)
+    store, policy = open_store(home), WaitPolicy(wait)
     watch = ServiceWatch(store, service or pick_service(find_ready_services(store), store, waits=policy.waits))
     wait_for_replica(watch, policy)
     replica = watch.status.ready[-1]
@@ -110,7 +110,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
 
 def services(*, home: str | Path | None = None) -> tuple[ServiceStatus, ...]:
     """Every service that has a record or a submitted job, and how it is now. Raises StoreError."""
-    return tuple(status for status in discover_services(_store(home)) if status.exists or status.problems)
+    return tuple(status for status in discover_services(open_store(home)) if status.exists or status.problems)
 
 
 def pick_service(found: Sequence[ServiceStatus], store: ServiceStore, *, waits: bool) -> str:
@@ -130,5 +130,6 @@ def pick_service(found: Sequence[ServiceStatus], store: ServiceStore, *, waits: 
     raise ServiceNotFoundError(f"No service is ready.{advice}\n{listing(known)}")
 
 
-def _store(home: str | Path | None) -> ServiceStore:
+def open_store(home: str | Path | None) -> ServiceStore:
+    """The services of a folder, $HPC_SERVE_HOME unless it is given."""
     return ServiceStore(Path(home).expanduser().absolute() if home is not None else default_home(os.environ))

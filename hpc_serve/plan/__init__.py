@@ -1,10 +1,19 @@
 """What fits where: model × machines × engine options × workload → a layout, or why there is none.
 
 Pure: values in, values out. No processes, no network, no torch; hub.py finds a model's config.
+
+    from hpc_serve.plan import ClusterSpec, Workload, accelerator, model_from_config, plan, resolve
+
+    known = resolve("405b")                          # of the catalogue; any config.json does as well
+    model = model_from_config(known.config, name=known.name)
+    chosen = plan(model, ClusterSpec(accelerator=accelerator("h100-80gb")), workload=Workload(concurrency=8))
+    print(chosen.layout)                             # TP=8 PP=3 (3 nodes x 8)
+    print(chosen.vllm_args)                          # what `vllm serve` is told
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hpc_serve.plan.catalog import resolve
@@ -31,24 +40,21 @@ __all__ = [
     "resolve",
 ]
 
-_MODULES = {
-    "AcceleratorSpec": "hardware.accelerator",
-    "ClusterSpec": "hardware.cluster",
-    "EngineConfig": "engine",
-    "MemoryEstimate": "memory.estimate",
-    "ModelSpec": "model.spec",
-    "ServePlan": "choice.planner",
-    "Workload": "engine",
-    "accelerator": "hardware.accelerator",
-    "estimate_memory": "memory.estimate",
-    "model_from_config": "model.architectures",
-    "plan": "choice.planner",
-    "resolve": "catalog",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that `--help` imports the hardware's names without the planner."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "AcceleratorSpec": "hardware.accelerator",
+            "ClusterSpec": "hardware.cluster",
+            "EngineConfig": "engine",
+            "MemoryEstimate": "memory.estimate",
+            "ModelSpec": "model.spec",
+            "ServePlan": "choice.planner",
+            "Workload": "engine",
+            "accelerator": "hardware.accelerator",
+            "estimate_memory": "memory.estimate",
+            "model_from_config": "model.architectures",
+            "plan": "choice.planner",
+            "resolve": "catalog",
+        },
+    )

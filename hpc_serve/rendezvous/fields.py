@@ -78,7 +78,7 @@ class _FieldType:
 
 def _read_object(kind: type[T], values: Mapping[str, Any], source: str, prefix: str) -> T:
     found = {}
-    for name, field_type, may_be_missing in _field_types(kind):
+    for name, field_type, may_be_missing in field_types(kind):
         path = prefix + name
         if name in values:
             value = values[name]
@@ -91,7 +91,7 @@ def _read_object(kind: type[T], values: Mapping[str, Any], source: str, prefix: 
 
 
 @functools.cache
-def _field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, bool], ...]:
+def field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, bool], ...]:
     """Name, type, and whether it may be missing, of each field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(

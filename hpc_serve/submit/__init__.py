@@ -1,1 +1,33 @@
-"""From a request to a job: what was asked for, the script that serves it, and the scheduler that runs it."""
+"""From a request to a job: what was asked for, the script that serves it, and the scheduler that runs it.
+
+    from hpc_serve.submit import ServeRequest, plan_service, submit
+
+    request = ServeRequest(model="8b", service="8b")
+    print(plan_service(request).layout)              # asks no scheduler
+    print(submit(request).job_id)                    # hands the job to Slurm
+
+`hpc-serve submit` calls the same functions, with the settings of the site files. These calls read no site file.
+"""
+
+from typing import TYPE_CHECKING
+
+from hpc_serve.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hpc_serve.submit.plans.planning import plan_service
+    from hpc_serve.submit.request.request import Environment, JobSettings, ServeRequest
+    from hpc_serve.submit.request.sbatch_options import SlurmOptions
+    from hpc_serve.submit.services.services import Submission, submit
+
+__all__ = ["Environment", "JobSettings", "ServeRequest", "SlurmOptions", "Submission", "plan_service", "submit"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "plan_service": "plans.planning",
+            **dict.fromkeys(("Environment", "JobSettings", "ServeRequest"), "request.request"),
+            "SlurmOptions": "request.sbatch_options",
+            **dict.fromkeys(("Submission", "submit"), "services.services"),
+        },
+    )

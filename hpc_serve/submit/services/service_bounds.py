@@ -18,14 +18,7 @@ from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.live_replicas import live_replicas
 from hpc_serve.submit.status.status_reader import read_status
-
-# What a script that is submitted again shall find in its environment as it did the first time.
-_KEPT = (
-    *("HPC_SERVE_ENV", "HPC_SERVE_MODEL", "HPC_SERVE_INTERFACE", "HPC_SERVE_TMPDIR", "HPC_SERVE_CACHE_DIR", "HF_HOME"),
-    *("HPC_SERVE_STALL_S", "HPC_SERVE_SILENCE_S", "HPC_SERVE_CANARY_S", "HPC_SERVE_HANG_S", "HPC_SERVE_KILL_WAIT_S"),
-    *("HPC_SERVE_CACHE_SIZE", "HPC_SERVE_CACHE_ARCHIVE_SIZE", "HPC_SERVE_PREFLIGHT"),
-    *("HPC_SERVE_ADD_AFTER_S", "HPC_SERVE_LEAVE_AFTER_S"),
-)
+from hpc_serve.variables import KEPT
 
 
 def note_submission(
@@ -46,7 +39,7 @@ def note_submission(
                 most=request.max_replicas or replicas,
                 idle_stop_s=request.idle_stop_s,
                 folder=os.getcwd(),
-                variables={name: environ[name] for name in _KEPT if environ.get(name)},
+                variables={name: environ[name] for name in KEPT if environ.get(name)},
             )
         return replace(found, state="awake", ending=()) if found is not None else None
 

@@ -120,7 +120,7 @@ def test_ray_still_calls_what_leaves_its_unused_servers_out():
 
 def test_of_rays_command_line_what_starts_ray_alone_is_imported():
     pytest.importorskip("ray.scripts.scripts")
-    code = "import sys; from hpc_serve.job.ray import ray_start; it = ray_start._import_scripts(); print(sorted(sys.modules))"
+    code = "import sys, hpc_serve.job.ray.ray_start as it; it._import_scripts(); print(sorted(sys.modules))"
     environ = {"PATH": os.path.dirname(sys.executable)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,285 @@
+"""The pages of docs/reference that are made of the code: `python -m tests.support.reference` writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpc_serve import errors
+from hpc_serve.cli import main
+from hpc_serve.client import Endpoint, ReplicaStatus, ServiceStatus
+from hpc_serve.exit_codes import exit_code_words
+from hpc_serve.rendezvous import record
+from hpc_serve.rendezvous.fields import field_types
+from hpc_serve.submit.request.request import JobSettings, variable_of
+from hpc_serve.submit.site.site import SiteProfile
+from hpc_serve.variables import VARIABLES, Variable
+from tests.support.markdown import block, cell, page, table, told
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
+_WIDE = 88
+STATES = {
+    "pending": "The job was submitted, and has published nothing yet.",
+    "starting": "The job runs, and its engine is not ready.",
+    "ready": "The engine has just answered.",
+    "unresponsive": "The engine should answer and does not, or the job runs and does not renew its record.",
+    "draining": "It finishes the requests under way, and takes no new ones.",
+    "stopped": "It has ended, as it was asked to.",
+    "failed": "It has ended otherwise; the record has the reason.",
+    "unknown": "Nobody who could tell has answered: neither the scheduler nor the engine.",
+}
+
+
+def command_line() -> str:
+    """Every command, with its options in their groups."""
+    root = click.Context(main.cli, info_name="hpc-serve", **main.cli.context_settings)
+    lines = [
+        "`hpc-serve --help` lists the commands, `hpc-serve COMMAND --help` has what stands here.",
+        "The [exit codes](exit-codes.md) are the same for all commands.",
+        table(
+            ("command", "what it does"),
+            ((f"[`{name}`](#{name})", line) for name, (_, _, line) in main.COMMANDS.items()),
+        ),
+    ]
+    for name in main.COMMANDS:
+        command = main.cli.get_command(root, name)
+        assert command is not None
+        context = command.context_class(command, info_name=name, parent=root)
+        lines += [f"## {name}", block(f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}")]
+        lines += told(command.help or "")
+        for heading, rows in _options(command, context).items():
+            lines += [f"**{heading}**", table(("option", "what it says"), ((f"`{a}`", cell(b)) for a, b in rows))]
+    return page("Command line", lines)
+
+
+def site_file() -> str:
+    """Every setting of a site file and what it says."""
+    return page(
+        "Site file",
+        [
+            block("hpc-serve init --print\nhpc-serve site"),
+            "The site file is YAML, with one `name: value` a line. `hpc-serve init` writes one for your cluster, with "
+            "a reason for every setting. `hpc-serve site` shows which settings hold, and which file each is from.",
+            "The system's file, `/etc/hpc-serve/site.yaml`, is read first. Yours, `~/.config/hpc-serve/site.yaml`, "
+            "wins setting by setting. [Variables](environment-variables.md) and options win over both. An unknown "
+            "setting is an error, which names the line.",
+            table(("setting", "what it says"), ((f"`{one.name}`", _help(one)) for one in fields(SiteProfile))),
+        ],
+    )
+
+
+def environment_variables() -> str:
+    """Every variable, first those that a person may set."""
+    in_file = {variable_of(one.name): one.name for one in fields(JobSettings)} | {"HPC_SERVE_LOG_DIR": "log_dir"}
+
+    def row(one: Variable) -> tuple[str, ...]:
+        setting = f"`{in_file[one.name]}`" if one.name in in_file else ""
+        return f"`{one.name}`", cell(one.help), cell(one.default), setting, "yes" if one.kept else ""
+
+    ours = [one for one in VARIABLES if one.set_by == "us"]
+    return page(
+        "Environment variables",
+        [
+            block("export HPC_SERVE_HOME=/project/ours/hpc-serve\nhpc-serve submit 8b"),
+            "Set them where you submit: sbatch hands your environment to the job. A variable wins over the "
+            "[site file](site-file.md), an option of a command over both. Those that are kept are written down with a "
+            "service whose jobs submit others, and set again for these.",
+            table(
+                ("variable", "what it says", "default", "in the site file", "kept"),
+                (row(one) for one in VARIABLES if one.set_by == "you"),
+            ),
+            "## Between our own processes",
+            "A job's script and launchers set these. Do not set them yourself.",
+            table(("variable", "what it says"), ((f"`{one.name}`", cell(one.help)) for one in ours)),
+        ],
+    )
+
+
+def records() -> str:
+    """The fields of a record and of a submitted job."""
+    states = [(f"`{name}`", "yes" if name in record.RECORD_STATES else "", cell(text)) for name, text in STATES.items()]
+    lines = [
+        block("hpc-serve status 405b --json"),
+        "Each replica has a record: one JSON object in `$HPC_SERVE_HOME/services/<service>/`. "
+        "[File formats](file-formats.md) lists the files. A program in Python reads them with "
+        "[`hpc_serve.services()`](python-api.md).",
+        "## States",
+        "A record's state goes `starting`, `ready`, `draining`, `stopped`, or to `failed` from anywhere. `status` and "
+        "the client say more than a record can:",
+        table(("state", "in records", "what it means"), states),
+    ]
+    for kind in (record.EndpointRecord, record.StartRecord, record.NodeRecord, record.Progress, record.SubmittedJob):
+        lines += [f"## {kind.__name__}", *told(kind.__doc__ or ""), _field_table(kind)]
+    lines += ["## JobEnd", *told(record.JobEnd.__doc__ or ""), _field_table(record.JobEnd)]
+    return page("Records", lines)
+
+
+def exit_codes() -> str:
+    """What the exit codes of the commands and of a job's script say, and the tree of errors."""
+    tree = inspect.getdoc(errors) or ""
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.HpcServeError)
+    ]
+    by_code: dict[int, list[type[errors.HpcServeError]]] = {}
+    for kind in kinds:
+        by_code.setdefault(kind.exit_code, []).append(kind)
+    of_commands = [
+        ("0", "It did what was asked."),
+        *((str(code), told(found[0].__doc__ or "")[0]) for code, found in sorted(by_code.items())),
+        (str(main.BUG), "A bug in hpc-serve; `HPC_SERVE_DEBUG=1` prints where."),
+        (str(main.INTERRUPTED), "Ctrl-C."),
+        (str(main.BROKEN_PIPE), "The reader of its output, as `head`, has ended."),
+    ]
+    of_scripts = [
+        (str(code), cell(exit_code_words(code))) for code in (*range(1, 129), 137, 143) if exit_code_words(code)
+    ]
+    first, _, _ = tree.partition("\n\n")
+    return page(
+        "Exit codes and errors",
+        [
+            block('hpc-serve wait 405b --timeout 10m || echo "exit code $?"'),
+            "Wrong options have exit code 2 as well.",
+            "## Of every command",
+            table(("code", "what it says"), of_commands),
+            "## Of a job's script",
+            "Slurm shows it, and so do `status` and `doctor`. A code from 129 on is 128 and the number of the signal.",
+            table(("code", "what it says"), of_scripts),
+            "## Errors in Python",
+            f"{cell(first)} They are in `hpc_serve.errors`.",
+            table(
+                ("error", "is a", "exit code", "what it says"),
+                (
+                    (f"`{one.__name__}`", _bases(one), str(one.exit_code), cell(inspect.getdoc(one) or ""))
+                    for one in kinds
+                ),
+            ),
+        ],
+    )
+
+
+def python_api() -> str:
+    """The calls for programs: signatures, docstrings, examples."""
+    import hpc_serve.client
+
+    parts: Sequence[tuple[str, Any, Iterable[Any]]] = (
+        ("Use a service", hpc_serve.client, (*_of(hpc_serve), Endpoint, ServiceStatus, ReplicaStatus)),
+        ("Plan", hpc_serve.plan, _of(hpc_serve.plan)),
+        ("Submit", hpc_serve.submit, _of(hpc_serve.submit)),
+        ("Measure", hpc_serve.bench, _of(hpc_serve.bench)),
+    )
+    lines = [
+        "```python\nimport hpc_serve\n\nhelp(hpc_serve)\n```",
+        "Each name is imported when it is first used. The package is typed. Every example of this page runs in a test.",
+        "All [errors](exit-codes.md#errors-in-python) are subclasses of `hpc_serve.errors.HpcServeError`.",
+    ]
+    for title, package, names in parts:
+        lines += [f"## {title}", *told(package.__doc__ or "")]
+        for one in names:
+            shown = (
+                "hpc_serve" if package is hpc_serve.client and one.__name__ in hpc_serve.__all__ else package.__name__
+            )
+            lines += [f"### {one.__name__}", _signature(one, f"{shown}.{one.__name__}"), *told(one.__doc__ or "")]
+    return page("Python API", lines)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "command-line.md": command_line,
+    "site-file.md": site_file,
+    "environment-variables.md": environment_variables,
+    "record.md": records,
+    "exit-codes.md": exit_codes,
+    "python-api.md": python_api,
+}
+
+
+def _help(setting: Field[Any]) -> str:
+    return cell(setting.metadata.get("site_help") or setting.metadata["help"])
+
+
+class _Rows(click.HelpFormatter):
+    """Takes what click would print as help, as rows by heading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[tuple[str, str]]] = {}
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        self._rows = self.found.setdefault(name, [])
+        yield
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *_: Any, **__: Any) -> None:
+        self._rows += rows
+
+
+def _options(command: click.Command, context: click.Context) -> dict[str, list[tuple[str, str]]]:
+    formatter = _Rows()
+    command.format_options(context, formatter)
+    return {
+        heading: [row for row in rows if row[0] != "-h, --help"]
+        for heading, rows in formatter.found.items()
+        if [name for name, _ in rows] != ["-h, --help"]
+    }
+
+
+def _field_table(kind: Any) -> str:
+    defaults = {one.name: _default(one) for one in fields(kind)}
+    held = {
+        name: type_.wanted.replace(f" from 0 to {2**63 - 1}", ", 0 or more") for name, type_, _ in field_types(kind)
+    }
+    return table(("field", "holds", "default"), ((f"`{name}`", cell(held[name]), defaults[name]) for name in held))
+
+
+def _default(one: Field[Any]) -> str:
+    if one.default is not MISSING:
+        return f"`{one.default!r}`"
+    return "`{}`" if one.default_factory is dict else "" if one.default_factory is MISSING else "its own defaults"
+
+
+def _bases(kind: type) -> str:
+    return ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base is not object)
+
+
+def _of(package: Any) -> list[Any]:
+    """The calls that a package names, then the values; not its modules."""
+    found = (getattr(package, name) for name in package.__all__)
+    return sorted((one for one in found if not inspect.ismodule(one)), key=inspect.isclass)
+
+
+def _signature(one: Any, name: str) -> str:
+    words = []
+    for parameter in inspect.signature(one).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f" = {_shown(parameter.default)}"
+        words.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+    returned = inspect.signature(one).return_annotation
+    end = ")" if isinstance(one, type) or returned in (None, inspect.Signature.empty) else f") -> {returned}"
+    text = f"{name}({', '.join(words)}{end}"
+    if len(text) > _WIDE:
+        text = "\n".join([f"{name}(", *(f"    {word}," for word in words), end])
+    return f"```python\n{text}\n```"
+
+
+def _shown(default: Any) -> str:
+    if default is os.environ:
+        return "os.environ"
+    return "…" if repr(default) == "<factory>" else repr(default)
+
+
+def write() -> None:
+    """Write every page anew."""
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

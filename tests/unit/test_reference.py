@@ -1,0 +1,88 @@
+"""docs/reference is what the code says: each page is current, each example runs, each variable is described."""
+
+from __future__ import annotations
+
+import importlib
+import pydoc
+import re
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+import hpc_serve
+from hpc_serve.client.replicas.status import ReplicaState
+from hpc_serve.submit.request.request import JobSettings, variable_of
+from hpc_serve.variables import VARIABLES
+from tests.support.markdown import examples
+from tests.support.reference import FOLDER, PAGES, STATES
+from tests.support.stubs import StubService
+from tests.unit.client.conftest import service
+from tests.unit.submit.conftest import slurm
+
+CHECKOUT = FOLDER.parents[1]
+PACKAGES = ("hpc_serve", "hpc_serve.client", "hpc_serve.plan", "hpc_serve.submit", "hpc_serve.bench")
+# _HPC_SERVE_COMPLETE is click's, for shells.
+VARIABLE = re.compile(r"(?<![A-Z_])HPC_SERVE_[A-Z][A-Z_]*[A-Z]")
+
+assert service, slurm  # fixtures
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_that_are_made_of_the_code_are_current(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m tests.support.reference`"
+
+
+def test_every_page_stands_in_the_index() -> None:
+    index = (FOLDER / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {path.name for path in FOLDER.glob("*.md")} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in FOLDER.glob("*.md")))
+def test_links_lead_somewhere(page: str) -> None:
+    for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", (FOLDER / page).read_text(encoding="utf-8")):
+        path = FOLDER / (target or page)
+        assert path.exists(), target
+        heads = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not anchor or anchor in {head.lower().replace(" ", "-") for head in heads}
+
+
+def test_each_variable_that_the_product_reads_or_sets_is_described_once() -> None:
+    files = [*(CHECKOUT / "hpc_serve").rglob("*.py"), *(CHECKOUT / "templates").glob("*.j2")]
+    table = CHECKOUT / "hpc_serve" / "variables.py"
+    named = {name for path in files if path != table for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    named |= {variable_of(setting.name) for setting in fields(JobSettings)}
+    described = [variable.name for variable in VARIABLES]
+    assert len(described) == len(set(described))
+    assert {name for name in described if name.startswith("HPC_SERVE_")} == named
+
+
+def test_each_state_of_a_replica_is_described() -> None:
+    assert tuple(STATES) == get_args(ReplicaState)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_examples_run(package: str, service: StubService, slurm: object, capsys: pytest.CaptureFixture[str]) -> None:
+    service.start()
+    (found,) = examples(importlib.import_module(package).__doc__ or "")
+    exec(compile(found, package, "exec"), {"__name__": package})
+    printed = capsys.readouterr().out
+    assert [line for line in re.findall(r"# (TP=.*)", found) if line not in printed] == []
+
+
+def test_help_names_every_public_call_and_leads_on() -> None:
+    text = pydoc.plain(pydoc.render_doc(hpc_serve))
+    described = text[: text.index("PACKAGE CONTENTS")]
+    assert [name for name in hpc_serve.__all__ if name not in described] == []
+    for package in re.findall(r"help\((hpc_serve\.\w+)\)", described):
+        assert pydoc.plain(pydoc.render_doc(package)).startswith("Python Library Documentation")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_there_and_listed(package: str) -> None:
+    module = importlib.import_module(package)
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        getattr(module, "no_such_name")  # noqa: B009
