@@ -1,8 +1,8 @@
 """Measures a service as its clients meet it: requests of a known shape, at a known pace.
 
-    from hpc_serve.bench import Lengths, Pace, Sweep, Workload, measure
+    from hpc_serve.bench import Lengths, Pace, Sweep, BenchWorkload, measure
 
-    load = Workload(lengths=Lengths(input_len=1000, output_len=100), count=100)
+    load = BenchWorkload(lengths=Lengths(input_len=1000, output_len=100), count=100)
     for one in measure(Sweep(services=("405b",), workloads=(load,), paces=(Pace(max_concurrency=64),))):
         print(one.figures.output_rate)               # tokens per second
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hpc_serve.bench.measured import Measured
     from hpc_serve.bench.prompts import Lengths
     from hpc_serve.bench.sweep import Pace, Sweep, measure
-    from hpc_serve.bench.workload import Workload
+    from hpc_serve.bench.workload import BenchWorkload
 
-__all__ = ["Lengths", "Measured", "Pace", "Sweep", "Workload", "measure"]
+__all__ = ["Lengths", "Measured", "Pace", "Sweep", "BenchWorkload", "measure"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
@@ -30,6 +30,6 @@ if not TYPE_CHECKING:
             "Lengths": "prompts",
             "Measured": "measured",
             **dict.fromkeys(("Pace", "Sweep", "measure"), "sweep"),
-            "Workload": "workload",
+            "BenchWorkload": "workload",
         },
     )

@@ -135,7 +135,10 @@ def with_plain_sizes(words: Iterable[str]) -> tuple[str, ...]:
 @click.argument("command", required=False)
 @click.pass_context
 def help_command(ctx: click.Context, command: str | None) -> None:
-    """Show all commands, or the help of COMMAND."""
+    """Show all commands, or the help of COMMAND.
+
+    hpc-serve help submit
+    """
     root = ctx.find_root()
     assert isinstance(root.command, click.Group)
     if command is None:

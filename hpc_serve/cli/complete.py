@@ -104,6 +104,8 @@ def _listed(read: Callable[[], Iterable[str]]) -> list[str]:
 def completion_command(shell: str) -> None:
     """Print what makes a shell complete commands, options, services and models.
 
+    eval "$(hpc-serve completion bash)"
+
     bash: eval "$(hpc-serve completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc; fish: hpc-serve
     completion fish > ~/.config/fish/completions/hpc-serve.fish
     """

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pydoc
 import re
+import shlex
 from dataclasses import fields
 from typing import get_args
 
+import click
 import pytest
 
 import hpc_serve
+from hpc_serve.cli import main
 from hpc_serve.client.replicas.status import ReplicaState
 from hpc_serve.submit.request.request import JobSettings, variable_of
 from hpc_serve.variables import VARIABLES
@@ -59,6 +63,18 @@ def test_each_variable_that_the_product_reads_or_sets_is_described_once() -> Non
 
 def test_each_state_of_a_replica_is_described() -> None:
     assert tuple(STATES) == get_args(ReplicaState)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_the_help_of_each_command_opens_with_an_example_that_it_takes(name: str) -> None:
+    root = click.Context(main.cli, info_name="hpc-serve")
+    command = main.cli.get_command(root, name)
+    assert command is not None
+    _, example, *_ = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
+    assert f"\n  {example}\n" in command.get_help(click.Context(command, info_name=name, terminal_width=80))
+    words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", example))
+    assert words[:2] == ["hpc-serve", name]
+    assert command.make_context(name, words[2:], parent=root).params
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -51,6 +51,8 @@ class DoctorCommand(click.Command):
 def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     """Say why a service or a job failed, and what to do about it.
 
+    hpc-serve doctor 405b
+
     The logs of all its nodes and Slurm's words are read. Of a service with several jobs, the one in trouble is meant,
     else the latest. Exit code 0 if nothing is wrong, 6 if something is.
     """

@@ -33,6 +33,8 @@ _MOST_REPLICAS = 16
 def report_command(target: str, output: str | None) -> None:
     """Write a page about a service or a job: plan, stages of the start, measured against predicted, figures over time.
 
+    hpc-serve report 405b --output 405b.html
+
     One file of HTML without a script, which loads nothing. Of a service, its replicas that are not over, else the last.
     Look through it before you pass it on: it names addresses and folders, and quotes logs.
     """

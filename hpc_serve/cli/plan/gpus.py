@@ -17,6 +17,8 @@ _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
 def gpus_command(word: str | None, as_json: bool) -> None:
     """List the accelerators that --gpu can name, or those whose name holds WORD.
 
+    hpc-serve gpus h100
+
     Memory is of one, as its driver shows it. PER NODE is what such nodes usually have; --gpus-per-node says otherwise.
     The one that the site file names is marked with *.
     """

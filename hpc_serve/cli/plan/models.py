@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def models_command(word: str | None, fits: bool, as_json: bool) -> None:
     """List the site's own models and those of the catalogue, or those whose name holds WORD.
 
+    hpc-serve models --fits
+
     Any Hugging Face id or folder works as well: `--model` takes it as it is.
     """
     from hpc_serve.cli import show

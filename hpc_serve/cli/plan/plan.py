@@ -54,6 +54,8 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str | None, **options: Any) -> None:
     """Say what fits where and how fast, before anything is queued: how many GPUs, which TP and PP, and why.
 
+    hpc-serve plan 405b --gpu h100-80gb --nodes 2
+
     Memory is per GPU of the tightest rank, in the terms vLLM prints when it starts. Speed is that of a replica, by
     requests in flight. TPU slices and CPU nodes are GPUs here: --gpu v5e:4x4, --gpu cpu-spr-2s --gpu-memory 256GiB.
 

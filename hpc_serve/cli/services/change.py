@@ -40,6 +40,8 @@ def stop_command(
 ) -> None:
     """End services, or single jobs, and wait until they have ended.
 
+    hpc-serve stop 405b
+
     A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
     them, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
     """
@@ -98,6 +100,8 @@ def _stop(
 def scale_command(service: str, replicas: tuple[int, int | None], drain: float, as_json: bool) -> None:
     """Bring a service to N replicas, or let its jobs decide between MIN and MAX.
 
+    hpc-serve scale 405b 1:4
+
     More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
     those that start; one that is ready finishes its requests before. MIN:MAX is for a service that was submitted with
     --replicas MIN:MAX or --idle-stop.
@@ -138,6 +142,8 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float, 
 @AS_JSON
 def wake_command(service: str, as_json: bool) -> None:
     """Bring back a service that is asleep (--idle-stop), or over: with the least number of replicas it may have.
+
+    hpc-serve wake 405b
 
     They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
     """

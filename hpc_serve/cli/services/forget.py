@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def forget_command(targets: Sequence[str], ended: bool) -> None:
     """Remove what is written about jobs that are over, so that `status` no longer shows them. Logs stay.
 
+    hpc-serve forget --ended
+
     Of a SERVICE all jobs that are over are forgotten, those that wait, start or serve stay. What nobody forgets is
     shown for a day, with `status --all` for a week.
     """

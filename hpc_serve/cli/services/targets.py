@@ -29,6 +29,8 @@ def targets_command(
 ) -> None:
     """Print all replicas as targets for Prometheus (file_sd), with labels: service, slurm_job, replica, node, model.
 
+    hpc-serve targets --output targets.json --watch
+
     The file holds no secret. Prometheus sends each service's key to replicas of that service alone: it reads the key
     from its file, so it has to run as you.
     """

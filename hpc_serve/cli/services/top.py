@@ -74,6 +74,8 @@ class Looks:
 def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     """Show what all replicas do: requests, tokens a second, use of the cache. q or Ctrl-C ends it.
 
+    hpc-serve top 405b
+
     It looks every two seconds; tokens/s are those since the last look. Without a terminal it prints one look.
     """
     from hpc_serve.cli.services.terminal_screen import has_screen

@@ -35,6 +35,8 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
     """Show all services, or all about one, and what their engines do: tokens/s are those of one second.
 
+    hpc-serve status 405b
+
     It shows what is not over and the ends of the last day; of a SERVICE without either, its last end.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
@@ -84,6 +86,8 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
     """Wait until a service is ready, and show its stages.
 
+    hpc-serve wait 405b --timeout 2h
+
     Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
     """
     from hpc_serve.cli import show
@@ -110,6 +114,8 @@ def logs_command(
     target: str, follow: bool, node: int | None, lines: int, files: bool, writer: LogWriter | None
 ) -> None:
     """Show what the batch script, and on each node the launcher and the engine, have written.
+
+    hpc-serve logs 405b --follow
 
     Standard output and standard error are in one file, in their order. Ray's own logs are shown by --only ray.
 

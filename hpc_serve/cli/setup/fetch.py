@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str | None, as_json: bool) -> None:
     """Fetch MODEL, of the catalogue, the site or the hub, into the Hugging Face cache that jobs read (HF_HOME).
 
+    hpc-serve fetch 8b
+
     Only what the engine reads is fetched. What broke off goes on where it was: run the same command again.
     """
     from hpc_serve.hub.fetch.hub_repository import HubConnectionError

@@ -34,6 +34,8 @@ _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
 def init_command(output: Path | None, only_print: bool, force: bool, as_json: bool) -> None:
     """Look at this cluster, and write a site file with a reason for every setting.
 
+    hpc-serve init --print
+
     It asks Slurm and this host, for half a minute at most, and starts no job. What it cannot know stands in the file as
     a question. Nothing is set that the system's site file sets.
     """
@@ -74,6 +76,8 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def site_command(named: str | None, as_json: bool) -> None:
     """Show the settings of the site files that hold, and which file each is from.
+
+    hpc-serve site
 
     The system's file (/etc/hpc-serve/site.yaml, or HPC_SERVE_SYSTEM_SITE) is read first. Settings of your own win one
     by one, flags over both.

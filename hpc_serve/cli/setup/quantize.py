@@ -45,7 +45,10 @@ _VENV = "~/hpc-serve-quantize"
 @click.option("--wait/--no-wait", default=False, help="Follow its log until it has ended; Ctrl-C only detaches.")
 @slurm_options
 def quantize_command(model: str, scheme: str | None, only_print: bool, wait: bool, **options: Any) -> None:
-    """Quantise the weights of MODEL, a name or a folder, in a job; `hpc-serve submit FOLDER` serves what it makes."""
+    """Quantise the weights of MODEL, a name or a folder, in a job; `hpc-serve submit FOLDER` serves what it makes.
+
+    hpc-serve quantize 8b --fp8 --output 8b-fp8
+    """
     from hpc_serve.quantize import submission
     from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
     from hpc_serve.submit.request.job_env import expanded

@@ -28,6 +28,8 @@ _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 def demo_command(keep: bool, folder: Path | None) -> None:
     """Serve a tiny model on this machine, ask it something, and stop it.
 
+    hpc-serve demo
+
     It needs an environment with vLLM, but no Slurm and no GPU. The model's weights are random numbers, so its answer is
     gibberish.
     """

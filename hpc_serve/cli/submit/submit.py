@@ -20,7 +20,8 @@ _VLLM_OPTIONS = "\n\nOptions of `vllm serve` go to it as they are, here or after
     "render",
     cls=CommandWithVllmOptions,
     groups=REQUEST_GROUPS,
-    help="Print the batch script that `submit` would hand to sbatch." + _VLLM_OPTIONS,
+    help="Print the batch script that `submit` would hand to sbatch.\n\nhpc-serve render 405b --nodes 2"
+    + _VLLM_OPTIONS,
 )
 @request_options
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file instead.")
@@ -48,7 +49,8 @@ def render_command(output: Path | None, **options: Any) -> None:
     "submit",
     cls=CommandWithVllmOptions,
     groups=REQUEST_GROUPS,
-    help="Start a model as a service: plan it, submit its job." + _VLLM_OPTIONS,
+    help="Start a model as a service: plan it, submit its job.\n\nhpc-serve submit 405b --nodes 2 --wait"
+    + _VLLM_OPTIONS,
 )
 @request_options
 @click.option(

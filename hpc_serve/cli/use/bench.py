@@ -76,12 +76,12 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 def bench_command(services: tuple[str, ...], **options: Any) -> int:
     """Measure services: throughput and latency, as `vllm bench serve` measures them, over all their replicas.
 
-    Several services, lengths, concurrencies or rates are one run each, and a table at the end. Ctrl-C ends the run and
-    keeps what was measured; a second one drops it.
-
-    hpc-serve bench 405b --lengths 1000/1000 --max-concurrency 64,128 --num-prompts 3000
+    hpc-serve bench 405b --lengths 1000/1000 --max-concurrency 64,128
 
     hpc-serve bench 405b --dataset-path mine.jsonl --request-rate 1,2,4
+
+    Several services, lengths, concurrencies or rates are one run each, and a table at the end. Ctrl-C ends the run and
+    keeps what was measured; a second one drops it.
     """
     from hpc_serve.bench.checks import load_check, wrong_answers
     from hpc_serve.bench.expected import predict

@@ -56,6 +56,8 @@ def gateway_command(
 ) -> None:
     """Serve one address for all services, or for those named, to anything that speaks to OpenAI.
 
+    hpc-serve gateway --port 8080
+
     A request goes to the service that its `model` names, by the service's name or the model's. It is repeated, and its
     stream continued, at another replica, as by hpc_serve.client. Without --port it listens on a Unix socket that only
     you can reach; a port asks for a key. With --host and --share FOLDER, colleagues who can read FOLDER can ask.

@@ -64,6 +64,8 @@ def chat_command(
 ) -> None:
     """Ask a service one thing, or talk to it.
 
+    hpc-serve chat 405b "Why is the sky blue?"
+
     The question is PROMPT, or what comes through a pipe; on a terminal without either it is a conversation. Without a
     name the one service that is ready is meant: `hpc-serve chat "Why is the sky blue?"`.
     """
