@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 def page(title: str, lines: Iterable[str]) -> str:
     """A page that is made of the code."""
     note = "<!-- Made of the code by `python -m tests.support.reference`: change the code, and run that. -->"
-    return "\n\n".join([note, f"# {title}", *lines]) + "\n"
+    return "\n\n".join([f"# {title}", *lines, note]) + "\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -27,9 +27,9 @@ def _without_pipes(text: str) -> str:
     return text.replace("|", "&#124;")
 
 
-def block(text: str) -> str:
-    """Lines that a person types."""
-    return "```console\n" + "\n".join(f"$ {line}" for line in text.splitlines()) + "\n```"
+def block(text: str, language: str = "bash") -> str:
+    """Lines of code, or those that a person types."""
+    return f"```{language}\n{text}\n```"
 
 
 def cell(text: str) -> str:
@@ -70,9 +70,9 @@ def told(text: str) -> list[str]:
     found = []
     for part, is_code in parts(text):
         if is_code:
-            found.append(f"```{'python' if is_python(part) else 'text'}\n{part}\n```")
+            found.append(block(part, "python" if is_python(part) else "text"))
         elif part.startswith(">>>"):
-            found.append(f"```pycon\n{part}\n```")
+            found.append(block(part, "pycon"))
         elif part.startswith(("hpc-serve ", "eval ")) and "\n" not in part.strip():
             found.append(block(part.strip()))
         else:

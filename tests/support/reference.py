@@ -41,7 +41,8 @@ def command_line() -> str:
     """Every command, with its options in their groups."""
     root = click.Context(main.cli, info_name="hpc-serve", **main.cli.context_settings)
     lines = [
-        "`hpc-serve --help` lists the commands, `hpc-serve COMMAND --help` has what stands here.",
+        block("hpc-serve --help\nhpc-serve submit --help"),
+        "The first lists the commands, the second has what stands here of one.",
         "The [exit codes](exit-codes.md) are the same for all commands.",
         table(
             ("command", "what it does"),
@@ -52,7 +53,10 @@ def command_line() -> str:
         command = main.cli.get_command(root, name)
         assert command is not None
         context = command.context_class(command, info_name=name, parent=root)
-        lines += [f"## {name}", block(f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}")]
+        lines += [
+            f"## {name}",
+            block(f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}", "text"),
+        ]
         lines += told(command.help or "")
         for heading, rows in _options(command, context).items():
             lines += [f"**{heading}**", table(("option", "what it says"), ((f"`{a}`", cell(b)) for a, b in rows))]
@@ -80,8 +84,8 @@ def environment_variables() -> str:
     in_file = {variable_of(one.name): one.name for one in fields(JobSettings)} | {"HPC_SERVE_LOG_DIR": "log_dir"}
 
     def row(one: Variable) -> tuple[str, ...]:
-        setting = f"`{in_file[one.name]}`" if one.name in in_file else ""
-        return f"`{one.name}`", cell(one.help), cell(one.default), setting, "yes" if one.kept else ""
+        setting = f" In the site file: `{in_file[one.name]}`." if one.name in in_file else ""
+        return f"`{one.name}`", cell(one.help + setting), cell(one.default), "yes" if one.kept else ""
 
     ours = [one for one in VARIABLES if one.set_by == "us"]
     return page(
@@ -89,10 +93,10 @@ def environment_variables() -> str:
         [
             block("export HPC_SERVE_HOME=/project/ours/hpc-serve\nhpc-serve submit 8b"),
             "Set them where you submit: sbatch hands your environment to the job. A variable wins over the "
-            "[site file](site-file.md), an option of a command over both. Those that are kept are written down with a "
-            "service whose jobs submit others, and set again for these.",
+            "[site file](site-file.md), and an option of a command wins over both. Jobs of a service may submit others "
+            "(`--replicas MIN:MAX`, `--idle-stop`): these find the variables that are marked as kept.",
             table(
-                ("variable", "what it says", "default", "in the site file", "kept"),
+                ("variable", "what it says", "default", "kept"),
                 (row(one) for one in VARIABLES if one.set_by == "you"),
             ),
             "## Between our own processes",
@@ -175,7 +179,7 @@ def python_api() -> str:
         ("Measure", hpc_serve.bench, _of(hpc_serve.bench)),
     )
     lines = [
-        "```python\nimport hpc_serve\n\nhelp(hpc_serve)\n```",
+        block("import hpc_serve\n\nhelp(hpc_serve)", "python"),
         "Each name is imported when it is first used. The package is typed. Every example of this page runs in a test.",
         "All [errors](exit-codes.md#errors-in-python) are subclasses of `hpc_serve.errors.HpcServeError`.",
     ]
@@ -266,7 +270,7 @@ def _signature(one: Any, name: str) -> str:
     text = f"{name}({', '.join(words)}{end}"
     if len(text) > _WIDE:
         text = "\n".join([f"{name}(", *(f"    {word}," for word in words), end])
-    return f"```python\n{text}\n```"
+    return block(text, "python")
 
 
 def _shown(default: Any) -> str:
