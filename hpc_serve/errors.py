@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree. Each error says what happened, what decided it and what to do next.
+"""All that can go wrong, as one tree. Each error says what happened, what decided it and what to do next.
 
     HpcServeError                    1
       InvalidRequestError            2   what was asked for cannot be (bad value, unknown model, bad site file)

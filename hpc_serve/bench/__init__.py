@@ -1,4 +1,4 @@
-"""Measures a service as its clients meet it: requests of a known shape, at a known pace.
+"""Measure a service as its clients meet it: requests of a known shape, at a known pace.
 
     from hpc_serve.bench import Lengths, Pace, Sweep, BenchWorkload, measure
 
@@ -6,9 +6,9 @@
     for one in measure(Sweep(services=("405b",), workloads=(load,), paces=(Pace(max_concurrency=64),))):
         print(one.figures.output_rate)               # tokens per second
 
-What is asked (`prompts`, `files`), when (`arrivals`) and what follows from the answers (`answers`, `figures`, `notes`,
-`results`, `report`, `page`) is pure. `texts` asks the engines for tokens, `load` sends the requests, `own_share`
-watches this program, `sweep` makes one run after the other.
+These modules are pure: `prompts` and `files` decide what is asked, `arrivals` when, and `answers`, `figures`, `notes`,
+`results`, `report` and `page` what follows from the answers. `texts` asks the engines for tokens, `load` sends the
+requests, `own_share` watches this program, `sweep` makes one run after the other.
 """
 
 from typing import TYPE_CHECKING

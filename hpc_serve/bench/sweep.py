@@ -39,7 +39,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What is to be run. `count` is the number of runs."""
+    """The runs to make. `count` is their number."""
 
     services: tuple[str, ...]
     workloads: tuple[BenchWorkload, ...]

@@ -1,4 +1,4 @@
-"""Finding a service and talking to it from any other job.
+"""Find a service, and talk to it from any other job.
 
     import asyncio
 
@@ -15,7 +15,7 @@
     asyncio.run(ask())
 
     found = endpoint("405b")                         # for other tools: one replica, as it is now
-    print(found.base_url, found.variables.keys())    # OPENAI_BASE_URL, OPENAI_API_KEY and the certificates to trust
+    print(found.base_url, list(found.variables))     # OPENAI_BASE_URL, OPENAI_API_KEY, certificates
 
     for status in services():
         print(status.service, [replica.state for replica in status.replicas])

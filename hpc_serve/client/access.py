@@ -29,15 +29,16 @@ def connect(
     home: str | Path | None = None,
     **options: Any,
 ) -> ServiceClient:
-    """An `openai.OpenAI` client of a service: requests go to its ready replicas, `client.model` is its model's name.
+    """Return an `openai.OpenAI` client of a service: requests go to its ready replicas, `client.model` is its model.
 
-    Without a name, the one service that is ready is taken. `wait` is how many seconds to wait for a replica that is
-    coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless given.
-    With `wake` a service that is asleep is woken, now and whenever a request finds it so; without `wait` that takes as
-    long as it takes. With `resume=False` a stream whose replica is lost is not continued at another one.
-    `options` are the SDK's (timeout, max_retries, default_headers, …). Raises ServiceNotFoundError,
-    ServiceAsleepError, AmbiguousServiceError, ServiceFailedError, WaitTimeoutError, StoreError (at once, if a person
-    must mend the files).
+    It takes the one service that is ready where no name is given. `wait` is how many seconds to wait for a replica that
+    is coming (True: as long as it takes), now and whenever a request finds none. `home` is $HPC_SERVE_HOME unless
+    given. `wake` brings a service back that is asleep, now and whenever a request finds it so; without `wait` that
+    takes as long as it takes. A stream whose replica is lost is continued at another one, unless `resume=False`.
+    `options` are the SDK's (timeout, max_retries, default_headers, …).
+
+    Raises ServiceNotFoundError, ServiceAsleepError, AmbiguousServiceError, ServiceFailedError, WaitTimeoutError,
+    StoreError (at once, if a person must mend the files).
     """
     from hpc_serve.client.openai_client import ServiceClient
 
@@ -57,7 +58,7 @@ async def connect_async(
     home: str | Path | None = None,
     **options: Any,
 ) -> AsyncServiceClient:
-    """An `openai.AsyncOpenAI` client of a service; all else is as in `connect`."""
+    """Return an `openai.AsyncOpenAI` client of a service; all else is as in `connect`."""
     import anyio.to_thread
 
     from hpc_serve.client.openai_client import AsyncServiceClient
@@ -91,7 +92,7 @@ class Endpoint:
 
 
 def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path | None = None) -> Endpoint:
-    """The address, model name and key of a ready replica of a service, and what other programs need to trust it.
+    """Return the address, model name and key of a ready replica, and what other programs need to trust it.
 
     Waits and raises as `connect` does.
     """
@@ -109,7 +110,7 @@ def endpoint(service: str | None = None, *, wait: Wait = None, home: str | Path 
 
 
 def services(*, home: str | Path | None = None) -> tuple[ServiceStatus, ...]:
-    """Every service that has a record or a submitted job, and how it is now. Raises StoreError."""
+    """Return every service that has a record or a submitted job, and how it is now. Raises StoreError."""
     return tuple(status for status in discover_services(open_store(home)) if status.exists or status.problems)
 
 

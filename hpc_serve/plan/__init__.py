@@ -1,4 +1,4 @@
-"""What fits where: model × machines × engine options × workload → a layout, or why there is none.
+"""Decide what fits where: model × machines × engine options × workload → a layout, or why there is none.
 
 Pure: values in, values out. No processes, no network, no torch; hub.py finds a model's config.
 

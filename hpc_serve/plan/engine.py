@@ -228,7 +228,7 @@ def _version(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What each replica is asked for: `concurrency` requests at once, contexts of `max_model_len` tokens.
+    """The load of each replica: `concurrency` requests at once, contexts of `max_model_len` tokens.
 
     The defaults are vLLM's own condition for starting: one request of the longest context that the model allows.
     `replicas` engines share the machines. None: one engine on as few GPUs as it needs. `request_tokens` are the tokens

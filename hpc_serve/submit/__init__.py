@@ -1,4 +1,4 @@
-"""From a request to a job: what was asked for, the script that serves it, and the scheduler that runs it.
+"""Turn a request into a job: what was asked for, the script that serves it, and the scheduler that runs it.
 
     from hpc_serve.submit import ServeRequest, plan_service, submit
 

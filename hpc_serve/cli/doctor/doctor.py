@@ -53,7 +53,7 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
 
     hpc-serve doctor 405b
 
-    The logs of all its nodes and Slurm's words are read. Of a service with several jobs, the one in trouble is meant,
+    The logs of all its nodes and Slurm's words are read. If a service has several jobs, the one in trouble is meant,
     else the latest. Exit code 0 if nothing is wrong, 6 if something is.
     """
     from hpc_serve.cli import show

@@ -35,8 +35,8 @@ def report_command(target: str, output: str | None) -> None:
 
     hpc-serve report 405b --output 405b.html
 
-    One file of HTML without a script, which loads nothing. Of a service, its replicas that are not over, else the last.
-    Look through it before you pass it on: it names addresses and folders, and quotes logs.
+    One file of HTML without a script, which loads nothing. It shows a service's replicas that are not over, else the
+    last. Look through it before you pass it on: it names addresses and folders, and quotes logs.
     """
     from hpc_serve.cli.doctor.report_page import report_page
     from hpc_serve.rendezvous.files import write_private

@@ -42,8 +42,8 @@ def stop_command(
 
     hpc-serve stop 405b
 
-    A service that is ready takes no new requests, finishes those under way, and ends. With --now it does not finish
-    them, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
+    A service that is ready takes no new requests, finishes those under way, and ends. It does not finish them
+    with --now, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.services.service_bounds import note_stop_of
@@ -102,9 +102,9 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float, 
 
     hpc-serve scale 405b 1:4
 
-    More are submitted with the script of its last submission. Of too many, those that wait in the queue end first, then
-    those that start; one that is ready finishes its requests before. MIN:MAX is for a service that was submitted with
-    --replicas MIN:MAX or --idle-stop.
+    More are submitted with the script of its last submission. If there are too many, those that wait in the queue end
+    first, then those that start. One that is ready finishes its requests before. MIN:MAX is for a service that was
+    submitted with --replicas MIN:MAX or --idle-stop.
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.services.scale import scale

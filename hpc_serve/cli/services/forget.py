@@ -23,7 +23,7 @@ def forget_command(targets: Sequence[str], ended: bool) -> None:
 
     hpc-serve forget --ended
 
-    Of a SERVICE all jobs that are over are forgotten, those that wait, start or serve stay. What nobody forgets is
+    All jobs of a SERVICE that are over are forgotten. Those that wait, start or serve stay. What nobody forgets is
     shown for a day, with `status --all` for a week.
     """
     from hpc_serve.submit.services.forget import forget

@@ -119,8 +119,8 @@ def logs_command(
 
     Standard output and standard error are in one file, in their order. Ray's own logs are shown by --only ray.
 
-    Of a service with several jobs, the logs of one that is ready are shown, else of one that runs, else of the last
-    that ended; those of another by its JOB.
+    A service with several jobs shows the logs of one that is ready, else of one that runs, else of the last that ended.
+    Name a JOB to see those of another.
     """
     from hpc_serve.submit.diagnosis import job_logs
     from hpc_serve.submit.logs import log_files

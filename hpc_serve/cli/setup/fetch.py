@@ -36,7 +36,7 @@ def fetch_command(model: str, revision: str, include: tuple[str, ...], site: str
 
     hpc-serve fetch 8b
 
-    Only what the engine reads is fetched. What broke off goes on where it was: run the same command again.
+    Only what the engine reads is fetched. A fetch that broke off goes on where it was: run the same command again.
     """
     from hpc_serve.hub.fetch.hub_repository import HubConnectionError
     from hpc_serve.hub.fetch.model_files import cached_alone, look_for_model

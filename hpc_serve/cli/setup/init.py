@@ -36,8 +36,8 @@ def init_command(output: Path | None, only_print: bool, force: bool, as_json: bo
 
     hpc-serve init --print
 
-    It asks Slurm and this host, for half a minute at most, and starts no job. What it cannot know stands in the file as
-    a question. Nothing is set that the system's site file sets.
+    It asks Slurm and this host, for half a minute at most, and starts no job. The file has a question for each thing
+    that it cannot know. Nothing is set that the system's site file sets.
     """
     from hpc_serve.submit.init.choose import choose_settings
     from hpc_serve.submit.init.look import look

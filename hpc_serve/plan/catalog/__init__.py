@@ -61,7 +61,7 @@ def find(name: str) -> CatalogModel | None:
 
 
 def resolve(name: str) -> CatalogModel:
-    """The entry of an alias or repository name. Raises UnknownModelError with the closest names.
+    """Return the entry of an alias or repository name. Raises UnknownModelError with the closest names.
 
     >>> resolve("405b").name
     'meta-llama/Llama-3.1-405B-Instruct'

@@ -87,9 +87,9 @@ def plan(
     *,
     served_model_names: tuple[str, ...] = (),
 ) -> ServePlan:
-    """The smallest layout that holds the model and the workload.
+    """Return the smallest layout that holds the model and the workload.
 
-    Where none holds all requests at once, one that holds as many as possible: the others wait. Raises NoLayoutError
+    If none holds all requests at once, it is one that holds as many as possible: the others wait. Raises NoLayoutError
     where none holds a single request of the longest context, and InvalidRequestError for a context longer than the
     model's.
     """

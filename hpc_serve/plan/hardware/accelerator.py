@@ -90,7 +90,7 @@ class AcceleratorSpec:
 
 
 def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec:
-    """The accelerator of that name. `total_bytes` replaces the memory that its driver reports.
+    """Return the accelerator of that name. `total_bytes` replaces the memory that its driver reports.
 
     Raises InvalidRequestError for an unknown name, and for a CPU without `total_bytes`: its product says no memory.
     """

@@ -82,7 +82,7 @@ def estimate_memory(
     pipeline_parallel_size: int,
     max_model_len: int,
 ) -> MemoryEstimate:
-    """The memory of a layout's tightest rank: of the stage with the fewest blocks, to which vLLM limits all stages.
+    """Return the memory of a layout's tightest rank: of the stage with the fewest blocks, to which vLLM limits all.
 
     Raises DoesNotFitError where vLLM refuses the layout, InvalidRequestError for a context longer than the model's.
     """

@@ -97,7 +97,7 @@ def model_from_config(
     allow_unknown_keys: bool = False,
     is_draft: bool = False,
 ) -> ModelSpec:
-    """The model of a Hugging Face config. `is_draft`: it may be a draft head, which is no model of its own.
+    """Return the model of a Hugging Face config. `is_draft`: it may be a draft head, which is no model of its own.
 
     `dtype` and `quantization` are vLLM's options of those names. None: as the checkpoint is. Raises InvalidRequestError
     for an architecture or a quantization that the planner does not know, and, unless `allow_unknown_keys`, for a field

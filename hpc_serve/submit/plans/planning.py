@@ -32,7 +32,7 @@ _NOT_VLLMS = ("int8", "int4", "nvfp4")  # what `plan` takes as a size alone
 
 
 def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> ServePlan:
-    """The plan for a service. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
+    """Return the plan for a service. Raises UnknownModelError, InvalidRequestError, DoesNotFitError.
 
     `stand_in` (HPC_SERVE_MODEL) is the folder that is loaded in place of the model, or None.
     """

@@ -62,7 +62,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What the in-job program is told through its environment; None leaves its default.
+    """Settings that the in-job program finds in its environment; None leaves its default.
 
     `interface` is the network interface between nodes, `tmpdir` the node-local root of private folders,
     `cache_dir` a node-local folder for compile caches that outlive the job, which may take `cache_size`. `stage`: the
@@ -94,22 +94,26 @@ def variable_of(setting: str) -> str:
 class ServeRequest:
     """One service as asked for. None means: the planner, or the site, decides.
 
-    `replicas` are dealt to jobs, tasks of one array; the `replicas_per_job` replicas of a job divide its node.
+    `replicas` are dealt to jobs, tasks of one array; the `replicas_per_job` replicas of a job divide its node. The jobs
+    decide how many replicas there are, up to `max_replicas`. All end after `idle_stop_s` without a request.
+
     `gpu` names what the nodes have, as in plan/hardware/cluster.py: a GPU, a TPU slice, the sockets of a CPU node.
-    `gpu_memory_bytes` is the memory of one of them. The layout holds `concurrency` requests at once, if any does.
-    The layout is chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
-    `engine_args` are further words for `vllm serve`, put last, so that they win. Options that the pinned vLLM does not
-    know are refused unless `allow_unknown_vllm_options`, sizes in a config that the planner does not know unless
-    `allow_unknown_config_keys`. With `keep_up` a job submits the next before its time limit; of a `chain`
-    so many jobs are submitted ahead, each of which begins `overlap_s` before the end of the one before (None: half an
-    hour). The jobs decide how many there are, up to `max_replicas`; after `idle_stop_s` without a request all end.
-    An engine that was ready is started again in place `engine_restarts` times (None: as often as the launcher does).
-    `log_dir` None: the service's own folder. `site` is the site file that was named, if any. `templates_dir` wins over
-    our own.
-    With `tools` the engine has the parsers of the model's calls of tools and reasoning (plan/catalog/parsers.py).
-    With `preflight_only` the job looks at its nodes, and ends before it starts an engine.
-    `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. With `offline_nodes` a job
-    cannot fetch weights; `weights_help` says how people get them there.
+    `gpu_memory_bytes` is the memory of one of them. The layout holds `concurrency` requests at once, if any does. It is
+    chosen for `target` (plan/speed/target.py), where requests have `input_tokens` and `output_tokens`.
+
+    `engine_args` are further words for `vllm serve`, put last, so that they win. An option that the pinned vLLM does
+    not know is refused unless `allow_unknown_vllm_options`. A size in a config that the planner does not know is
+    refused unless `allow_unknown_config_keys`. `tools` gives the engine the parsers of the model's calls of tools and
+    reasoning (plan/catalog/parsers.py). An engine that was ready is started again in place `engine_restarts` times
+    (None: as often as the launcher does).
+
+    A `keep_up` job submits the next one before its time limit. A `chain` is so many jobs, submitted ahead. Each begins
+    `overlap_s` before the end of the one before (None: half an hour). A `preflight_only` job looks at its nodes, and
+    ends before it starts an engine.
+
+    `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. Jobs of `offline_nodes`
+    cannot fetch weights; `weights_help` says how people get them there. `log_dir` None: the service's own folder.
+    `site` is the site file that was named, if any. `templates_dir` wins over our own.
     """
 
     model: str

@@ -41,7 +41,7 @@ from hpc_serve.vllm.arguments import differing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What was handed over: jobs of one or several replicas, and their plan. `job_id` is sbatch's, of all together.
+    """The jobs that were handed over, of one or several replicas, and their plan. `job_id` is sbatch's, of all.
 
     `elastic` is there if the jobs of the service decide how many there are. `weights_note` says that weights are not
     here yet, `machines_note` that GPUs stay idle.
@@ -68,7 +68,7 @@ class Submission:
 def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, ask_hub: bool = False) -> Submission:
     """Check the request, claim its name, and hand its script to the scheduler.
 
-    With `ask_hub` the hub is asked for weights that are not here, whether the job may fetch them.
+    `ask_hub` asks the hub whether the job may fetch weights that are not here.
 
     Raises HpcServeError of every kind; then nothing is submitted and the name is free.
     """
