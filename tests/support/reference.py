@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ import click
 
 from hpc_serve import errors
 from hpc_serve.cli import main
-from hpc_serve.client import Endpoint, ReplicaStatus, ServiceStatus
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous import record
+from hpc_serve.rendezvous.drain import DrainRequest
+from hpc_serve.rendezvous.elastic import Decision, Elastic
 from hpc_serve.rendezvous.fields import field_types
+from hpc_serve.rendezvous.preflight import PreflightReport, Verdict
+from hpc_serve.rendezvous.successor import Successor
 from hpc_serve.submit.request.request import JobSettings, variable_of
 from hpc_serve.submit.site.site import SiteProfile
 from hpc_serve.variables import VARIABLES, Variable
+from tests.support.api_page import python_api
 from tests.support.markdown import block, cell, page, table, told
+from tests.support.stubs import make_record
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
-_WIDE = 88
 STATES = {
     "pending": "The job was submitted, and has published nothing yet.",
     "starting": "The job runs, and its engine is not ready.",
@@ -35,6 +39,17 @@ STATES = {
     "failed": "It has ended otherwise; the record has the reason.",
     "unknown": "Nobody who could tell has answered: neither the scheduler nor the engine.",
 }
+RECORDS = (
+    *(
+        record.EndpointRecord,
+        record.StartRecord,
+        record.NodeRecord,
+        record.Progress,
+        record.SubmittedJob,
+        record.JobEnd,
+    ),
+    *(DrainRequest, Successor, Elastic, Decision, PreflightReport, Verdict),
+)
 
 
 def command_line() -> str:
@@ -115,13 +130,17 @@ def records() -> str:
         "[File formats](file-formats.md) lists the files. A program in Python reads them with "
         "[`hpc_serve.services()`](python-api.md).",
         "## States",
-        "A record's state goes `starting`, `ready`, `draining`, `stopped`, or to `failed` from anywhere. `status` and "
-        "the client say more than a record can:",
+        "A record's state goes `starting`, `ready`, `draining`, `stopped`, or to `failed` from anywhere. An engine "
+        "that is started again in place makes it `starting` again, with a `reason`. `unresponsive` is a `ready` that "
+        "the replica's own launcher has taken back, until the engine answers again. `status` and the client say more "
+        "than a record can:",
         table(("state", "in records", "what it means"), states),
     ]
-    for kind in (record.EndpointRecord, record.StartRecord, record.NodeRecord, record.Progress, record.SubmittedJob):
-        lines += [f"## {kind.__name__}", *told(kind.__doc__ or ""), _field_table(kind)]
-    lines += ["## JobEnd", *told(record.JobEnd.__doc__ or ""), _field_table(record.JobEnd)]
+    for kind in RECORDS:
+        lines += [f"## {kind.__name__}", *told(kind.__doc__ or "")]
+        if kind is record.EndpointRecord:
+            lines.append(block(_sample(), "json"))
+        lines.append(_field_table(kind))
     return page("Records", lines)
 
 
@@ -166,31 +185,6 @@ def exit_codes() -> str:
             ),
         ],
     )
-
-
-def python_api() -> str:
-    """The calls for programs: signatures, docstrings, examples."""
-    import hpc_serve.client
-
-    parts: Sequence[tuple[str, Any, Iterable[Any]]] = (
-        ("Use a service", hpc_serve.client, (*_of(hpc_serve), Endpoint, ServiceStatus, ReplicaStatus)),
-        ("Plan", hpc_serve.plan, _of(hpc_serve.plan)),
-        ("Submit", hpc_serve.submit, _of(hpc_serve.submit)),
-        ("Measure", hpc_serve.bench, _of(hpc_serve.bench)),
-    )
-    lines = [
-        block("import hpc_serve\n\nhelp(hpc_serve)", "python"),
-        "Each name is imported when it is first used. The package is typed. Every example of this page runs in a test.",
-        "All [errors](exit-codes.md#errors-in-python) are subclasses of `hpc_serve.errors.HpcServeError`.",
-    ]
-    for title, package, names in parts:
-        lines += [f"## {title}", *told(package.__doc__ or "")]
-        for one in names:
-            shown = (
-                "hpc_serve" if package is hpc_serve.client and one.__name__ in hpc_serve.__all__ else package.__name__
-            )
-            lines += [f"### {one.__name__}", _signature(one, f"{shown}.{one.__name__}"), *told(one.__doc__ or "")]
-    return page("Python API", lines)
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -241,6 +235,19 @@ def _field_table(kind: Any) -> str:
     return table(("field", "holds", "default"), ((f"`{name}`", cell(held[name]), defaults[name]) for name in held))
 
 
+def _sample() -> str:
+    """A record as it lies in its file."""
+    sample = make_record(
+        user="alice",
+        hosts=("10.0.0.7",),
+        port=41215,
+        started_at=1_790_000_000.0,
+        updated_at=1_790_000_130.0,
+        counter=14,
+    )
+    return json.dumps(json.loads(sample.to_json()), indent=1, ensure_ascii=False)
+
+
 def _default(one: Field[Any]) -> str:
     if one.default is not MISSING:
         return f"`{one.default!r}`"
@@ -249,34 +256,6 @@ def _default(one: Field[Any]) -> str:
 
 def _bases(kind: type) -> str:
     return ", ".join(f"`{base.__name__}`" for base in kind.__bases__ if base is not object)
-
-
-def _of(package: Any) -> list[Any]:
-    """The calls that a package names, then the values; not its modules."""
-    found = (getattr(package, name) for name in package.__all__)
-    return sorted((one for one in found if not inspect.ismodule(one)), key=inspect.isclass)
-
-
-def _signature(one: Any, name: str) -> str:
-    words = []
-    for parameter in inspect.signature(one).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
-            words.append("*")
-        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
-        default = "" if parameter.default is parameter.empty else f" = {_shown(parameter.default)}"
-        words.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
-    returned = inspect.signature(one).return_annotation
-    end = ")" if isinstance(one, type) or returned in (None, inspect.Signature.empty) else f") -> {returned}"
-    text = f"{name}({', '.join(words)}{end}"
-    if len(text) > _WIDE:
-        text = "\n".join([f"{name}(", *(f"    {word}," for word in words), end])
-    return block(text, "python")
-
-
-def _shown(default: Any) -> str:
-    if default is os.environ:
-        return "os.environ"
-    return "…" if repr(default) == "<factory>" else repr(default)
 
 
 def write() -> None:

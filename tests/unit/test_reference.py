@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pydoc
@@ -25,6 +26,7 @@ from tests.unit.client.conftest import service
 from tests.unit.submit.conftest import slurm
 
 CHECKOUT = FOLDER.parents[1]
+PAGES_THERE = sorted(path.name for path in FOLDER.glob("*.md"))
 PACKAGES = ("hpc_serve", "hpc_serve.client", "hpc_serve.plan", "hpc_serve.submit", "hpc_serve.bench")
 # _HPC_SERVE_COMPLETE is click's, for shells.
 VARIABLE = re.compile(r"(?<![A-Z_])HPC_SERVE_[A-Z][A-Z_]*[A-Z]")
@@ -42,7 +44,7 @@ def test_every_page_stands_in_the_index() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {path.name for path in FOLDER.glob("*.md")} - {"index.md"}
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in FOLDER.glob("*.md")))
+@pytest.mark.parametrize("page", PAGES_THERE)
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", (FOLDER / page).read_text(encoding="utf-8")):
         path = FOLDER / (target or page)
@@ -67,14 +69,33 @@ def test_each_state_of_a_replica_is_described() -> None:
 
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_the_help_of_each_command_opens_with_an_example_that_it_takes(name: str) -> None:
-    root = click.Context(main.cli, info_name="hpc-serve")
-    command = main.cli.get_command(root, name)
+    command = main.cli.get_command(click.Context(main.cli), name)
     assert command is not None
     _, example, *_ = re.split(r"\n\s*\n", inspect.cleandoc(command.help or ""))
     assert f"\n  {example}\n" in command.get_help(click.Context(command, info_name=name, terminal_width=80))
-    words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", example))
-    assert words[:2] == ["hpc-serve", name]
-    assert command.make_context(name, words[2:], parent=root).params
+    assert f"hpc-serve {name}" in example
+    check_command(example)
+
+
+@pytest.mark.parametrize("page", PAGES_THERE)
+def test_commands_of_the_pages_are_taken(page: str) -> None:
+    for block in re.findall(
+        r"^```bash\n(.*?)^```$", (FOLDER / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        for line in filter(lambda line: "hpc-serve" in line.split("/")[0], block.splitlines()):
+            check_command(line)
+
+
+def check_command(line: str) -> None:
+    """Have click read a command as it stands in a shell; it raises UsageError for what the command does not take."""
+    words = shlex.split(re.sub(r'^eval "\$\((.*)\)"$', r"\1", line).partition("||")[0])
+    assert words[0] == "hpc-serve"
+    root = click.Context(main.cli, info_name="hpc-serve")
+    if words[1] != "--help":
+        name, command, rest = main.cli.resolve_command(root, words[1:])
+        assert command is not None
+        with contextlib.suppress(click.exceptions.Exit):  # --help
+            command.make_context(name, rest, parent=root)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
