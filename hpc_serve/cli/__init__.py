@@ -1,1 +1,5 @@
-"""The command line: click and what is shown on the screen, no logic. One file per group of commands."""
+"""The command line: click, and everything that is shown on the screen. It has no logic of its own.
+
+`main` names the commands; the rooms below have one file for each group of them. `plan/`, `submit/` and `client/` decide
+what a command does.
+"""

@@ -1,1 +1,1 @@
-"""Where a model's config, files and weights are, here and on the hub."""
+"""Finds a model's config, files and weights, on this machine and on the hub. `plan/model/` says what a config means."""

@@ -1,5 +1,6 @@
-"""Finds a model's config: the catalogue, a folder or a path, the local Hugging Face cache, the hub. What it means is
-plan/model.py's. Where weights are at hand, reads the headers of their files, never the weights.
+"""Finds a model's config: in the catalogue, in a folder or a file, in the local Hugging Face cache, or on the hub.
+
+plan/model/ decides what a config means. Where weights are at hand, only the headers of their files are read.
 
 The hub is asked last, and only for names of the form owner/name. A token goes into its header and nowhere else.
 """

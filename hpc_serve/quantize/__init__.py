@@ -1,1 +1,4 @@
-"""Quantisation of a model's weights by llm-compressor, as a job of its own."""
+"""Quantises a model's weights by llm-compressor, in a separate job.
+
+`program` runs in that job, without the rest of hpc-serve.
+"""

@@ -1,1 +1,4 @@
-"""The shared files that say where a service is. Readers find out for themselves whether a file is still true."""
+"""The files in the home that say where a service is, and who may use its name.
+
+Readers find out for themselves whether a file is still true.
+"""

@@ -81,7 +81,7 @@ class ServiceRecords:
 
 
 class ServiceStore:
-    """The files below `home` (see ARCHITECTURE.md). Reading makes nothing; writing makes the folders it needs."""
+    """The files below `home` (see docs/design/record.md). Reading makes nothing; writing makes the folders it needs."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

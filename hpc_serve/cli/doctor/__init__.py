@@ -1,1 +1,1 @@
-"""`doctor`, `report`."""
+"""The commands `doctor` and `report`. `diagnose/` decides the cause of a failure."""

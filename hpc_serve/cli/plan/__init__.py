@@ -1,1 +1,1 @@
-"""`plan`, `gpus`, `models`."""
+"""The commands `plan`, `gpus` and `models`. `plan/` makes the numbers."""

@@ -1,1 +1,1 @@
-"""`status`, `wait`, `top`, `scale`, `wake`, `stop`, `forget`, `targets`, `logs`."""
+"""The commands for services: `status`, `wait`, `top`, `logs`, `scale`, `wake`, `stop`, `forget`, `targets`."""

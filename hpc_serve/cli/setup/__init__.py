@@ -1,1 +1,1 @@
-"""`init`, `site`, `fetch`, `quantize`."""
+"""The commands that prepare services: `init`, `site`, `fetch`, `quantize`."""

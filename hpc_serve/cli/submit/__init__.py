@@ -1,1 +1,1 @@
-"""`submit`, `render`, `demo`."""
+"""The commands `submit`, `render` and `demo`, and the options that they share with `plan`."""

@@ -1,1 +1,1 @@
-"""`chat`, `env`, `gateway`, `bench`."""
+"""The commands that use services: `chat`, `env`, `gateway`, `bench`."""

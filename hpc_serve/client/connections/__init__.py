@@ -1,1 +1,1 @@
-"""Connections to engines, verified before anything is sent."""
+"""Connections to engines, for threads and event loops. Each is verified before anything is sent on it."""

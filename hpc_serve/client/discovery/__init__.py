@@ -1,1 +1,4 @@
-"""Which replicas a service has, and how a client waits for one."""
+"""Finds the ready replicas of a service, waits for one, and wakes a service that is asleep.
+
+`client/replicas/` decides how one replica is.
+"""

@@ -1,1 +1,1 @@
-"""What the engine compiles, and where it is kept for the next start."""
+"""Keeps what an engine has compiled for its next start: on the node, and as an archive in the home."""

@@ -1,1 +1,1 @@
-"""What dead runs left on a node and in the home, and how it is removed."""
+"""Removes what dead runs of this user left on a node and in the home, and nothing else."""

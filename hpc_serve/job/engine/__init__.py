@@ -1,1 +1,1 @@
-"""The engine: its process, its endpoint, when it is ready, whether it still answers, and how it drains."""
+"""The engine: its socket, certificate and process, when it is ready, whether it still answers, and how it drains."""

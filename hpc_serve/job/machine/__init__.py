@@ -1,1 +1,1 @@
-"""What a node is: its network, its memory, its devices, its processes."""
+"""The node that a launcher runs on: its addresses and ports, memory, devices, cores and processes."""

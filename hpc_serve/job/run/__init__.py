@@ -1,1 +1,1 @@
-"""One run of a replica: its nodes, its parts, its record, and how it ended."""
+"""One run of a replica: what its launchers are told, its parts and the order of their end, its record, its outcome."""

@@ -1,1 +1,1 @@
-"""The choice of a layout: which there are, which fit, which one is chosen, and what would help where none fits."""
+"""The choice of a layout: the candidates, which of them fit, the best one, and what would help if none fits."""

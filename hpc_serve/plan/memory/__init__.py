@@ -1,1 +1,1 @@
-"""What a layout takes of one GPU's memory: weights, KV cache, activations and what torch does not see."""
+"""The memory of one GPU under a layout: weights, KV cache, activations, and memory that torch does not see."""

@@ -1,1 +1,1 @@
-"""Whose logs are read for the cause of a failure, and what goes into a bug report."""
+"""Chooses the logs that are read for the cause of a failure, and writes bug reports. `diagnose/` names the cause."""

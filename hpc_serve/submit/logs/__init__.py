@@ -1,1 +1,1 @@
-"""Which log files a replica has, and what they say over time."""
+"""The log files of a job, their lines, and the engine's reports in them over time."""

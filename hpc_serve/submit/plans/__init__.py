@@ -1,1 +1,1 @@
-"""The plan of a request, and what is looked at before the queue."""
+"""Has the plan of a request made, and checks files and weights before a job is queued."""

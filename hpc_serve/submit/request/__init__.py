@@ -1,1 +1,1 @@
-"""What a person asked for, checked."""
+"""A request as a person made it, checked as far as possible without a cluster: options, replicas, bounds, chains."""

@@ -1,1 +1,1 @@
-"""The text of a script."""
+"""Writes the text of a batch script from a request and its plan. `submit/services/` decides whether it is submitted."""

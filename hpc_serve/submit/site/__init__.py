@@ -1,1 +1,1 @@
-"""What a site file may say, and which site files there are."""
+"""Reads site files: their settings, the site's own models, and which of several files wins."""

@@ -1,1 +1,1 @@
-"""Slurm's words and answers, and the programs that carry a script to it."""
+"""Slurm's commands and answers as values, the function that runs them, and submitit's executors for scripts."""

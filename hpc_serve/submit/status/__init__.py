@@ -1,1 +1,1 @@
-"""How the replicas of services are, as records, engines and Slurm say it."""
+"""Finds out how services are: from records, engines and Slurm, asked as seldom as possible."""

@@ -67,7 +67,7 @@ FULL = EndpointRecord(
     ),
 )
 
-# The contract of ARCHITECTURE.md, in its order.
+# The fields of a record, in its order. docs/design/record.md says what they mean.
 CONTRACT = """version, service, model, stand_in, served_model_names,
     cluster, job_id, restart, replica, user, state, stage,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,

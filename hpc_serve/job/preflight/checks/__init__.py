@@ -1,1 +1,1 @@
-"""The checks: each a pure function over facts. Those of `NODE_CHECKS` look at one node, those of `between` at all."""
+"""The checks, each a pure function over facts: `NODE_CHECKS` look at one node, those in `between` at all nodes."""

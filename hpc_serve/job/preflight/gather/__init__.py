@@ -1,1 +1,1 @@
-"""What gathers the facts of a node: one function for each group, each in a thread of its own (`node_side`)."""
+"""Gathers the facts of a node: one function for each group. `node_side` runs each in its own thread."""
