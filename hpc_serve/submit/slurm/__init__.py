@@ -1,1 +1,1 @@
-"""Slurm's commands and answers as values, the function that runs them, and submitit's executors for scripts."""
+"""Slurm's commands and answers as values, the programs that ask Slurm, and submitit's executors for scripts."""
