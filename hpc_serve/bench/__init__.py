@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc_serve.bench.sweep import Pace, Sweep, measure
     from hpc_serve.bench.workload import BenchWorkload
 
-__all__ = ["Lengths", "Measured", "Pace", "Sweep", "BenchWorkload", "measure"]
+__all__ = ["BenchWorkload", "Lengths", "Measured", "Pace", "Sweep", "measure"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
