@@ -7,6 +7,7 @@ needs no engine is tried in the unit tests; `stranger.py` has what he does.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.security.attacks import START_S, STRANGER, answers, listening, tries
 from tests.security.test_ports import at_work
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+
+TEN_STARTS = "HPC_SERVE_TEN_STARTS"
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +206,25 @@ def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, ma
             flood.wait()
         alice.cancel(job_id)
     wait_for(lambda: not alice.is_queued(job_id), 180, what="the end of it")
+
+
+@pytest.mark.skipif(not os.environ.get(TEN_STARTS), reason=f"takes a quarter of an hour: {TEN_STARTS}=1 runs it")
+def test_ten_real_starts_of_ten_have_their_own_port_beside_the_stranger(alice, mallory, tiny_models):
+    """Each is ready at its first attempt, and answers at its own port."""
+    layout = ("--nodes=1", "--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--nodelist=n1")
+    environ = {"HPC_SERVE_MODEL": str(tiny_models / "8b")}
+    ports = []
+    with at_work(mallory, "listen_beside_silent_ports", node="n1") as told:
+        for number in range(10):
+            service = f"beside-{number}"
+            words = ("submit", "--model=8b", *layout, "--name", service, "--no-exclusive", "--mem=8G", "--json")
+            done = alice.hpc_serve(*words, env=environ)
+            assert done.returncode == 0, done.stderr
+            job_id = json.loads(done.stdout)["job_id"]
+            ports.append(alice.wait_until_ready(service, job_id, START_S)["port"])
+            assert answers(alice, service)
+            assert "other ports" not in alice.log(service, job_id)
+            alice.run("scancel", job_id)
+            alice.wait_until_gone(job_id)
+    assert told["taken"]
+    assert not set(ports) & set(told["taken"])
