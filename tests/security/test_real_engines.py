@@ -223,7 +223,7 @@ def test_ten_real_starts_of_ten_have_their_own_port_beside_the_stranger(alice, m
             job_id = json.loads(done.stdout)["job_id"]
             ports.append(alice.wait_until_ready(service, job_id, START_S)["port"])
             assert answers(alice, service)
-            assert "other ports" not in alice.log(service, job_id)
+            assert "met a port" not in alice.log(service, job_id)
             alice.run("scancel", job_id)
             alice.wait_until_gone(job_id)
     assert told["taken"]
