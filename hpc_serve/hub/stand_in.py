@@ -38,5 +38,7 @@ def _text(path: Path) -> str:
             return file.read()
     except FileNotFoundError:
         return ""
+    except InvalidRequestError:  # another user can write it
+        raise
     except (OSError, ValueError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}.") from error
