@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.jobs import User, stub_script
+from tests.e2e.jobs import Record, User, stub_script
 from tests.security.attacks import START_S, STRANGER, answers, listening, tries
 from tests.security.test_ports import at_work
 
@@ -40,6 +40,12 @@ def over_ray(alice, mallory):
 
 def ray_processes(alice: User) -> set[int]:
     return {process.pid for process in alice.processes() if process.argv[0].endswith(("gcs_server", "raylet/raylet"))}
+
+
+def control_ports(alice: User, record: Record) -> list[int]:
+    """The ports of the head's launcher, but for the engine's, which it holds until the engine serves there."""
+    head = record["nodes"][0]["name"]
+    return [port for _, port, name in listening(alice, head) if name == "python" and port != record["port"]]
 
 
 class TestRay:
@@ -106,7 +112,7 @@ def test_a_flooded_control_port_neither_stops_the_record_nor_fills_the_log(alice
         "flooded", job_id, lambda found: found["stage"] == "waiting for the nodes' launchers", 300
     )
     head = record["nodes"][0]
-    ports = [port for address, port, name in listening(alice, head["name"]) if name == "python"]
+    ports = control_ports(alice, record)
     flood = mallory.cluster.popen(
         [sys.executable, STRANGER, "flood_control", head["address"], str(ports[0]), "1500"],
         user="mallory",
@@ -183,7 +189,7 @@ def test_a_flood_without_end_from_the_nodes_of_a_job_keeps_no_node_out(alice, ma
         "besieged", job_id, lambda found: found["stage"] == "waiting for the nodes' launchers", 300
     )
     head = record["nodes"][0]
-    ports = [port for address, port, name in listening(alice, head["name"]) if name == "python"]
+    ports = control_ports(alice, record)
     floods = [
         mallory.cluster.popen(
             [sys.executable, STRANGER, "flood_without_end", head["address"], str(ports[0]), said, "3000"],
