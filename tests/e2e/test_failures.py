@@ -260,10 +260,11 @@ TAKEN_PORT = 23_999
 
 
 def with_taken_port(*, attempts: int) -> Callable[[str], str]:
-    """Edits a script: another program on the head listens on TAKEN_PORT during so many attempts."""
-    listen = f"s = socket.create_server(('', {TAKEN_PORT})); time.sleep(600)"
+    """Edits a script: another program on the head listens on TAKEN_PORT for so many attempts, or until the script ends."""
+    stay = "any(time.sleep(0.1) or os.getppid() != parent for _ in range(6000))"
+    listen = f"parent = os.getppid(); s = socket.create_server(('', {TAKEN_PORT})); {stay}"
     begin = (
-        f'python -c "import socket, time; {listen}" & thief=$!; '
+        f'python -c "import os, socket, time; {listen}" & thief=$!; '
         f"until (: <>/dev/tcp/127.0.0.1/{TAKEN_PORT}) 2>/dev/null; do :; done"
     )
 

@@ -304,8 +304,11 @@ def stay_until(enough: str) -> None:
 
 
 def serve_connections(port: str, handle: Callable[[socket.socket], None]) -> None:
-    """Listen on a port that may have been another program's a moment ago, each connection in a thread."""
-    deadline = time.monotonic() + 60
+    """Listen on a port that may have been another program's a moment ago, each connection in a thread.
+
+    The kernel keeps it for a minute or two where that program's connections had not ended.
+    """
+    deadline = time.monotonic() + 240
     while True:
         try:
             listener = socket.create_server(("", int(port)), backlog=512)
