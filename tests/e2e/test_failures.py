@@ -260,7 +260,7 @@ TAKEN_PORT = 23_999
 
 
 def with_taken_port(*, attempts: int) -> Callable[[str], str]:
-    """Edits a script: another program on the head listens on TAKEN_PORT for so many attempts, or until the script ends."""
+    """Edits a script: another program on the head listens on TAKEN_PORT for so many attempts, at most while it runs."""
     stay = "any(time.sleep(0.1) or os.getppid() != parent for _ in range(6000))"
     listen = f"parent = os.getppid(); s = socket.create_server(('', {TAKEN_PORT})); {stay}"
     begin = (
