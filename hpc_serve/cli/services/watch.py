@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.complete import service_names
+from hpc_serve.cli.services.change import own_store
 from hpc_serve.cli.values import Duration
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
-from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -46,7 +46,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     from hpc_serve.cli import show
     from hpc_serve.submit.status.status_reader import find, read_status
 
-    store = _store()
+    store = own_store()
     if watched:
         if as_json or everything:
             raise click.UsageError("--watch shows a table for people, without old ends: leave out --json and --all.")
@@ -125,7 +125,7 @@ def logs_command(
     from hpc_serve.submit.diagnosis import job_logs
     from hpc_serve.submit.logs import log_files
 
-    store = _store()
+    store = own_store()
     status, others = job_logs.find_job(store, target, to_follow=follow)
     if others:
         click.echo(_which_is_shown(status, others), err=True)
@@ -148,10 +148,6 @@ def logs_command(
         _print_lines(((path, line) for path, line in new if log_files.is_by(writer, line)), secrets)
     else:
         _print_lines(((path, line) for path in found for line in log_files.tail_by(path, lines, writer)), secrets)
-
-
-def _store() -> ServiceStore:
-    return ServiceStore(default_home(os.environ))
 
 
 def _recent(statuses: Sequence[ReplicaStatus]) -> tuple[ReplicaStatus, ...]:
