@@ -36,6 +36,19 @@ _COLOURS = {
     "unknown": "magenta",
     "stopped": "dim",
 }
+_STATUS_KEYS = (
+    *("service", "job_id", "state", "cluster", "model", "stand_in", "stage", "progress", "start", "reason", "nodes"),
+    *("num_nodes", "gpus_per_node", "tensor_parallel_size", "pipeline_parallel_size", "restart", "replica"),
+    *("replicas_per_job", "submitted_at", "started_at", "updated_at", "state_since", "engine_restarts", "cache"),
+    *("loading", "failed_part", "exit_code", "last_log_lines", "end_reported_by_job", "log_dir", "batch_log"),
+    *("scheduler_state", "pending_reason", "time_left", "successor", "successor_job_id", "measured", "predicted"),
+)
+# The keys of a record, as they are while a replica has published none.
+_OF_NO_RECORD = {
+    **dict.fromkeys(("stand_in", "start", "tensor_parallel_size", "pipeline_parallel_size", "started_at")),
+    **dict.fromkeys(("state_since", "failed_part")),
+    **{"nodes": (), "engine_restarts": 0, "cache": "", "loading": "", "measured": {}},
+}
 _DETAIL_LENGTH = 160  # characters of a reason in the table; the rest is in the details of the service
 _LEAST_SUMMARY = 24  # columns for the details of a service, beside its name, job and state
 
@@ -77,13 +90,13 @@ def print_counts(report: StatusReport) -> None:
 
 
 def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:
-    """A status under stable keys: ReplicaStatus but what it was derived from, and four more."""
+    """A status under stable keys, its job's, its record's and its own, with what its engine does."""
     from hpc_serve.cli.work_view import work_json
     from hpc_serve.submit.logs.log_files import files_of
 
-    keys = dataclasses.asdict(dataclasses.replace(status, record=None, probe=None))
-    for name in ("record", "record_age_s", "probe"):
-        del keys[name]
+    known = dataclasses.asdict(status)
+    known = known["job"] | _OF_NO_RECORD | (known["record"] or {}) | known | {"updated_at": status.updated_at}
+    keys = {name: known[name] for name in _STATUS_KEYS}
     logs = [str(path) for path in files_of(status)]
     engine = None if work is None else work_json(status, work)
     return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
@@ -123,26 +136,25 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 
     console = PlainConsole(soft_wrap=True)
     cause = diagnose_replica(status).cause if status.state == "failed" else None
-    layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
-    nodes = " ".join(node.name for node in status.nodes) or str(status.num_nodes)
-    has_gpus = status.gpus_per_node > 0 and status.cluster != "local"
+    record, job = status.record, status.job
+    has_gpus = job.gpus_per_node > 0 and job.cluster != "local"
     rows = {
-        "model": status.model,
-        "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
+        "model": status.job.model,
+        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
         "state": _sentence(status),
         "cause": f"{cause.cause} ({cause.lines[0].place})" if cause and cause.is_known else "",
         "to do": cause.cure if cause and cause.is_known else "",
         "start": stages_words(status),
-        "since": when(status.state_since) if status.state == "unresponsive" else "",
-        "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
+        "since": when(record.state_since) if record and status.state == "unresponsive" else "",
+        "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
         "address": status.address,
-        "nodes": f"{nodes}, {status.gpus_per_node} GPUs each" if has_gpus else nodes,
-        "layout": layout,
+        "nodes": f"{status.nodes}, {job.gpus_per_node} GPUs each" if has_gpus else status.nodes,
+        "layout": status.layout,
         "submitted": when(status.submitted_at) if status.started_at is None else "",
         "started": when(status.started_at),
         "age": duration(time.time() - status.started_at) if status.started_at and not status.is_over else "",
-        "caches": status.cache,
-        "loading": status.loading,
+        "caches": record.cache if record else "",
+        "loading": record.loading if record else "",
         "time left": status.time_left or "",
         "successor": status.successor,
         **(work_rows(status, work) if work is not None else {}),
@@ -167,13 +179,12 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
     from hpc_serve.cli.work_view import figure, figure_name
 
-    names = [name for name in status.predicted if name in status.measured]
-    if not names:
+    if not status.figures:
         return
     console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
-    for name in names:
-        predicted, measured = (figure(name, figures[name]) for figures in (status.predicted, status.measured))
-        console.print(Text(f"  {figure_name(name):<24} {predicted:>14} {measured:>14}"))
+    for name, (predicted, measured) in status.figures.items():
+        values = f"{figure(name, predicted):>14} {figure(name, measured):>14}"
+        console.print(Text(f"  {figure_name(name):<24} {values}"))
 
 
 def _sentence(status: ReplicaStatus) -> str:
@@ -191,7 +202,7 @@ def _state_detail(status: ReplicaStatus, work: ReplicaWork | None = None) -> str
         age = f", {duration(time.time() - status.started_at)} old" if status.started_at else ""
         left = f", {status.time_left} left" if status.time_left else ""
         does = f"\n{words}" if work is not None and (words := work_words(work)) else ""
-        return f"{status.model} at {status.address}{age}{left}{successor}{does}"
+        return f"{status.job.model} at {status.address}{age}{left}{successor}{does}"
     return f"{_first_words(status)}{successor}"
 
 

@@ -52,7 +52,8 @@ def _planned(status: ReplicaStatus, in_flight: int) -> str:
     expected, request = planned_tokens_per_s(status.predicted, in_flight), planned_request(status.predicted)
     if expected is None or request is None:
         return "no speed: the plan was not written down when this job was submitted, or knows none of this accelerator"
-    of_what = f", of {status.model}, not of what stands in for it" if status.stand_in else ""
+    record = status.record
+    of_what = f", of {record.model}, not of what stands in for it" if record and record.stand_in else ""
     return (
         f"{expected:,.0f} generated with {in_flight:,} in flight, of {request[0]:,} tokens in and {request[1]:,} "
         f"out{of_what}"

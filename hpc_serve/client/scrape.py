@@ -70,8 +70,8 @@ def _labels(status: ReplicaStatus) -> dict[str, str]:
         SERVICE_LABEL: status.service,
         "slurm_job": status.job_id,
         "replica": status.name,
-        "node": status.nodes[0].name if status.nodes else "",
-        "model": status.model,
+        "node": status.record.nodes[0].name if status.record and status.record.nodes else "",
+        "model": status.job.model,
     }
     return {name: value for name, value in labels.items() if value}
 

@@ -82,19 +82,19 @@ def _section(title: str, content: Markup) -> Markup:
 
 
 def _status_rows(status: ReplicaStatus, at: float) -> dict[str, str]:
-    started = status.started_at
+    started, record = status.started_at, status.record
     return {
-        "model": status.model,
-        "weights": f"of {status.stand_in}, which stands in for the model's own" if status.stand_in else "",
+        "model": status.job.model,
+        "weights": f"of {record.stand_in}, which stands in for the model's own" if record and record.stand_in else "",
         "state": status.sentence,
         "address": status.address,
-        "nodes": " ".join(node.name for node in status.nodes) or str(status.num_nodes),
+        "nodes": status.nodes,
         "submitted": when(status.submitted_at),
         "started": when(started),
         "age": duration(at - started) if started is not None and not status.is_over else "",
         "ended": when(status.updated_at) if status.is_over else "",
         "time left": status.time_left or "",
-        "restarts": f"{status.engine_restarts}, of the engine in place" if status.engine_restarts else "",
+        "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
         "exit code": "" if status.exit_code is None else str(status.exit_code),
     }
 
@@ -107,11 +107,11 @@ def _failure(diagnosis: Diagnosis) -> Markup:
 
 def _plan(found: ReplicaReport) -> Markup:
     status = found.status
-    layout = f"TP={status.tensor_parallel_size} PP={status.pipeline_parallel_size}" if status.nodes else ""
-    nodes = "a node" if status.num_nodes == 1 else f"{status.num_nodes} nodes"
-    gpus = f" with {status.gpus_per_node} GPUs" if status.gpus_per_node else ""
+    job = status.job
+    nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
+    gpus = f" with {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
     rows = {
-        "layout": f"{layout} on {nodes}{gpus}".strip(),
+        "layout": f"{status.layout} on {nodes}{gpus}".strip(),
         "options": " ".join(found.engine_args),
     }
     speeds, request = planned_speeds(status.predicted), planned_request(status.predicted)
@@ -142,7 +142,7 @@ def _start(status: ReplicaStatus) -> Markup:
     ]
     is_ready = status.start is not None and not status.start.stage
     end = "until it was ready" if is_ready else "until it ended" if status.is_over else "so far"
-    caches = f" Caches: {_text(status.cache)}." if status.cache else ""
+    caches = f" Caches: {_text(status.record.cache)}." if status.record and status.record.cache else ""
     note = f"{duration(total)} {end}.{caches}"
     return Markup('{}<p class="note">{}</p>{}').format(
         stage_bar(list(stages.items())), note, table(("stage", "took", "share"), cells, numbers_from=1)
@@ -150,15 +150,13 @@ def _start(status: ReplicaStatus) -> Markup:
 
 
 def _figures(status: ReplicaStatus) -> Markup:
-    names = [name for name in status.predicted if name in status.measured]
-    if not names:
+    if not status.figures:
         return Markup('<p class="note">{}</p>').format(
             "No figure is both predicted and measured: "
             + ("the plan was not written down." if not status.predicted else "the engine has logged none so far.")
         )
     cells = []
-    for name in names:
-        predicted, measured = status.predicted[name], status.measured[name]
+    for name, (predicted, measured) in status.figures.items():
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
         cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
     return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)

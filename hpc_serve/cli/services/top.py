@@ -197,7 +197,7 @@ def _row(status: ReplicaStatus, work: ReplicaWork, now: float) -> list[str]:
         _number(work.prompt_tokens_per_s),
         duration(now - status.started_at) if status.started_at else "",
         status.time_left or "",
-        status.nodes[0].name if status.nodes else "",
+        status.record.nodes[0].name if status.record and status.record.nodes else "",
     ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_serve.rendezvous.names import replica_name
-from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, StartRecord, SubmittedJob
+from hpc_serve.rendezvous.record import EndpointRecord, Progress, StartRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S
 
 # pending: submitted, and nothing published yet. ready: the engine has just answered. unresponsive: the engine should
@@ -22,18 +22,6 @@ ReplicaState = Literal["pending", "starting", "ready", "unresponsive", "draining
 
 # How an engine answered a probe. "other key": it is an engine of ours that was started with another API key.
 ProbeStatus = Literal["ready", "draining", "unhealthy", "other key", "not ours", "no answer"]
-
-# Fields of a record and of a submitted job that a status holds as they are written.
-_TAKEN_FROM_RECORD = (
-    *("service", "job_id", "cluster", "model", "stand_in", "stage", "progress", "nodes", "num_nodes", "gpus_per_node"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "restart", "replica", "started_at", "updated_at"),
-    *("state_since", "engine_restarts", "replicas_per_job", "failed_part", "exit_code", "last_log_lines", "measured"),
-    *("cache", "loading", "start"),
-)
-_TAKEN_FROM_SUBMITTED = (
-    *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
-    "replicas_per_job",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,42 +44,28 @@ class ProbeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
-    """One replica of a service, or its job while it has published no record. `replica` counts those of the job from 0.
+    """One replica of a service. `replica` counts those of its job from 0, `restart` the runs of the job.
 
-    `reason` is a sentence for people. `record` and `probe` are what the state was derived from; `record` is None when
-    the job has published none in its present run. `record_age_s` is how long the record has not been renewed.
-    `end_reported_by_job` says that the job itself told how it ended. `scheduler_state`, `pending_reason`, `time_left`
-    are Slurm's words. `successor` says how it stands with the job `successor_job_id` that takes over. `start` is
-    how far its start is. Times are seconds since the epoch; at `state_since` the state of the record began. `measured`
-    and `predicted` hold bytes, seconds and tokens.
+    `record` is what the replica has published in the present run of its job; None: nothing yet. `job` is the record, or
+    else the job as `submit` or the scheduler knows it. `probe` is the engine's answer, and `record_age_s` how long
+    the record has not been renewed. `state` was derived from them; `reason` explains it in a sentence for people.
+    `stage` and `progress` say how far a replica is that starts or ends, also by Slurm's account. `end_reported_by_job`
+    says that the job itself told how it ended. `scheduler_state`, `pending_reason`, `time_left` are Slurm's words.
+    `successor` says how it stands with the job `successor_job_id` that takes over. Times are seconds since the epoch.
     """
 
-    service: str
-    job_id: str
+    job: EndpointRecord | SubmittedJob
     state: ReplicaState
-    cluster: str = "slurm"
-    model: str = ""
-    stand_in: str | None = None
+    record: EndpointRecord | None = None
+    probe: ProbeResult | None = None
+    record_age_s: float = 0.0
+    reason: str = ""
     stage: str = ""
     progress: Progress | None = None
-    start: StartRecord | None = None
-    reason: str = ""
-    nodes: tuple[NodeRecord, ...] = ()
-    num_nodes: int = 1
-    gpus_per_node: int = 0
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
     restart: int = 0
     replica: int = 0
-    replicas_per_job: int = 1
     submitted_at: float | None = None
-    started_at: float | None = None
-    updated_at: float | None = None
-    state_since: float | None = None
-    engine_restarts: int = 0
-    cache: str = ""
-    loading: str = ""
-    failed_part: str | None = None
+    ended_at: float | None = None
     exit_code: int | None = None
     last_log_lines: tuple[str, ...] = ()
     end_reported_by_job: bool = False
@@ -102,16 +76,53 @@ class ReplicaStatus:
     time_left: str | None = None
     successor: str = ""
     successor_job_id: str = ""
-    measured: Mapping[str, float] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
-    record: EndpointRecord | None = None
-    record_age_s: float = 0.0
-    probe: ProbeResult | None = None
+
+    @property
+    def service(self) -> str:
+        return self.job.service
+
+    @property
+    def job_id(self) -> str:
+        return self.job.job_id
+
+    @property
+    def started_at(self) -> float | None:
+        """When its launcher began; None before its first record."""
+        return self.record.started_at if self.record else None
+
+    @property
+    def start(self) -> StartRecord | None:
+        """How far its start is, as far as its record tells."""
+        return self.record.start if self.record else None
+
+    @property
+    def nodes(self) -> str:
+        """The names of its nodes or, before they are known, how many there are."""
+        names = [node.name for node in self.record.nodes] if self.record else []
+        return " ".join(names) or str(self.job.num_nodes)
+
+    @property
+    def layout(self) -> str:
+        """How its engine is laid out over its GPUs; empty before its nodes are known."""
+        record = self.record
+        return f"TP={record.tensor_parallel_size} PP={record.pipeline_parallel_size}" if record and record.nodes else ""
+
+    @property
+    def figures(self) -> dict[str, tuple[float, float]]:
+        """The figures that are both predicted and measured, in bytes, seconds and tokens."""
+        measured = self.record.measured if self.record else {}
+        return {name: (value, measured[name]) for name, value in self.predicted.items() if name in measured}
+
+    @property
+    def updated_at(self) -> float | None:
+        """When it ended, else when its record was renewed last."""
+        return self.ended_at or (self.record.updated_at if self.record else None)
 
     @property
     def name(self) -> str:
         """What people call it: its job's id, and its number in a job of several replicas."""
-        return replica_name(self.job_id, self.replica, self.replicas_per_job)
+        return replica_name(self.job_id, self.replica, self.job.replicas_per_job)
 
     @property
     def is_over(self) -> bool:
@@ -162,7 +173,8 @@ class ReplicaStatus:
         stage = "" if self.is_over or self.stage in (self.state, "ready") else self.stage
         if stage and self.progress:
             stage += f" {self.progress.done}/{self.progress.total}"
-        part = self.failed_part if not self.reason.startswith(f"{self.failed_part} ") else ""
+        part = (self.record.failed_part if self.record else None) or ""
+        part = "" if self.reason.startswith(f"{part} ") else part
         return ": ".join(words for words in (stage, part, self.reason) if words)
 
     @property
@@ -213,7 +225,24 @@ def assess_replica(
     `lease_age_s` is how long the record has not been renewed by this process's own clock, `wall_age_s` by the date in
     the record.
     """
-    status = _as_written(record, submitted, probe, max(lease_age_s, wall_age_s))
+    status = ReplicaStatus(
+        job=record,
+        state="unknown",
+        record=record,
+        probe=probe,
+        record_age_s=max(lease_age_s, wall_age_s),
+        reason=record.reason or "",
+        stage=record.stage,
+        progress=record.progress,
+        restart=record.restart,
+        replica=record.replica,
+        submitted_at=submitted.submitted_at if submitted else None,
+        exit_code=record.exit_code,
+        last_log_lines=record.last_log_lines,
+        log_dir=record.log_dir or "",
+        batch_log=submitted.log_path if submitted else None,
+        predicted=record.predicted or (submitted.predicted if submitted else {}),
+    )
     if record.state == "failed" or record.state == "stopped":
         return replace(status, state=record.state, reason=_end_reason(record), end_reported_by_job=True)
     if record.state != "ready":
@@ -233,14 +262,16 @@ def assess_replica(
 
 
 def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
-    """How a replica of a job is that has published no record: pending, or ended as it is written down."""
+    """Return how a replica without a record is: pending, or ended as its job's file says."""
     status = ReplicaStatus(
-        **{name: getattr(job, name) for name in _TAKEN_FROM_SUBMITTED},
+        job=job,
         replica=replica,
         state="pending",
         reason="it has not started, or its record cannot be seen yet",
+        submitted_at=job.submitted_at,
         log_dir=str(Path(job.log_path).parent) if job.log_path else "",
         batch_log=job.log_path,
+        predicted=job.predicted,
     )
     if job.end is None:
         return status
@@ -248,26 +279,9 @@ def assess_submitted(job: SubmittedJob, replica: int = 0) -> ReplicaStatus:
         status,
         state=job.end.state,
         reason=job.end.reason,
-        updated_at=job.end.at,
+        ended_at=job.end.at,
         exit_code=job.end.exit_code,
         end_reported_by_job=True,
-    )
-
-
-def _as_written(
-    record: EndpointRecord, submitted: SubmittedJob | None, probe: ProbeResult | None, age_s: float
-) -> ReplicaStatus:
-    return ReplicaStatus(
-        **{name: getattr(record, name) for name in _TAKEN_FROM_RECORD},
-        state="unknown",
-        reason=record.reason or "",
-        submitted_at=submitted.submitted_at if submitted else None,
-        log_dir=record.log_dir or "",
-        batch_log=submitted.log_path if submitted else None,
-        predicted=record.predicted or (submitted.predicted if submitted else {}),
-        record=record,
-        record_age_s=age_s,
-        probe=probe,
     )
 
 

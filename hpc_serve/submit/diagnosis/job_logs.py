@@ -36,7 +36,7 @@ def _rank(status: ReplicaStatus, to_follow: bool) -> int:
 
 def with_batch_log(status: ReplicaStatus) -> ReplicaStatus:
     """A replica with the place of its script's log, as far as Slurm still knows it."""
-    if status.batch_log is None and status.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
+    if status.batch_log is None and status.job.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
         return replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
     return status
 

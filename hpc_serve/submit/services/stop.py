@@ -58,7 +58,7 @@ def stop(
     services = dict.fromkeys(status.service for status in found)
     submitted = {job.job_id: job for service in services for job in store.read_submitted(service)}
     live += _followers(store, [status for status in live if status not in alone], tuple(submitted.values()))
-    for job_id, cluster in {status.job_id: status.cluster for status in live}.items():
+    for job_id, cluster in {status.job_id: status.job.cluster for status in live}.items():
         if job_id not in submitted and cluster == "local":
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
     for status in live:
@@ -111,7 +111,7 @@ def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -
 
 def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[ReplicaStatus]) -> bool:
     """Whether the job of a replica goes on with others that are not among those that are `ended`."""
-    if status.replicas_per_job == 1:
+    if status.job.replicas_per_job == 1:
         return False
     of_job = [one for one in read_status(store, status.service).replicas if one.job_id == status.job_id]
     return any(not one.is_over and not any(is_same_replica(one, other) for other in ended) for one in of_job)
@@ -131,7 +131,7 @@ def _is_over_by(deadline: float, store: ServiceStore, status: ReplicaStatus, sub
     """Whether a replica that drains, or its job where it has no other, ends by itself before the deadline; waits."""
     while True:
         seen, job = _look(store, status, submitted)
-        is_over = job.is_over or (status.replicas_per_job > 1 and seen.is_over)
+        is_over = job.is_over or (status.job.replicas_per_job > 1 and seen.is_over)
         if is_over or time.monotonic() >= deadline:
             return is_over
         time.sleep(_RECORDS_S)
@@ -178,7 +178,7 @@ def _wait_until_over(
 
 
 def _write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:
-    if submitted is None or submitted.end is not None or status.started_at is not None:
+    if submitted is None or submitted.end is not None or status.record is not None:
         return
     end = JobEnd(
         state="failed" if status.state == "failed" else "stopped",

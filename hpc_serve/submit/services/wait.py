@@ -129,7 +129,7 @@ def _progress_key(status: ReplicaStatus) -> tuple[object, ...]:
 
 def _slurm_is_done_with(status: ReplicaStatus) -> bool:
     """Whether Slurm will not run the job again; while it still clears a job away, it may be about to requeue it."""
-    if status.cluster != "slurm":
+    if status.job.cluster != "slurm":
         return True
     job = scheduler.job_state(status.job_id)
     return job.is_over or job.state == UNKNOWN

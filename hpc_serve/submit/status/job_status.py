@@ -24,12 +24,6 @@ RECORD_EXPECTED_WITHIN_S = 60.0
 # Ends that Slurm brings about. Its word says more than the signal that a launcher saw.
 _ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
-# What is known of a replica apart from any single run of its job.
-_KEPT_FOR_NEXT_RUN = (
-    *("service", "job_id", "cluster", "model", "num_nodes", "gpus_per_node", "submitted_at", "predicted"),
-    *("replica", "replicas_per_job", "log_dir", "batch_log", "scheduler_state", "time_left"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StatusReport:
@@ -124,9 +118,19 @@ def _of_job_alone(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
 
 
 def _before_its_next_run(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
-    """What remains true of a replica when its job begins anew, or has published nothing."""
-    kept = {name: getattr(status, name) for name in _KEPT_FOR_NEXT_RUN}
-    return ReplicaStatus(**kept, state="unknown", restart=max(job.restart, status.restart))
+    """Return what remains true of a replica when its job begins anew, or has published nothing."""
+    return ReplicaStatus(
+        job=status.job,
+        state="unknown",
+        restart=max(job.restart, status.restart),
+        replica=status.replica,
+        submitted_at=status.submitted_at,
+        log_dir=status.log_dir,
+        batch_log=status.batch_log,
+        scheduler_state=status.scheduler_state,
+        time_left=status.time_left,
+        predicted=status.predicted,
+    )
 
 
 def _end_reason(status: ReplicaStatus, job: JobState) -> str:
@@ -152,7 +156,7 @@ def _ended(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
         reason=ended_sentence(job),
         exit_code=job.exit_code,
         batch_log=status.batch_log or job.batch_log,
-        updated_at=job.ended_at or status.updated_at,
+        ended_at=job.ended_at or status.updated_at,
     )
 
 

@@ -54,7 +54,7 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     submitted = [job for records in found for job in records.submitted]
     replicas = [_with_logs(store, status) for status in _with_successors(store, replicas, submitted)]
     problems = [problem for records in found for problem in records.problems]
-    if slurm.problem and any(status.cluster == "slurm" and not status.is_over for status in replicas):
+    if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
     elastic = {records.service: read_elastic_or_none(store, records.service) for records in found}
     return StatusReport(
@@ -184,7 +184,7 @@ def _with_successors(
             sentence = chain_sentence([(job_id, states[job_id]) for job_id in coming])
             yield replace(status, successor=sentence, successor_job_id=coming[0])
             continue
-        if status.cluster == "slurm" and not status.is_over:
+        if status.job.cluster == "slurm" and not status.is_over:
             found = successor_of(store, status.service, job_id=status.job_id, replica=status.replica)
         if found is None:
             yield status
@@ -254,13 +254,10 @@ def _by_hand(
         other_home = _other_home(store, job, name)
         if other_home is not None and job.is_over:
             continue
-        status = ReplicaStatus(
-            service=name,
-            job_id=job.job_id,
-            state="unknown",
-            submitted_at=job.submitted_at,
-            batch_log=job.batch_log,
+        named = SubmittedJob(
+            service=name, model="", cluster="slurm", job_id=job.job_id, submitted_at=job.submitted_at or 0.0
         )
+        status = ReplicaStatus(job=named, state="unknown", submitted_at=job.submitted_at, batch_log=job.batch_log)
         yield explain_job_by_hand(add_job_state(status, job), job, home=store.home, other_home=other_home)
 
 

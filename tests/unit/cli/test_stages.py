@@ -13,14 +13,14 @@ import pytest
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.main import run
 from hpc_serve.cli.services import stages, watching
-from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
-LOADING = ReplicaStatus(
+RECORD = make_record(
     service="8b",
     job_id="7",
     state="starting",
@@ -31,12 +31,16 @@ LOADING = ReplicaStatus(
     updated_at=140.0,
     start=StartRecord(stage="weights", since=120.0, took_s={"engine": 20.0}, time_left_s=60.0),
 )
-READY = replace(
-    LOADING,
-    state="ready",
-    stage="ready",
-    progress=None,
-    start=StartRecord(stage="", since=180.0, took_s={"engine": 20.0}),
+LOADING = assess_replica(RECORD)
+READY = assess_replica(
+    replace(
+        RECORD,
+        state="ready",
+        stage="ready",
+        progress=None,
+        start=StartRecord(stage="", since=180.0, took_s={"engine": 20.0}),
+    ),
+    probe=ProbeResult(status="ready"),
 )
 
 
@@ -62,7 +66,7 @@ def test_plain_lines_tell_of_coarse_changes_alone(capsys):
 
 def test_a_start_of_which_nothing_is_known_yet_has_a_line_with_a_word(capsys):
     with stages.Stages("8b") as shown:
-        shown.show(replace(LOADING, stage="", progress=None, start=None))
+        shown.show(assess_replica(replace(RECORD, stage="", progress=None, start=None)))
     assert capsys.readouterr().err.partition(" ")[2] == "8b starting\n"
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.services import targets
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.client.scrape import scrape_config, target_groups
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.trust.authority import authority_certificate
@@ -66,7 +66,7 @@ def test_one_that_does_not_answer_for_a_while_stays_and_one_that_is_over_goes():
         assess_replica(make_record(job_id="3", certificate="PEM"), probe=ProbeResult(status="no answer")),
         assess_replica(make_record(job_id="4", certificate="PEM", state="stopped")),
         assess_replica(make_record(job_id="5", certificate="PEM", state="starting")),
-        ReplicaStatus(service="c", job_id="6", state="pending"),
+        assess_submitted(make_submitted(service="c", job_id="6")),
     ]
     groups, problems = target_groups(statuses)
     assert [group["labels"]["slurm_job"] for group in groups] == ["3", "2", "1"]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.cli.services import top
 from hpc_serve.cli.services.top import Frame, Looks, frame_lines
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.rendezvous.record import NodeRecord
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork
@@ -48,10 +49,10 @@ def live(store):
     service.close()
 
 
-def frame(*services: str, **fields) -> Frame:
-    usual = {"state": "ready", "started_at": 1000.0, "nodes": (NodeRecord(name="n1", address="10.0.0.1"),)}
-    of_all = {**usual, **fields}
-    replicas = [ReplicaStatus(service=name, job_id=str(place), **of_all) for place, name in enumerate(services)]
+def frame(*services: str, node: str = "n1", **fields) -> Frame:
+    of_all = {"started_at": 1000.0, "nodes": (NodeRecord(name=node, address="10.0.0.1"),)}
+    records = [make_record(service=name, job_id=str(place), **of_all) for place, name in enumerate(services)]
+    replicas = [replace(assess_replica(one, probe=ProbeResult(status="ready")), **fields) for one in records]
     now = EngineWork(running=3, waiting=1, prompt_tokens=9.0, generation_tokens=8.0, cache_use=0.5)
     work = ReplicaWork(now=now, over_s=2.0, prompt_tokens_per_s=2000.0, generation_tokens_per_s=1234.0)
     return Frame(replicas=tuple(replicas), works=(work,) * len(replicas), at=4600.0)
@@ -80,8 +81,7 @@ def test_on_a_low_terminal_it_says_how_much_is_left_out():
 
 def test_text_of_records_moves_no_cursor_and_breaks_no_line():
     evil = "a\x1b[2J\nb\rc\x9b"
-    nodes = (NodeRecord(name=evil, address="x"),)
-    found = frame("8b", nodes=nodes, time_left=evil, state="starting", stage=evil)
+    found = frame("8b", node=evil, time_left=evil, state="starting", stage=evil)
     lines = frame_lines(Frame(**{**vars(found), "problems": (evil,)}), width=300, height=None)
     assert len(lines) == 6
     assert all(line.isprintable() for line in lines)

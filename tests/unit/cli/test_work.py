@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.cli.services import watch
 from hpc_serve.cli.show import print_table
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
-from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.durations import duration
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.vllm.metrics import EngineWork
@@ -109,15 +110,13 @@ def test_the_table_of_all_services_says_what_each_engine_does(busy, store, capsy
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_the_figures_of_an_engine_stay_within_the_terminal(capsys, width):
-    status = ReplicaStatus(
+    record = make_record(
         service="llama-3.1-405b",
         job_id="1234567_12",
-        state="ready",
-        reason="",
         model="meta-llama/Llama-3.1-405B-Instruct-FP8",
         started_at=time.time() - 3 * 86_400,
-        time_left="1-09:54:12",
     )
+    status = replace(assess_replica(record, probe=ProbeResult(status="ready")), time_left="1-09:54:12")
     work = ReplicaWork(
         now=EngineWork(running=256, waiting=1_024, cache_use=0.987),
         over_s=1.0,
@@ -176,14 +175,7 @@ def test_what_others_write_into_a_record_moves_no_cursor(store, capsys):
 
 
 def test_the_table_says_how_old_a_replica_is_and_what_time_it_has_left(capsys):
-    status = ReplicaStatus(
-        service="8b",
-        job_id="7",
-        state="ready",
-        reason="",
-        model="m",
-        started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60,
-        time_left="9:54:12",
-    )
+    record = make_record(started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60)
+    status = replace(assess_replica(record, probe=ProbeResult(status="ready")), time_left="9:54:12")
     print_table([status], console=Console(width=200))
     assert ", 3 d 2 h old, 9:54:12 left" in capsys.readouterr().out

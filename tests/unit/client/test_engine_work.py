@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch, look_for
-from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica, assess_submitted
 from hpc_serve.vllm.metrics import EngineWork
 from tests.support.patience import PATIENCE_S, wait_until
-from tests.support.stubs import StubEngine, StubService, make_record
+from tests.support.stubs import StubEngine, StubService, make_record, make_submitted
 from tests.support.tls_servers import RecordingServer
 
 
@@ -96,7 +96,7 @@ def test_what_is_under_way_is_looked_at_twice(service, tmp_path):
 
 
 def test_who_is_not_ready_is_not_asked_and_a_stranger_gets_no_key(service):
-    pending = ReplicaStatus(service=service.service, job_id="9", state="pending")
+    pending = assess_submitted(make_submitted(service=service.service, job_id="9"))
     engine = service.start()
     found = status_of(service)
     engine.kill()

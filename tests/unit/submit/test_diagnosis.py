@@ -18,13 +18,16 @@ from hpc_serve.submit.diagnosis.bug_report import write_bundle
 from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
 from hpc_serve.submit.logs import log_files
 from hpc_serve.submit.services.wait import failure_report
+from tests.support.stubs import make_submitted
 
 OOM = "ERROR 11-20 10:00:03 [a.py:1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 DEAD = "ERROR 11-20 10:00:09 [b.py:7] EngineDeadError: EngineCore encountered an issue."
 
 
 def failed(log_dir, **values) -> ReplicaStatus:
-    known = {"service": "8b", "job_id": "7", "state": "failed", "reason": "engine exited with 1"}
+    job_id, cluster = values.pop("job_id", "7"), values.pop("cluster", "slurm")
+    job = make_submitted(service="8b", job_id=job_id, cluster=cluster)
+    known = {"job": job, "state": "failed", "reason": "engine exited with 1"}
     return ReplicaStatus(**{**known, "log_dir": str(log_dir), **values})
 
 

@@ -357,7 +357,7 @@ class TestStatus:
         record(store, state="failed", failed_part="engine", reason="engine exited with 3", exit_code=3)
         slurm.be_silent()
         status = the_one(store)
-        assert (status.state, status.failed_part, status.exit_code) == ("failed", "engine", 3)
+        assert (status.state, status.record.failed_part, status.exit_code) == ("failed", "engine", 3)
         assert read_status(store).problems == ()
 
     @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ class TestStatus:
         slurm.job("7", "RUNNING", restart=1)
         status = the_one(store)
         assert (status.state, status.stage, status.restart) == ("starting", "its script has begun", 1)
-        assert (status.failed_part, status.exit_code, status.reason) == (None, None, "")
+        assert (status.record, status.exit_code, status.reason) == (None, None, "")
         slurm.job("7", "RUNNING", restart=0)  # the same run, whose script has not ended yet
         assert the_one(store).state == "failed"
 

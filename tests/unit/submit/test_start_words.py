@@ -6,28 +6,26 @@ from typing import Any
 
 import pytest
 
-from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, assess_replica
 from hpc_serve.rendezvous.record import Progress, StartRecord
 from hpc_serve.sizes import GIB, MIB
 from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, progress_words, stages_words
+from tests.support.stubs import make_record, make_submitted
 
 NOW = 1_000_000.0
 
 
 def status(*, done: int = 34, total: int = 191, age_s: float = 0.0, **fields: Any) -> ReplicaStatus:
     start = {"stage": "weights", "since": NOW - 40, "took_s": {"nodes": 3.2, "engine": 31.0}, **fields}
-    return ReplicaStatus(
-        service="405b",
-        job_id="7",
+    record = make_record(
         state="starting",
         stage="loading weights",
         progress=Progress(done=done, total=total),
-        submitted_at=NOW - 400,
         started_at=NOW - 75,
         updated_at=NOW,
-        record_age_s=age_s,
         start=StartRecord(**start),
     )
+    return assess_replica(record, submitted=make_submitted(submitted_at=NOW - 400), wall_age_s=age_s)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,8 @@ def test_the_stages_have_their_times():
 
 def test_the_stages_of_a_replica_that_is_ready():
     took = {"nodes": 0.1, "engine": 31.0, "weights": 65.0, "compile": 40.0, "capture": 12.4, "server": 3.0}
-    is_ready = ReplicaStatus(
-        service="8b",
-        job_id="7",
-        state="ready",
-        start=StartRecord(stage="", since=NOW, took_s=took, checkpoint_bytes=int(14.9 * GIB), bytes_per_s=235.0 * MIB),
-    )
+    start = StartRecord(stage="", since=NOW, took_s=took, checkpoint_bytes=int(14.9 * GIB), bytes_per_s=235.0 * MIB)
+    is_ready = assess_replica(make_record(start=start), probe=ProbeResult(status="ready"))
     assert stages_words(is_ready) == (
         "engine 31 s, weights 1 min 5 s (14.9 GiB, 235 MiB/s), compile 40 s, KV cache and graphs 12 s, first answer 3 s"
     )
@@ -70,7 +64,7 @@ def test_the_stages_of_a_replica_that_is_ready():
 
 
 def test_a_replica_of_an_earlier_version_has_no_stages():
-    old = ReplicaStatus(service="8b", job_id="7", state="starting", stage="loading weights")
+    old = assess_replica(make_record(state="starting", stage="loading weights"))
     assert (stages_words(old), progress_words(old), detail_words(old)) == ("", "", "loading weights")
 
 
@@ -103,5 +97,5 @@ def test_a_stage_without_any_count_is_told_again_after_twice_the_time():
 
 def test_a_new_stage_is_told():
     first, second = status(), status(done=35)
-    other = ReplicaStatus(service="405b", job_id="7", state="starting", stage="compiling")
+    other = assess_replica(make_record(state="starting", stage="compiling"))
     assert told([first, second, other, other]) == [0, 2]
