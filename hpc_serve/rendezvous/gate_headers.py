@@ -13,6 +13,10 @@ DRAINING_HEADER = (b"x-hpc-serve", b"draining")
 """In answers of an engine that accepts no new requests."""
 CANARY_HEADER = (b"x-hpc-serve", b"canary")
 """In requests of the engine's own launcher, which only wants to know whether it answers."""
+SIGNS = (b"x-hpc-serve-signs", b"1")
+"""In requests that ask for signs that the engine lives, until and within the answer; see `gate/signs.py`."""
+ENGINE_HEADER = b"x-hpc-serve-engine"
+"""In answers of /health to who shows the key: `idle`, `busy`, or why the engine counts as hung."""
 REQUESTS_HEADER = b"x-hpc-serve-requests"
 """In answers of /metrics: the RequestCount of the gate that passed the question on."""
 

@@ -78,6 +78,7 @@ class EndpointRecord:
     `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
     strategy its weights are read, and why.
     `replica` counts the `replicas_per_job` replicas of its job from 0.
+    `signs` says that the engine's gate sends signs within its answers to clients that ask for them.
     """
 
     service: str
@@ -117,6 +118,7 @@ class EndpointRecord:
     loading: str = field(default="", metadata=MAY_BE_MISSING)
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
+    signs: bool = field(default=False, metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

@@ -35,6 +35,7 @@ def make_record(**fields: Any) -> EndpointRecord:
         "port": 1,
         "started_at": now,
         "updated_at": now,
+        "signs": True,
     }
     return EndpointRecord(**{**usual, **fields})
 

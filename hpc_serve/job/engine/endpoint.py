@@ -46,7 +46,7 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
     addresses = dict.fromkeys((*record.hosts, node.head))
     certificate = make_run_certificate(store.home, run_dir, run=node.allocation.run_name, addresses=addresses)
     socket = _listen(node)
-    record = replace(record, port=socket.port, certificate=certificate.certificate)
+    record = replace(record, port=socket.port, certificate=certificate.certificate, signs=True)
     identity = Identity.of(record, store.read_api_key(record.service))
     address = EngineAddress(host=node.head, port=record.port, identity=identity)
     return EngineEndpoint(socket=socket, record=record, address=address, certificate=certificate)

@@ -65,6 +65,7 @@ FULL = EndpointRecord(
         time_left_s=90.5,
         weights_left_s=8.5,
     ),
+    signs=True,
 )
 
 # The fields of a record, in its order. docs/design/record.md says what they mean.
@@ -73,7 +74,7 @@ CONTRACT = """version, service, model, stand_in, served_model_names,
 progress, reason, failed_part, exit_code, last_log_lines, hosts, port, nodes, tensor_parallel_size,
 pipeline_parallel_size, num_nodes,
 gpus_per_node, counter, lease_s, started_at, updated_at, log_dir, measured, predicted, certificate,
-state_since, engine_restarts, cache, loading, replicas_per_job, start"""
+state_since, engine_restarts, cache, loading, replicas_per_job, start, signs"""
 
 
 def changed(**values):
@@ -102,6 +103,7 @@ ADDED_LATER: dict[str, Any] = {
     "loading": "",
     "replicas_per_job": 1,
     "start": None,
+    "signs": False,
 }
 
 
