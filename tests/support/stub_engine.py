@@ -6,7 +6,8 @@ Standard library only. It speaks enough of the OpenAI API for clients and launch
 /v1/completions and /v1/chat/completions, streams and tool calls included, and /v1/embeddings. It refuses what vLLM 0.32
 refuses (`stub_refusals`). It prints lines as vLLM does while it loads, guards its routes as the gate does when
 HPC_SERVE_API_KEY_FILE is set, and obeys HPC_SERVE_DRAIN_FILE and HPC_SERVE_RECORD. Any other flag is ignored;
-STUB_ENGINE_ARGS in the environment adds flags.
+STUB_ENGINE_ARGS in the environment adds flags. To requests that ask with the header X-HPC-Serve-Signs it sends signs as
+the gate does, until a request waits for the end of --stub-hang-file.
 
 With --stub-greedy an answer at temperature 0 follows from the prompt alone, as a model's does: each token follows from
 all the text before it (`next_token`). A request that holds the beginning of an answer (a completion's prompt, or
@@ -60,6 +61,9 @@ except ImportError:  # run as a program, alone or in the launcher's process
 WORKER = "VLLM::Worker"
 SHARDS = 5
 STEP_S = 0.05
+SIGN_S = 0.5
+PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+COMMENT = b"3\r\n:\n\n\r\n"
 _LAST_TOKEN = re.compile(r"w(\d+)\.[0-9a-f]{4}$")
 _TOKEN = re.compile(r"( ?)w(\d+)\.([0-9a-f]{4})")
 END_ID, FIRST_ID, HALF_ID = 1, 0x110000, 1 << 40
@@ -360,6 +364,48 @@ class Progress:
         self._work.add_token()
 
 
+class Wire:
+    """A connection to write to: its request's answer, and between its parts signs that the engine lives."""
+
+    def __init__(self, raw: Any, connection: Any) -> None:
+        self._raw, self._connection = raw, connection
+        self._lock = threading.Lock()
+        self._wrote_at_s = 0.0
+        self.sign = b""
+        """The sign that may be sent now."""
+
+    def write(self, data: bytes) -> int:
+        with self._lock:
+            self._wrote_at_s = time.monotonic()
+            written: int = self._raw.write(data)
+            return written
+
+    def ask(self) -> None:
+        """Let signs come, the first SIGN_S from now on."""
+        self._wrote_at_s, self.sign = time.monotonic(), PROCESSING
+
+    def send_sign(self) -> None:
+        """Send a sign if nothing was sent lately, unless the client does not read."""
+        with self._lock:
+            now_s = time.monotonic()
+            room = select.poll()
+            if self.sign and now_s - self._wrote_at_s >= SIGN_S - STEP_S:
+                room.register(self._connection, select.POLLOUT)
+                if room.poll(0):
+                    self._wrote_at_s = now_s
+                    self._raw.write(self.sign)
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def close(self) -> None:
+        self._raw.close()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._raw.closed)
+
+
 class Engine(ThreadingHTTPServer):
     """The server and what its requests share."""
 
@@ -373,6 +419,8 @@ class Engine(ThreadingHTTPServer):
         self.work = Work(options)
         self.is_leaving = False
         self.is_dead = False
+        self.asked_for_signs: set[Wire] = set()
+        self.hung: set[object] = set()
         key_file = os.environ.get("HPC_SERVE_API_KEY_FILE")
         self.key = Path(key_file).read_bytes().strip() if key_file else None
         self.tls: ssl.SSLContext | None = None
@@ -414,6 +462,28 @@ class Engine(ThreadingHTTPServer):
             time.sleep(STEP_S)
         os._exit(self.options.stub_exit_code)
 
+    def send_signs(self) -> None:
+        """Send signs for ever, as the gate does: while no request waits for an engine that hangs."""
+        while True:
+            time.sleep(STEP_S)
+            for wire in () if self.is_hung else tuple(self.asked_for_signs):
+                with contextlib.suppress(OSError, ValueError):
+                    wire.send_sign()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a request waits for the end of a hang."""
+        options = self.options
+        hangs_at_once = options.stub_hang_file and not options.stub_hang_after and self.work.running
+        return bool(self.hung) or bool(hangs_at_once and os.path.exists(options.stub_hang_file))
+
+    @property
+    def state(self) -> str:
+        """What the gate says of the engine to its launcher."""
+        if self.is_hung:
+            return "its engine has made no step, and the stub hangs"
+        return "busy" if self.work.running + self.work.waiting else "idle"
+
     def finish(self) -> None:
         """As vLLM at SIGTERM: new requests get 500, those under way go on for --shutdown-timeout seconds.
 
@@ -435,6 +505,23 @@ class Handler(BaseHTTPRequestHandler):
     server: Engine
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    wfile: Wire
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = Wire(self.wfile, self.connection)
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        finally:
+            self.wfile.sign = b""
+            self.server.asked_for_signs.discard(self.wfile)
+            self.server.hung.discard(self)
+
+    def end_headers(self) -> None:
+        self.wfile.sign = b""
+        super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -444,6 +531,8 @@ class Handler(BaseHTTPRequestHandler):
             unhealthy = self.server.options.stub_unhealthy_file
             status = 503 if unhealthy and os.path.exists(unhealthy) else 200
             headers = {"X-HPC-Serve": "draining"} if self.server.draining else {}
+            if self.has_key():
+                headers["X-HPC-Serve-Engine"] = self.server.state
             self.answer(status, b"", headers)
         elif not self.enters() or not self.has_route():
             return
@@ -515,14 +604,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def enters(self) -> bool:
         """Whether the request may go on, asked as the gate asks."""
-        given = self.headers.get("Authorization", "").encode().removeprefix(b"Bearer ")
-        if self.server.key is not None and not hmac.compare_digest(given, self.server.key):
+        if not self.has_key():
             self.error(401, "this stub engine asks for the API key", code="invalid_api_key")
             return False
         if self.server.draining and self.path != "/metrics":
             self.error(503, "draining", code="draining", headers={"X-HPC-Serve": "draining", "Retry-After": "2"})
             return False
+        if self.headers.get("X-HPC-Serve-Signs") == "1":
+            self.wfile.ask()
+            self.server.asked_for_signs.add(self.wfile)
         return True
+
+    def has_key(self) -> bool:
+        given = self.headers.get("Authorization", "").encode().removeprefix(b"Bearer ")
+        return self.server.key is None or hmac.compare_digest(given, self.server.key)
 
     def complete(self, request: dict[str, Any], *, dies: bool) -> None:
         options = self.server.options
@@ -641,7 +736,9 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.is_dead:
                 raise EngineDeadError
             if not hang_file or not os.path.exists(hang_file):
+                self.server.hung.discard(self)
                 return
+            self.server.hung.add(self)
             time.sleep(STEP_S)
             self.due_s = time.monotonic()
 
@@ -654,6 +751,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        self.wfile.sign = COMMENT if self.wfile in self.server.asked_for_signs else b""
         self.pause(0)
         if is_chat and options.stub_greedy:  # as vLLM's first chunk
             first = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
@@ -669,6 +767,7 @@ class Handler(BaseHTTPRequestHandler):
             if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
                 self.event(json.dumps({**reply, "choices": [], "usage": self.usage(request, progress.tokens)}))
         self.event("[DONE]")
+        self.wfile.sign = b""
         if options.stub_stream_end == "whole":
             self.wfile.write(b"0\r\n\r\n")
         self.close_connection = options.stub_stream_end == "broken"
@@ -761,6 +860,7 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         try:
             threading.Thread(target=engine.serve_forever, args=(0.05,), daemon=True).start()
+            threading.Thread(target=engine.send_signs, daemon=True).start()
             scheme = "https" if engine.tls else "http"
             say(f"Starting vLLM server on {scheme}://{options.host}:{engine.server_address[1]}")
             say("Application startup complete.")
