@@ -1,8 +1,9 @@
-"""What a connection to the engine may cost before it has shown the key: bytes, time, places, and lines in the log.
+"""Limits to the cost of a connection before it has shown the key: bytes, time, places, and lines in the log.
 
+The same protocol class writes the signs of `signs`, since it alone knows where in an answer the connection is.
 vLLM serves by uvicorn, which bounds none of these for its usual parser (httptools): headers are collected without end,
 and half a request stays open for ever. `install` puts a protocol class with limits where uvicorn looks for one. Who
-has the key is decided by `gate`. The file imports nothing of ours; uvicorn is imported when the limits are installed.
+has the key is decided by `gate`. uvicorn is imported when the limits are installed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import importlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
+
+from hpc_serve.gate.signs import COMMENT_CHUNK, PROCESSING, WRITE_SIGN
+from hpc_serve.rendezvous.gate_headers import SIGNS
 
 HAS_KEY = "hpc_serve.has_key"
 """In the scope of a request: the gate calls it once the connection has shown the key."""
@@ -135,6 +140,9 @@ def limited(base: Any) -> Any:
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
                 raise LimitsNotInForceError("headers are too long")  # the parser answers 400
             super().on_headers_complete()
+            asks = SIGNS in self.headers and self.scope["http_version"] == "1.1"
+            if asks and self.cycle is not None and self.cycle.scope is self.scope:
+                self.scope[WRITE_SIGN] = partial(self._write_sign, self.cycle)
 
         def on_body(self, body: bytes) -> None:
             self._header_bytes = 0
@@ -162,6 +170,16 @@ def limited(base: Any) -> Any:
 
             self.ws_protocol_class: Any = make_marked
             super().handle_websocket_upgrade()
+
+        def _write_sign(self, cycle: Any, is_at_comment: bool) -> None:
+            """Write a sign for a request, if one may stand here and the client reads."""
+            if self.transport.is_closing() or self.flow.write_paused or cycle.response_complete:
+                return
+            if not cycle.response_started:
+                if not cycle.waiting_for_100_continue:
+                    self.transport.write(PROCESSING)
+            elif is_at_comment and cycle.chunked_encoding and cycle.scope["method"] != "HEAD":
+                self.transport.write(COMMENT_CHUNK)
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete

@@ -19,10 +19,14 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from hpc_serve.gate.connection_limits import HAS_KEY
+from hpc_serve.gate.engine_facts import EngineState
+from hpc_serve.gate.signs import WRITE_SIGN, Asked, Signs
 from hpc_serve.rendezvous.gate_headers import (
     CANARY_HEADER,
     DRAINING_HEADER,
+    ENGINE_HEADER,
     REQUESTS_HEADER,
+    SIGNS,
     RequestCount,
 )
 
@@ -54,7 +58,8 @@ class Gate:
     """Asks for the key in HPC_SERVE_API_KEY_FILE, and answers 503 to new requests once HPC_SERVE_DRAIN_FILE exists.
 
     The key is read once, at start; without a key every request is refused. GET and HEAD of `/health` need no key. The
-    answer has the engine's health, and a header if the engine drains.
+    answer has the engine's health, and a header if the engine drains. To a request with the key it says in a header
+    whether the engine works. A request that asks for signs gets them once it has shown the key.
     """
 
     def __init__(self, app: App) -> None:
@@ -63,6 +68,9 @@ class Gate:
         self._drain_file = _DrainFile(os.environ.get("HPC_SERVE_DRAIN_FILE"))
         self._id = secrets.token_hex(4)
         self._count = self._under_way = 0
+        self._engine = EngineState()
+        self._vllm: Any = None
+        self._signs = Signs(lambda: bool(self._engine.fault(self._vllm)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -70,10 +78,24 @@ class Gate:
         elif scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"hpc-serve's gate does not know {scope['type']} connections and refuses them.")
         elif _is_health(scope):
-            await self._app(scope, receive, _with_headers(send, self._health_headers()))
+            await self._app(scope, receive, _with_headers(send, self._health_headers(scope)))
         elif not self._has_key(scope):
             await _refuse(scope, receive, send, 401, "invalid_api_key", _NO_KEY, ((b"www-authenticate", b"Bearer"),))
-        elif _is_get(scope, "/metrics"):  # which tell when it has drained
+        elif (write_sign := scope.pop(WRITE_SIGN, None)) is None:
+            await self._let_in(scope, receive, send)
+        else:
+            self._vllm = scope.get("app")
+            scope["headers"] = [header for header in scope["headers"] if header[0] != SIGNS[0]]
+            asked = Asked(write_sign, send, asyncio.get_running_loop())
+            self._signs.add(asked)
+            try:
+                await self._let_in(scope, receive, asked.send)
+            finally:
+                self._signs.remove(asked)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has shown the key."""
+        if _is_get(scope, "/metrics"):  # which tell when it has drained
             await self._app(scope, receive, _with_headers(send, [self._requests_header()]))
         elif self._drain_file.exists():
             await _refuse(scope, receive, send, 503, "draining", _DRAINING, (DRAINING_HEADER, _RETRY_AFTER))
@@ -104,8 +126,11 @@ class Gate:
             tell_connection()
         return has_key
 
-    def _health_headers(self) -> list[Header]:
-        return [DRAINING_HEADER] if self._drain_file.exists() else []
+    def _health_headers(self, scope: Scope) -> list[Header]:
+        headers = [DRAINING_HEADER] if self._drain_file.exists() else []
+        if self._has_key(scope):
+            headers.append((ENGINE_HEADER, self._engine.words(scope.get("app")).encode()))
+        return headers
 
 
 class _DrainFile:

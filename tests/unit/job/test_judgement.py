@@ -1,0 +1,228 @@
+"""Whether an engine works: by a table of facts, and by made-up looks of a made-up clock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc_serve.gate.engine_facts import read_processes
+from hpc_serve.gate.judgement import Facts, Judge, Limits, Process, Seen, find_fault, step_s
+
+CORE = "VLLM::EngineCor"
+RANK = "VLLM::Worker_TP"
+
+TABLE = {
+    "a step a moment ago": (Facts(still_s=0.2, step_s=5), ""),
+    "a step that takes long, and may": (Facts(still_s=19, step_s=20), ""),
+    "a step that takes too long": (Facts(still_s=6, step_s=5), "no step for 6 s; its prompts justify 5 s"),
+    "its core is stopped": (Facts(still_s=1, step_s=5, stopped=CORE, stopped_s=0.5), f"{CORE} is stopped"),
+    "its core was stopped for a moment, as a debugger does": (Facts(still_s=1, step_s=5, stopped=CORE), ""),
+    "its rank has ended": (Facts(still_s=0.5, step_s=5, ended=RANK), f"{RANK} has ended"),
+    "nothing uses CPU": (
+        Facts(still_s=2, step_s=5, without_cpu_s=1.5),
+        "no step for 2 s, and its processes use no CPU",
+    ),
+    "nothing has used CPU for a second": (Facts(still_s=2, step_s=5, without_cpu_s=1.0), ""),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_table_of_facts(row):
+    facts, expected = TABLE[row]
+    assert expected in find_fault(facts)
+    assert bool(expected) == bool(find_fault(facts))
+
+
+@pytest.mark.parametrize(
+    ("seen", "given", "expected"),
+    [
+        (Seen(due=1, unread_tokens=100), {}, 5.0),  # the least
+        (Seen(due=9, unread_tokens=20_000), {}, 20_000 / 256),
+        (Seen(due=9, unread_tokens=20_000, step_tokens=2_560), {}, 10.0),  # a step reads no more
+        (Seen(due=9, unread_tokens=20_000), {"tokens_per_s": 10_000.0}, 5.0),
+        (Seen(due=9, unread_tokens=20_000), {"learned_s": 90.0}, 90.0),
+        (Seen(due=9, unread_tokens=1_000_000), {}, 300.0),  # the bound
+        (Seen(due=9), {"compiles": True}, 300.0),
+    ],
+)
+def test_how_long_a_step_may_take(seen, given, expected):
+    usual = {"tokens_per_s": 256.0, "learned_s": 0.0, "compiles": False}
+    assert step_s(seen, Limits(), **{**usual, **given}) == expected
+
+
+class Scene:
+    """An engine of a core and a rank, looked at every half second."""
+
+    def __init__(self, **limits: float) -> None:
+        self.judge = Judge(Limits(**limits))
+        self.now_s, self.steps = 1_000.0, 0
+        self.due, self.unread, self.here, self.rates = 1, 10, True, {}
+        self.processes = {7: [CORE, "S", 0.0], 8: [RANK, "S", 0.0]}
+        self.burns = True
+        self.reads = 0
+
+    def read(self) -> dict[int, Process]:
+        self.reads += 1
+        return {pid: Process(name=name, state=state, cpu_s=cpu) for pid, (name, state, cpu) in self.processes.items()}
+
+    def go(self, seconds: float, *, steps: bool = False) -> str:
+        for _ in range(int(seconds * 2)):
+            self.now_s += 0.5
+            self.steps += steps
+            self.processes.get(8, [0, 0, 0.0])[2] += 0.5 * self.burns
+            seen = Seen(
+                due=self.due,
+                unread_tokens=self.unread,
+                counters=(float(self.steps),),
+                rates=self.rates,
+                ranks_are_here=self.here,
+            )
+            self.judge.look(seen, self.read, self.now_s)
+        return self.judge.fault
+
+
+def test_an_engine_that_makes_steps_or_has_nothing_due_works_and_nobody_reads_its_processes():
+    scene = Scene()
+    assert scene.go(100, steps=True) == ""
+    scene.due = 0
+    scene.burns = False
+    assert scene.go(100) == ""
+    assert scene.reads == 0
+
+
+def test_a_stopped_core_is_seen_within_two_seconds_and_works_again_with_its_next_step():
+    scene = Scene()
+    scene.go(10, steps=True)
+    scene.processes[7][1] = "T"
+    assert "is stopped" in scene.go(1.5)
+    scene.processes[7][1] = "S"
+    assert "is stopped" in scene.go(5)
+    assert scene.go(0.5, steps=True) == ""
+
+
+def test_a_slow_step_that_its_prompt_justifies_is_no_hang():
+    scene = Scene()
+    scene.unread = 256 * 25
+    assert scene.go(20) == ""
+    assert "justify 25 s" in scene.go(10)
+
+
+def test_without_a_long_prompt_a_step_of_a_working_engine_may_take_the_least_time():
+    scene = Scene(least_s=8.0)
+    assert scene.go(8) == ""
+    assert "for 8 s" in scene.go(1)
+
+
+def test_an_engine_that_was_slow_once_is_given_more_time():
+    scene = Scene()
+    assert scene.go(7)
+    scene.go(1, steps=True)
+    assert scene.go(15) == ""
+    assert "justify 1" in scene.go(10) or "justify 2" in scene.judge.fault
+
+
+def test_the_slowest_prompt_that_was_seen_counts_in_place_of_the_cautious_rate():
+    scene = Scene()
+    scene.unread, scene.rates = 256 * 25, {"a": 2_000.0, "b": 1_000.0}
+    assert "justify 6 s" in scene.go(8)
+    scene = Scene()
+    scene.unread, scene.rates = 256 * 25, {"slow": 100.0}
+    assert scene.go(60) == ""
+
+
+def test_an_engine_without_use_of_cpu_hangs_unless_its_ranks_are_elsewhere():
+    scene = Scene()
+    scene.go(2, steps=True)
+    scene.burns = False
+    assert "use no CPU" in scene.go(3)
+    scene = Scene()
+    scene.burns, scene.here = False, False
+    assert scene.go(4.5) == ""
+    assert "justify 5 s" in scene.go(2)
+
+
+def test_an_engine_whose_steps_sleep_is_not_judged_by_its_use_of_cpu_again():
+    scene = Scene()
+    scene.burns = False
+    assert "use no CPU" in scene.go(3)
+    scene.go(0.5, steps=True)
+    assert scene.go(4.5) == ""
+
+
+@pytest.mark.parametrize("state", ["R", "D"])
+def test_a_process_that_waits_for_a_core_or_a_disk_is_not_without_use_of_cpu(state):
+    scene = Scene()
+    scene.burns = False
+    scene.processes[8][1] = state
+    assert scene.go(4.5) == ""
+
+
+def test_a_compiler_that_begins_or_works_gives_the_step_all_the_time_that_there_is():
+    scene = Scene()
+    scene.go(2)
+    scene.processes[99] = ["ptxas", "R", 0.0]
+    scene.go(1)
+    del scene.processes[99]
+    assert scene.go(100) == ""
+    scene = Scene()
+    scene.processes[50] = ["python3", "S", 9.0]  # a worker of the compiler that is always there, idle
+    assert scene.go(7)
+
+
+@pytest.mark.parametrize("how", ["gone", "Z"])
+def test_a_rank_that_has_ended(how):
+    scene = Scene()
+    scene.go(2)
+    if how == "gone":
+        del scene.processes[8]
+    else:
+        scene.processes[8][1] = "Z"
+    assert "Worker_TP has ended" in scene.go(0.5)
+
+
+def test_after_a_suspension_all_times_begin_anew():
+    scene = Scene()
+    scene.go(2)
+    scene.now_s += 3_600
+    assert scene.go(4.5) == ""
+
+
+def test_a_fault_stays_when_its_requests_leave_until_there_is_a_step():
+    scene = Scene()
+    assert scene.go(7)
+    scene.due = 0
+    assert scene.go(7)
+    assert scene.go(0.5, steps=True) == ""
+
+
+def test_counters_that_nobody_can_read_prove_nothing():
+    judge = Judge(Limits())
+    for look in range(100):
+        judge.look(Seen(due=5), dict, 10.0 + look)
+    assert judge.fault == ""
+
+
+def test_real_processes_are_found_below_this_one_with_their_states():
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    pids = [parent.pid]
+    try:
+        assert parent.stdout is not None
+        pids.append(int(parent.stdout.readline()))
+        assert set(pids) <= read_processes().keys()
+        os.kill(parent.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while read_processes()[parent.pid].state != "T" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert read_processes()[parent.pid].state == "T"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
