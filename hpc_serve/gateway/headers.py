@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from hpc_serve.rendezvous.gate_headers import SIGNS
+
 Header = tuple[bytes, bytes]
 
 _OF_A_CONNECTION = frozenset(
@@ -42,7 +44,7 @@ def for_engine(given: Iterable[Header]) -> list[Header]:
             raise BadHeaderError(f"the header {name[:80]!r} has characters that no header may have")
         if name not in left_out and not name.startswith(_LEFT_OUT_BEGINNINGS):
             passed.append((name, value))
-    return [*passed, (b"accept-encoding", b"identity")]
+    return [*passed, (b"accept-encoding", b"identity"), SIGNS]
 
 
 def for_client(given: Iterable[Header], *, is_stream: bool) -> list[Header]:

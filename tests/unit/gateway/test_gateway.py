@@ -212,6 +212,15 @@ def test_events_come_one_by_one(service, gateway, tmp_path):
     connection.close()
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_signs_of_the_engine_reach_a_client_that_asks_for_them(service, gateway, asks):
+    service.start(*GREEDY, "--stub-word-s", "1.2")
+    body = {"model": "405b", "prompt": "Why?", "temperature": 0, "max_tokens": 3, "stream": True}
+    answer = gateway().ask("POST", "/v1/completions", body, **({"X-HPC-Serve-Signs": "1"} if asks else {}))
+    assert answer.body.count(b"data: {") == 3
+    assert bool(answer.body.count(b"\n\n:\n\n")) is asks
+
+
 def test_streams_whose_clients_leave_at_their_last_event_take_one_connection(service, gateway, monkeypatch):
     """OpenAI's SDK leaves there. The gateway's own connection to the engine serves the next request all the same."""
     monkeypatch.setattr(attempt, "END_S", 60.0)
