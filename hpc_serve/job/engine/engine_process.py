@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 
+from hpc_serve.gate.engine_facts import LEAST_STEP_VARIABLE
 from hpc_serve.job.engine import engine_start
 from hpc_serve.job.engine.endpoint import EngineEndpoint
 from hpc_serve.job.machine.own_script import is_own_script
@@ -85,4 +86,6 @@ class EngineProcess:
         return [*command.argv, *added, *node.multi_node_args()]
 
     def _environ(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> dict[str, str]:
-        return {**environ, **endpoint.socket.environ, **mark_environ(self._node.run_mark, variable=ENGINE_MARK)}
+        least_step = {LEAST_STEP_VARIABLE: str(self._node.options.canary_limit_s)}
+        mark = mark_environ(self._node.run_mark, variable=ENGINE_MARK)
+        return {**environ, **endpoint.socket.environ, **least_step, **mark}

@@ -1,6 +1,7 @@
-"""Looks after an engine that was ready: asks whether it still answers, and writes in the record when it does not.
+"""Looks after an engine that was ready: asks whether it still works, and writes in the record when it does not.
 
-What the answers mean is decided in `canary`. How often it asks is decided there too.
+The gate in the engine's process knows whether the engine makes steps (`gate/judgement.py`), and says so with /health.
+An engine that has nothing to do is asked for one token, the canary: only a request shows whether an idle engine works.
 """
 
 from __future__ import annotations
@@ -12,22 +13,80 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from hpc_serve.job.engine.canary import EngineJudge
-from hpc_serve.job.engine.health import EngineAddress, SmallRequest, ask, look
+from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.vllm.log import is_idle_report
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
-# A canary that waits for longer is given up; the engine's verdict does not wait for that.
+_INTERVAL_S = 1.5
+_AFTER_SILENCE_S = 0.5
+_LOOK_TIMEOUT_S = 2.0
+# With a longer time between two looks the launcher stood still, and its engine perhaps as well: a suspended job.
+_LONGEST_INTERVAL_S = 12.0
+_MOST_SILENCE_S = 10.0
+_UNHEALTHY_LOOKS = 2
+_IDLE_LOOKS = 2
 _CANARY_TIMEOUT_S = 120.0
 _ACCESS_LINE = re.compile(r':(\d+) - "(?:GET|POST) /')
 _PORTS_REMEMBERED = 64
+
+
+class Answers:
+    """The answers of one engine, and whether it is unresponsive by them. Times are seconds of one monotonic clock.
+
+    An engine is unresponsive when /health is left unanswered for `limit_s` (10 s at most), when it answers with an
+    error twice in a row, and when its gate says why it makes no step.
+    """
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s = min(limit_s, _MOST_SILENCE_S)
+        self._looked_at_s = self._answered_at_s = self._found_at_s = now_s
+        self._status: int | None = None
+        self._errors = self._idle_looks = 0
+        self._fault = ""
+        self.complaint = ""
+        """Why the engine is unresponsive; "" if it is not."""
+
+    @property
+    def complaint_s(self) -> float:
+        """For how long it has been unresponsive."""
+        return self._looked_at_s - self._found_at_s if self.complaint else 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last look had no answer."""
+        return self._answered_at_s < self._looked_at_s
+
+    def note(self, seen: Look, now_s: float) -> None:
+        """Take in a look that has ended now."""
+        if now_s - self._looked_at_s > _LONGEST_INTERVAL_S:
+            self._answered_at_s = self._found_at_s = now_s
+        self._looked_at_s = now_s
+        if seen.status is not None:
+            self._answered_at_s, self._status = now_s, seen.status
+            self._errors = 0 if seen.status == 200 else self._errors + 1
+            self._fault = "" if seen.words in ("busy", "idle", None) else seen.words
+            self._idle_looks = 0 if seen.words in ("busy", None) else self._idle_looks + 1
+        complaint = self._find()
+        if complaint and not self.complaint:
+            self._found_at_s = now_s
+        self.complaint = complaint
+
+    def takes_canary(self) -> bool:
+        """Return whether to ask for a token now: at every second look at an engine that makes no step."""
+        is_time = self._idle_looks >= _IDLE_LOOKS
+        self._idle_looks *= not is_time
+        return is_time
+
+    def _find(self) -> str:
+        silent_s = self._looked_at_s - self._answered_at_s
+        if silent_s >= self._limit_s:
+            return f"its engine has left /health unanswered for {silent_s:.0f} s"
+        if self._errors >= _UNHEALTHY_LOOKS:
+            return f"its engine's /health answers {self._status}"
+        return self._fault
 
 
 @dataclass(kw_only=True)
@@ -43,6 +102,8 @@ class EngineWatch:
     limit_s: float
     give_up_s: float
     keeper: RecordKeeper
+    interval_s: float = _INTERVAL_S
+    look_timeout_s: float = _LOOK_TIMEOUT_S
     began_at_s: float = field(default_factory=time.monotonic, init=False)
     _ports: deque[int] = field(default_factory=lambda: deque(maxlen=_PORTS_REMEMBERED), init=False)
 
@@ -51,38 +112,33 @@ class EngineWatch:
 
         An engine that drains is asked nothing.
         """
-        judge = EngineJudge(self.limit_s, time.monotonic())
+        answers = Answers(self.limit_s, time.monotonic())
+        canary = threading.Thread()
         while True:
-            await asyncio.sleep(judge.next_look_s)
+            await asyncio.sleep(min(self.interval_s, _AFTER_SILENCE_S) if answers.is_silent else self.interval_s)
             if self.limit_s <= 0 or self.keeper.record.state not in ("ready", "unresponsive"):
                 await asyncio.Event().wait()
-            seen = await asyncio.to_thread(look, self.address, self._ports.append)
-            judge.note(seen, time.monotonic())
-            self._publish(judge.complaint)
-            if judge.wants_canary:
-                self._send_canary(judge)
-            if judge.complaint and judge.complaint_s >= self.give_up_s:
-                return f"was unresponsive for {judge.complaint_s:.0f} s: {judge.complaint}"
+            seen = await asyncio.to_thread(
+                look, self.address, timeout_s=self.look_timeout_s, tell_port=self._ports.append
+            )
+            answers.note(seen, time.monotonic())
+            self._publish(answers.complaint)
+            if answers.takes_canary() and not canary.is_alive():
+                # A daemon: the end of the program does not wait for its answer.
+                canary = threading.Thread(target=self._ask_for_a_token, daemon=True, name="hpc-serve-canary")
+                canary.start()
+            if answers.complaint and answers.complaint_s >= self.give_up_s:
+                return f"was unresponsive for {answers.complaint_s:.0f} s: {answers.complaint}"
 
     def is_noise(self, line: str) -> bool:
         """Whether a line of the engine's log tells of nothing but what this watch has asked."""
         found = _ACCESS_LINE.search(line)
         return (found is not None and int(found[1]) in self._ports) or (self.limit_s > 0 and is_idle_report(line))
 
-    def _send_canary(self, judge: EngineJudge) -> None:
-        def note(answer: asyncio.Future[int]) -> None:
-            if answer.exception() is not None:
-                judge.note_canary_lost()
-            elif answer.result() == 200:
-                judge.note_canary_answered(time.monotonic())
-            else:
-                judge.note_canary_refused(time.monotonic())
-            self._publish(judge.complaint)
-
-        judge.note_canary_sent(time.monotonic())
-        _in_thread(
-            lambda: ask(self.address, self.request, timeout_s=_CANARY_TIMEOUT_S, tell_port=self._ports.append)
-        ).add_done_callback(note)
+    def _ask_for_a_token(self) -> None:
+        """Give the engine something to do; its gate sees whether it does it."""
+        with contextlib.suppress(Exception):
+            ask(self.address, self.request, timeout_s=_CANARY_TIMEOUT_S, tell_port=self._ports.append)
 
     def _publish(self, complaint: str) -> None:
         state = self.keeper.record.state
@@ -92,24 +148,3 @@ class EngineWatch:
         elif not complaint and state == "unresponsive":
             _log.info("the engine answers again")
             self.keeper.update(state="ready", stage="ready", reason=None)
-
-
-def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of `call`, which may take long: the end of the program does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = call()
-        except Exception as error:
-            _tell(future.set_exception, error)
-        else:
-            _tell(future.set_result, result)
-
-    def _tell(tell: Callable[..., None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the program ends, and its loop is closed
-            loop.call_soon_threadsafe(lambda: None if future.done() else tell(value))
-
-    threading.Thread(target=run, daemon=True, name="hpc-serve-canary").start()
-    return future

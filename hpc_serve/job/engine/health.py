@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_serve.job.engine.canary import Look
-from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, RequestCount, read_request_count
+from hpc_serve.rendezvous.gate_headers import CANARY_HEADER, ENGINE_HEADER, RequestCount, read_request_count
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 from hpc_serve.vllm import metrics
 
 _TIMEOUT_S = 10.0
 _METRICS_TIMEOUT_S = 5.0
-_LOOK_TIMEOUT_S = 2.0
 _LOWEST_PRIORITY = 1_000_000
 _HEALTH = "/health"
 
@@ -103,16 +101,25 @@ def ask(
         return _exchange(connection, engine, "POST", request.path, timeout_s=timeout_s, body=request.body)[0]
 
 
-def look(engine: EngineAddress, tell_port: Callable[[int], None]) -> Look:
-    """What the engine says of itself within a few seconds. `tell_port` is called with our end's port."""
-    health: int | None = None
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One look at an engine: the status of /health, and the words of its gate; None without an answer.
+
+    The words are `busy`, `idle`, or why the engine makes no step.
+    """
+
+    status: int | None
+    words: str | None = None
+
+
+def look(engine: EngineAddress, *, timeout_s: float, tell_port: Callable[[int], None]) -> Look:
+    """Ask for /health. `tell_port` is called with our end's port."""
     try:
-        with contextlib.closing(_connect(engine, timeout_s=_LOOK_TIMEOUT_S, tell_port=tell_port)) as connection:
-            health, _, _ = _exchange(connection, engine, "GET", _HEALTH, timeout_s=_LOOK_TIMEOUT_S)
-            status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_LOOK_TIMEOUT_S)
+        with contextlib.closing(_connect(engine, timeout_s=timeout_s, tell_port=tell_port)) as connection:
+            response = _answer(connection, engine, "GET", _HEALTH, timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
-        return Look(health=health)
-    return Look(health=health, figures=metrics.read_figures(text.decode(errors="replace")) if status == 200 else None)
+        return Look(status=None)
+    return Look(status=response.status, words=response.headers.get(ENGINE_HEADER.decode()))
 
 
 def requests_under_way(engine: EngineAddress) -> int | None:
@@ -200,9 +207,7 @@ def _answer(
     """An answer whose content was not read. What is asked with a body is a canary."""
     if connection.sock is not None:
         connection.sock.settimeout(timeout_s)
-    headers = {"Content-Type": "application/json"}
-    if path != _HEALTH:  # which needs no key
-        headers["Authorization"] = f"Bearer {engine.identity.api_key}"
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.identity.api_key}"}
     if body is not None:
         headers[CANARY_HEADER[0].decode()] = CANARY_HEADER[1].decode()
     connection.request(method, path, json.dumps(body) if body is not None else None, headers)

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.engine import canary
-from hpc_serve.job.engine.engine_watch import EngineWatch
-from hpc_serve.job.engine.health import EngineAddress, SmallRequest, ask, look
+from hpc_serve.job.engine.engine_watch import Answers, EngineWatch
+from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity
@@ -22,13 +21,6 @@ from tests.cluster import wait_for
 from tests.support.stubs import StubService
 
 REQUEST = SmallRequest(path="/v1/completions", body={"model": "405b", "prompt": "1", "max_tokens": 1})
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(canary, "LOOK_INTERVAL_S", 0.1)
-    monkeypatch.setattr(canary, "_STILL_S", 0.1)
-    monkeypatch.setattr("hpc_serve.job.engine.health._LOOK_TIMEOUT_S", 0.5)
 
 
 @pytest.fixture
@@ -39,14 +31,27 @@ def service(tmp_path):
 
 
 class Scene:
-    def __init__(self, service: StubService, *flags: str, limit_s: float = 1.0, give_up_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        service: StubService,
+        *flags: str,
+        limit_s: float = 1.0,
+        give_up_s: float = 60.0,
+        look_timeout_s: float = 0.5,
+    ) -> None:
         self.service, self.engine = service, service.start(*flags)
         (record,) = service.store.read("405b").records
         self.keeper = RecordKeeper(service.store, record)
         identity = Identity.of(record, service.store.read_api_key("405b"))
         self.address = EngineAddress(host="127.0.0.1", port=record.port, identity=identity)
         self.watch = EngineWatch(
-            address=self.address, request=REQUEST, limit_s=limit_s, give_up_s=give_up_s, keeper=self.keeper
+            address=self.address,
+            request=REQUEST,
+            limit_s=limit_s,
+            give_up_s=give_up_s,
+            keeper=self.keeper,
+            interval_s=0.1,
+            look_timeout_s=look_timeout_s,
         )
 
     @property
@@ -80,32 +85,30 @@ class Scene:
         asyncio.run(watched())
 
 
-def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service, monkeypatch):
+def test_an_engine_that_is_stopped_is_unresponsive_until_it_goes_on(service):
     async def test(scene: Scene) -> None:
         scene.signal(signal.SIGSTOP)
         found = await scene.until("unresponsive")
-        monkeypatch.setattr(canary, "_STILL_S", 0.1)
         assert "its engine has left /health unanswered for" in found.reason
         scene.signal(signal.SIGCONT)
         assert (await scene.until("ready")).reason is None
 
-    monkeypatch.setattr(canary, "_STILL_S", 3600.0)  # no canary is under way when it stops
     Scene(service).run(test)
 
 
-def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_serve.job.engine.health._LOOK_TIMEOUT_S", 60.0)  # it answers, however busy the machine is
+def test_an_engine_that_hangs_while_its_api_answers_is_unresponsive_until_it_goes_on(service, tmp_path):
     hang = tmp_path / "hang"
 
     async def test(scene: Scene) -> None:
         hang.touch()
         found = await scene.until("unresponsive")
-        assert look(scene.address, lambda port: None).health == 200
-        assert "left a request of one token unanswered" in found.reason
+        assert look(scene.address, timeout_s=60, tell_port=lambda port: None).status == 200
+        assert "its engine has made no step" in found.reason
         hang.unlink()
         await scene.until("ready")
 
-    Scene(service, "--stub-hang-file", str(hang)).run(test)
+    # It answers, however busy the machine is.
+    Scene(service, "--stub-hang-file", str(hang), look_timeout_s=60.0).run(test)
 
 
 def test_one_that_stays_unresponsive_is_given_up(service):
@@ -118,7 +121,7 @@ def test_one_that_stays_unresponsive_is_given_up(service):
 @pytest.mark.parametrize(("state", "limit_s"), [("ready", 0.0), ("draining", 1.0)])
 def test_with_a_limit_of_0_or_during_a_drain_nobody_asks(service, monkeypatch, state, limit_s):
     asked = []
-    monkeypatch.setattr("hpc_serve.job.engine.engine_watch.look", lambda *question: asked.append(question))
+    monkeypatch.setattr("hpc_serve.job.engine.engine_watch.look", lambda *words, **more: asked.append(words))
     scene = Scene(service, limit_s=limit_s)
     scene.keeper.update(state=state)
     with pytest.raises(asyncio.TimeoutError):
@@ -137,7 +140,7 @@ def test_where_nobody_asks_no_line_is_noise(service, limit_s):
 def test_lines_that_tell_of_its_own_questions_are_no_news(service):
     scene = Scene(service)
     ports: list[int] = []
-    look(scene.address, ports.append)
+    look(scene.address, timeout_s=60, tell_port=ports.append)
     assert ask(scene.address, REQUEST, timeout_s=60, tell_port=ports.append) == 200
     scene.watch._ports.extend(ports)
     line = '(APIServer pid=7) INFO:     127.0.0.1:{} - "POST /v1/completions HTTP/1.1" 200 OK'
@@ -147,3 +150,59 @@ def test_lines_that_tell_of_its_own_questions_are_no_news(service):
 
 def test_a_canary_goes_after_all_others_where_the_engine_has_priorities():
     assert REQUEST.after_all_others() == replace(REQUEST, body={**REQUEST.body, "priority": 1_000_000})
+
+
+LIVES, IDLE, SILENT = (Look(status=200, words="busy"), Look(status=200, words="idle"), Look(status=None))
+HANGS = Look(status=200, words="its engine's process VLLM::EngineCor is stopped")
+SICK, OLD = Look(status=503), Look(status=200)
+
+TABLE = {
+    "it works": ([LIVES, IDLE, LIVES], ""),
+    "one look has no answer": ([LIVES, SILENT], ""),
+    "no answer for long": ([LIVES, SILENT, SILENT, SILENT, SILENT], "left /health unanswered for 6 s"),
+    "one error": ([LIVES, SICK], ""),
+    "two errors": ([LIVES, SICK, SICK], "/health answers 503"),
+    "two errors, and it answers again": ([SICK, SICK, LIVES], ""),
+    "an error, an answer, an error": ([SICK, LIVES, SICK], ""),
+    "its gate says that it hangs": ([LIVES, HANGS], "is stopped"),
+    "it hangs, and leaves a look unanswered": ([HANGS, SILENT], "is stopped"),
+    "it made a step again": ([HANGS, LIVES], ""),
+    "a gate that says nothing": ([OLD, OLD], ""),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_what_follows_from_the_answers(row):
+    looks, expected = TABLE[row]
+    answers = Answers(5.0, 100.0)
+    for number, seen in enumerate(looks):
+        answers.note(seen, 101.5 + 1.5 * number)
+    assert expected in answers.complaint
+    assert bool(answers.complaint) == bool(expected)
+
+
+def test_how_long_it_was_unresponsive_counts_from_the_first_complaint():
+    answers = Answers(5.0, 100.0)
+    for number, seen in enumerate([HANGS, SILENT, HANGS, HANGS]):
+        answers.note(seen, 101.5 + 1.5 * number)
+    assert answers.complaint_s == 4.5
+
+
+def test_an_engine_that_does_nothing_or_hangs_gets_a_canary_at_every_second_look_and_a_busy_one_none():
+    for seen, expected in ((IDLE, [False, True] * 3), (HANGS, [False, True] * 3), (LIVES, [False] * 6)):
+        answers = Answers(5.0, 100.0)
+        taken = []
+        for number in range(6):
+            answers.note(seen, 101.5 + 1.5 * number)
+            taken.append(answers.takes_canary())
+        assert taken == expected
+
+
+def test_after_a_suspension_the_silence_begins_anew():
+    answers = Answers(5.0, 100.0)
+    answers.note(SILENT, 3_700.0)
+    assert answers.complaint == ""
+    answers.note(SILENT, 3_704.0)
+    assert answers.complaint == ""
+    answers.note(SILENT, 3_706.0)
+    assert "unanswered for 6 s" in answers.complaint
