@@ -112,9 +112,16 @@ VARIABLES = (
     ),
     _yours(
         "HPC_SERVE_CANARY_S",
-        "How long an engine may leave a request of one token unanswered and make no other, in seconds, before it "
-        "counts as hung. `0`: nobody asks.",
+        "How long a step of the engine may take in any case, and how long the engine may leave `/health` unanswered, "
+        "in seconds, before it counts as hung. Long prompts justify a longer step. `0`: nobody asks.",
         "`5`; on CPUs `30`",
+        kept=True,
+    ),
+    _yours(
+        "HPC_SERVE_STEP_S",
+        "How long a step of the engine may take at most, in seconds, whatever its prompts justify, and while a kernel "
+        "is compiled.",
+        "`300`",
         kept=True,
     ),
     _yours(

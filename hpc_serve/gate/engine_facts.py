@@ -97,7 +97,7 @@ def _read_counters(prometheus: Any) -> tuple[float, ...] | None:
     registry = prometheus.REGISTRY.restricted_registry(_COUNTERS)
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # of an engine with several API servers
         registry = prometheus.CollectorRegistry()
-        sys.modules["prometheus_client.multiprocess"].MultiProcessCollector(registry)  # type: ignore[attr-defined]
+        sys.modules["prometheus_client.multiprocess"].MultiProcessCollector(registry)
     samples = (sample for metric in registry.collect() for sample in metric.samples if sample.name in _COUNTERS)
     return tuple(sample.value for sample in samples) or None
 

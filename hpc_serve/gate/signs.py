@@ -53,6 +53,11 @@ class Signs:
         self._asked: dict[Asked, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the timer runs."""
+        return self._timer is not None
+
     def add(self, asked: Asked) -> None:
         self._asked[asked] = None
         if self._timer is None:

@@ -505,22 +505,22 @@ class Handler(BaseHTTPRequestHandler):
     server: Engine
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    wfile: Wire
 
     def setup(self) -> None:
         super().setup()
-        self.wfile = Wire(self.wfile, self.connection)
+        self.wire = Wire(self.wfile, self.connection)
+        self.wfile = self.wire  # type: ignore[assignment]
 
     def handle_one_request(self) -> None:
         try:
             super().handle_one_request()
         finally:
-            self.wfile.sign = b""
-            self.server.asked_for_signs.discard(self.wfile)
+            self.wire.sign = b""
+            self.server.asked_for_signs.discard(self.wire)
             self.server.hung.discard(self)
 
     def end_headers(self) -> None:
-        self.wfile.sign = b""
+        self.wire.sign = b""
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -611,8 +611,8 @@ class Handler(BaseHTTPRequestHandler):
             self.error(503, "draining", code="draining", headers={"X-HPC-Serve": "draining", "Retry-After": "2"})
             return False
         if self.headers.get("X-HPC-Serve-Signs") == "1":
-            self.wfile.ask()
-            self.server.asked_for_signs.add(self.wfile)
+            self.wire.ask()
+            self.server.asked_for_signs.add(self.wire)
         return True
 
     def has_key(self) -> bool:
@@ -751,7 +751,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.sign = COMMENT if self.wfile in self.server.asked_for_signs else b""
+        self.wire.sign = COMMENT if self.wire in self.server.asked_for_signs else b""
         self.pause(0)
         if is_chat and options.stub_greedy:  # as vLLM's first chunk
             first = {"index": 0, "finish_reason": None, "delta": {"role": "assistant", "content": ""}}
@@ -767,7 +767,7 @@ class Handler(BaseHTTPRequestHandler):
             if not options.stub_greedy or (request.get("stream_options") or {}).get("include_usage"):
                 self.event(json.dumps({**reply, "choices": [], "usage": self.usage(request, progress.tokens)}))
         self.event("[DONE]")
-        self.wfile.sign = b""
+        self.wire.sign = b""
         if options.stub_stream_end == "whole":
             self.wfile.write(b"0\r\n\r\n")
         self.close_connection = options.stub_stream_end == "broken"

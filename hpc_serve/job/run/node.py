@@ -37,7 +37,7 @@ class LaunchOptions:
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
     `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
-    `canary_s` is how long an engine that was ready may leave small requests unanswered; 0: as long as it likes. After
+    `canary_s` is how long a step of an engine that was ready may take in any case; 0: as long as it likes. After
     `hang_s` seconds of that it is ended. It is started again in place `engine_restarts` times.
     """
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -61,8 +62,9 @@ class Scene:
     def __init__(self, **limits: float) -> None:
         self.judge = Judge(Limits(**limits))
         self.now_s, self.steps = 1_000.0, 0
-        self.due, self.unread, self.here, self.rates = 1, 10, True, {}
-        self.processes = {7: [CORE, "S", 0.0], 8: [RANK, "S", 0.0]}
+        self.due, self.unread, self.here = 1, 10, True
+        self.rates: dict[str, float] = {}
+        self.processes: dict[int, list[Any]] = {7: [CORE, "S", 0.0], 8: [RANK, "S", 0.0]}
         self.burns = True
         self.reads = 0
 

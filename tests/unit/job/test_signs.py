@@ -9,13 +9,14 @@ import ssl
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpc_serve.gate import connection_limits, engine_facts
 from hpc_serve.gate.gate import Gate
 from hpc_serve.gate.judgement import Process
-from hpc_serve.gate.signs import COMMENT_CHUNK, PROCESSING
+from hpc_serve.gate.signs import COMMENT_CHUNK, PROCESSING, Asked, Signs
 from hpc_serve.trust.authority import make_run_certificate
 
 pytest.importorskip("httptools")
@@ -41,7 +42,11 @@ def key_file(tmp_path, monkeypatch):
 class Vllm:
     """vLLM's application as far as the gate knows it. Each path answers in its own way, once it `may_go_on`."""
 
+    gate: Gate
+    answer: Any
+
     def __init__(self) -> None:
+        self.answer = self.answer_by_path
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
             parallel_config=SimpleNamespace(distributed_executor_backend="mp", nnodes=1),
@@ -59,7 +64,7 @@ class Vllm:
         scope["app"] = self
         await self.gate(scope, receive, send)
 
-    async def answer(self, scope, receive, send):
+    async def answer_by_path(self, scope, receive, send):
         self.seen.append(scope)
         headers = {
             "/v1/events": [(b"content-type", b"text/event-stream; charset=utf-8")],
@@ -295,7 +300,7 @@ def test_a_client_that_reads_nothing_gets_no_signs_on_top():
         assert COMMENT_CHUNK not in text
 
 
-def test_thousands_that_ask_and_leave_cost_nothing_afterwards():
+def test_many_that_ask_and_leave_disturb_nobody():
     vllm = Vllm()
     with served(vllm) as port:
         for _ in range(20):
@@ -307,11 +312,26 @@ def test_thousands_that_ask_and_leave_cost_nothing_afterwards():
         staying.until(PROCESSING, 2)
         vllm.may_go_on.set()
         staying.until(OK)
-        deadline = time.monotonic() + 60
-        while vllm.gate._signs._timer is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert vllm.gate._signs._timer is None
-        assert not vllm.gate._signs._asked
+
+
+def test_a_timer_runs_while_a_request_asks_and_only_then():
+    async def test() -> None:
+        async def send(message):
+            pass
+
+        signs, written = Signs(lambda: False), asyncio.Event()
+        assert not signs.is_running
+        asked = [Asked(lambda is_at_comment: written.set(), send, asyncio.get_running_loop()) for _ in range(3_000)]
+        for one in asked:
+            signs.add(one)
+        await written.wait()
+        assert signs.is_running
+        for one in asked:
+            signs.remove(one)
+        while signs.is_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 # -- signs follow the judgement
