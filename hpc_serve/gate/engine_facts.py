@@ -65,13 +65,17 @@ def see(app: Any) -> Seen:
         return Seen()
     config, requests = engine.vllm_config, engine.output_processor.request_states
     parallel = config.parallel_config
+    is_here = parallel.nnodes == 1 and parallel.data_parallel_size == parallel.data_parallel_size_local
     return Seen(
         due=len(requests),
         unread_tokens=sum(one.prompt_len for one in requests.values() if one.is_prefilling),
         counters=_read_counters(registry),
         step_tokens=config.scheduler_config.max_num_batched_tokens,
         rates=dict(_prompt_rates(requests.items())),
-        ranks_are_here=parallel.distributed_executor_backend in ("mp", "uni", None) and parallel.nnodes == 1,
+        # A rank of another kind of device may sleep through a step.
+        ranks_burn_cpu_here=is_here
+        and parallel.distributed_executor_backend in ("mp", "uni", None)
+        and config.device_config.device_type in ("cuda", "cpu"),
     )
 
 

@@ -51,7 +51,7 @@ class Seen:
     """What one look saw: how many requests the core has, and the tokens of the prompts it has not read yet.
 
     `counters` change with each step. A step reads `step_tokens` at most. `rates` are the tokens a second at which
-    prompts were read, by request. `ranks_are_here`: all ranks of the engine are processes that the look can see.
+    prompts were read, by request. `ranks_burn_cpu_here`: all ranks are processes of this node, and a step uses CPU.
     """
 
     due: int = 0
@@ -59,7 +59,7 @@ class Seen:
     counters: Hashable = None
     step_tokens: int | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
-    ranks_are_here: bool = False
+    ranks_burn_cpu_here: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class Judge:
             learned_s=min(learned_s, _MOST_LEARNED_S),
             compiles=watch.compiles,
         )
-        proves = self._cpu_proves_something and seen.ranks_are_here
+        proves = self._cpu_proves_something and seen.ranks_burn_cpu_here
         return Facts(
             still_s=still_s,
             step_s=allowed_s,

@@ -82,7 +82,7 @@ class Scene:
                 unread_tokens=self.unread,
                 counters=(float(self.steps),),
                 rates=self.rates,
-                ranks_are_here=self.here,
+                ranks_burn_cpu_here=self.here,
             )
             self.judge.look(seen, self.read, self.now_s)
         return self.judge.fault

@@ -49,7 +49,10 @@ class Vllm:
         self.answer = self.answer_by_path
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
-            parallel_config=SimpleNamespace(distributed_executor_backend="mp", nnodes=1),
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend="mp", nnodes=1, data_parallel_size=1, data_parallel_size_local=1
+            ),
+            device_config=SimpleNamespace(device_type="cuda"),
         )
         self.requests: dict[str, SimpleNamespace] = {}
         processor = SimpleNamespace(request_states=self.requests)
