@@ -77,7 +77,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again_while_others_wait_for_i
     waiting = alice.cluster.popen(["hpc-serve", "wait", "hangs"], user=alice.name, env=alice.environ)
     again = alice.wait_for_record("hangs", job_id, lambda record: record["state"] == "starting", 180)
     assert again["stage"].startswith("starting the engine again (1 of 3)")
-    found = re.search(r"engine was unresponsive for (\d+) s: its engine has made no token for", again["reason"])
+    found = re.search(r"engine was unresponsive for (\d+) s: its engine has made no step", again["reason"])
     assert int(found[1]) >= HANG_S
     hang.unlink()
     wait_for_start(alice, "hangs", job_id, 1)
