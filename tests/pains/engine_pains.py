@@ -69,7 +69,7 @@ def frozen_engine(site: Site) -> Seen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     said = f"unresponsive: {status['reason']}"
-    return Seen(said=said, by="the canary", is_before_weights=None, seconds=time.monotonic() - began_at)
+    return Seen(said=said, by="the gate", is_before_weights=None, seconds=time.monotonic() - began_at)
 
 
 @pain(
