@@ -17,6 +17,12 @@ SIGNS = (b"x-hpc-serve-signs", b"1")
 """In requests that ask for signs that the engine lives, until and within the answer; see `gate/signs.py`."""
 ENGINE_HEADER = b"x-hpc-serve-engine"
 """In answers of /health to who shows the key: `idle`, `busy`, or why the engine counts as hung."""
+PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+"""The sign until an answer begins."""
+COMMENT = b":\n\n"
+"""The sign within a stream of events, which is a comment there."""
+COMMENT_CHUNK = b"3\r\n" + COMMENT + b"\r\n"
+"""The same as a chunk of the answer's body."""
 REQUESTS_HEADER = b"x-hpc-serve-requests"
 """In answers of /metrics: the RequestCount of the gate that passed the question on."""
 

@@ -17,9 +17,8 @@ import pytest
 from hpc_serve.client import connect
 from hpc_serve.client.connections import verified_streams
 from hpc_serve.client.discovery import discovery, reading
-from hpc_serve.client.replicas import pool, probe
+from hpc_serve.client.replicas import pool, probe, silence_limit
 from hpc_serve.client.requests import exchange
-from hpc_serve.client.silence import lateness, pulse
 from hpc_serve.job.engine import health
 from tests.support.stubs import StubService
 
@@ -39,9 +38,8 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, PATIENCE_S)
     for function in (probe.probe, probe.probe_record, probe.probe_records, health.read_load):
         monkeypatch.setitem(function.__kwdefaults__, "timeout_s", PATIENCE_S)
-    for name in ("SILENT_S", "QUIET_S"):
-        monkeypatch.setattr(pulse, name, math.inf)
-    monkeypatch.setattr(lateness, "ASK_S", math.inf)
+    monkeypatch.setattr(silence_limit, "SILENT_S", PATIENCE_S)
+    monkeypatch.setattr(silence_limit, "MOST_SILENT_S", PATIENCE_S)
     monkeypatch.setattr(pool, "WEIGH_S", math.inf)
 
 

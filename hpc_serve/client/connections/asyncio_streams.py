@@ -66,11 +66,11 @@ class AsyncioStream(core.AsyncNetworkStream):
         return ends.take(max_bytes)
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send. What WriteTimeout leaves unsent is sent by the event loop; a call without bytes waits for it again."""
         ends = self.ends
-        if not buffer:
-            return
-        _check_writable(ends)
-        ends.transport.write(buffer)
+        if buffer:
+            _check_writable(ends)
+            ends.transport.write(buffer)
         while ends.is_full:
             await ends.writer.wait(timeout)
             _check_writable(ends)

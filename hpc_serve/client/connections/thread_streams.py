@@ -45,19 +45,20 @@ class SocketStream(core.NetworkStream):
             raise core.ReadError(error) from error
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Send, at the latest with the next `read`."""
+        """Send, at the latest with the next `read`. What WriteTimeout leaves unsent is sent by the next call."""
         self._write_timeout_s = timeout
         self._unsent += buffer
         if len(self._unsent) > _MOST_UNSENT_BYTES:
             self._send()
 
     def _send(self) -> None:
+        unsent = memoryview(self._unsent)
         try:
             self._limit(self._write_timeout_s)
-            unsent = memoryview(self._unsent)
             while unsent:
                 unsent = unsent[self._socket.send(unsent) :]
         except TimeoutError as error:
+            self._unsent = bytes(unsent)
             raise core.WriteTimeout(error) from error
         except OSError as error:
             raise core.WriteError(error) from error

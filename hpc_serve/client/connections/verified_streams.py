@@ -1,4 +1,4 @@
-"""One connection to an engine: it is verified before it carries a key or a prompt, and other threads can cut it.
+"""One connection to an engine: it is verified before it carries a key or a prompt, and fails when its replica is lost.
 
 Standard sockets and the HTTP library's own streams, in threads and in event loops. Which engine a URL stands for is
 decided in `connections`.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from hpc_serve.client.connections.asyncio_streams import AsyncioBackend
-from hpc_serve.client.connections.origins import OpenConnection, Origins, always, sender
+from hpc_serve.client.connections.answer_wait import AnswerWait, Judge
+from hpc_serve.client.connections.asyncio_streams import AsyncioBackend, AsyncioStream
+from hpc_serve.client.connections.origins import Origins
 from hpc_serve.client.connections.thread_streams import SocketStream
 from hpc_serve.client.replicas.event_loops import has_ended, is_asyncio, running_loop
 from hpc_serve.client.replicas.pool import ReplicaAddress
-from hpc_serve.client.replicas.sdk import core
+from hpc_serve.client.replicas.sdk import core, http
 from hpc_serve.errors import RecordError
 from hpc_serve.trust.connection import tls_refusal
 from hpc_serve.trust.pinned import pinned_context
@@ -28,7 +28,7 @@ from hpc_serve.trust.pinned import pinned_context
 _DEFAULT_CONNECT_S = 5.0
 
 # A host without power answers nothing, not even that a connection is closed. The kernel asks an idle one after 10 s,
-# and gives up 25 s after the last sign of life.
+# and gives up 25 s after the last packet. That counts where no other replica is ready: else silence decides sooner.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -54,34 +54,36 @@ class _Deadline:
 
 
 class Connection(core.NetworkStream):
-    """A verified connection that another thread can cut."""
+    """A verified connection in threads. Its reads and writes raise ReplicaLostError when its replica is lost."""
 
-    def __init__(self, stream: core.NetworkStream) -> None:
+    def __init__(self, stream: core.NetworkStream, replica: ReplicaAddress, judge: Judge) -> None:
         self._stream = stream
-        # Reentrant: the garbage collector may close the connection of a dropped stream in the middle of any line.
-        self._lock = threading.RLock()
-        # Called once for each piece of an answer: nothing is to stand in between.
-        self.read = stream.read  # type: ignore[method-assign]
+        self.wait = AnswerWait(replica, judge)
+        self.close = stream.close  # type: ignore[method-assign]
         self.get_extra_info = stream.get_extra_info  # type: ignore[method-assign]
 
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        _tell_sender(self)
-        self._stream.write(buffer, timeout)
-
-    def close(self) -> None:
-        with self._lock:
-            self._stream.close()
-
-    def cut(self, is_due: Callable[[], bool] = always) -> None:
-        """Break the connection, from any thread: whoever reads or writes gets an error."""
-        # Below TLS, which another thread may be reading; under the lock, so that the number is still this socket's. Who
-        # has the lock already is closing the connection, or cuts it, and may wait for one that is held here.
-        if is_due() and self._lock.acquire(blocking=False):
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        wait_s = self.wait.begin(timeout)
+        while True:
             try:
-                if is_due():
-                    _shut_down(self.get_extra_info("socket"))
-            finally:
-                self._lock.release()
+                data = self._stream.read(max_bytes, wait_s)
+            except (core.ReadTimeout, core.WriteTimeout):
+                if (again_s := self.wait.again()) is None:
+                    raise
+                wait_s = again_s
+            else:
+                self.wait.end(data)
+                return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        wait_s = self.wait.begin_write(timeout)
+        while True:
+            try:
+                return self._stream.write(buffer, wait_s)
+            except core.WriteTimeout:
+                if (again_s := self.wait.again()) is None:
+                    raise
+                wait_s, buffer = again_s, b""  # the stream keeps what is unsent
 
     def leave(self) -> None:
         """Give this process's hold of the connection up; the process that it was forked from keeps its own."""
@@ -89,69 +91,73 @@ class Connection(core.NetworkStream):
 
 
 class AsyncConnection(core.AsyncNetworkStream):
-    """The same. Its socket belongs to an event loop, which cuts it."""
+    """The same in an event loop."""
 
-    def __init__(self, stream: core.AsyncNetworkStream) -> None:
+    def __init__(self, stream: core.AsyncNetworkStream, replica: ReplicaAddress, judge: Judge) -> None:
         self._loop = running_loop()
         self._stream = stream
-        self.read = stream.read  # type: ignore[method-assign]
+        self.wait = AnswerWait(replica, judge)
         self.aclose = stream.aclose  # type: ignore[method-assign]
         self.get_extra_info = stream.get_extra_info  # type: ignore[method-assign]
 
-    def write(self, buffer: bytes, timeout: float | None = None) -> Coroutine[Any, Any, None]:
-        _tell_sender(self)
-        return self._stream.write(buffer, timeout)
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        wait_s = self.wait.begin(timeout)
+        while True:
+            try:
+                data = await self._stream.read(max_bytes, wait_s)
+            except core.ReadTimeout:
+                if (again_s := self.wait.again()) is None:
+                    raise
+                wait_s = again_s
+            else:
+                self.wait.end(data)
+                return data
 
-    def cut(self, is_due: Callable[[], bool] = always) -> None:
-        """Break the connection, from any thread."""
-        call = (
-            self._loop.call_soon_threadsafe if hasattr(self._loop, "call_soon_threadsafe") else self._loop.run_sync_soon
-        )
-        with suppress(RuntimeError):  # the loop has ended
-            call(self._cut_if, is_due)
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        wait_s = self.wait.begin_write(timeout)
+        if not isinstance(self._stream, AsyncioStream):  # the library's own forget what is unsent after a timeout
+            return await self._stream.write(buffer, timeout)
+        while True:
+            try:
+                return await self._stream.write(buffer, wait_s)
+            except core.WriteTimeout:
+                if (again_s := self.wait.again()) is None:
+                    raise
+                wait_s, buffer = again_s, b""
 
     def end_with_loop(self) -> None:
         """Break the connection if its event loop has ended."""
         if has_ended(self._loop):
-            self._cut_here()
+            _shut_down(self.get_extra_info("socket"))
 
     def leave(self) -> None:
         _leave(self.get_extra_info("socket"))
 
-    def _cut_if(self, is_due: Callable[[], bool]) -> None:
-        if is_due():
-            self._cut_here()
 
-    def _cut_here(self) -> None:
-        _shut_down(self.get_extra_info("socket"))
-
-
-def _tell_sender(connection: OpenConnection) -> None:
-    if (request := sender.get()) is not None:
-        request.sends_on(connection)
+def answer_begins(response: http.Response) -> None:
+    """Note that an answer has begun: within one that is no stream of events no signs come."""
+    connection = response.extensions.get("network_stream")
+    if isinstance(connection, Connection | AsyncConnection) and not is_event_stream(response):
+        connection.wait.expects_signs = False
 
 
 @contextmanager
 def reads_within(connection: Any, seconds: float) -> Iterator[None]:
-    """Reads of a connection take so many seconds at most, all together."""
-    read, deadline = connection.read, _Deadline(seconds)
-    connection.read = lambda most_bytes, timeout=None: read(most_bytes, deadline.left_s)
-    try:
+    """Let all reads of a response's connection together take so many seconds at most."""
+    with connection.wait.within(seconds):
         yield
-    finally:
-        connection.read = read
+
+
+def is_event_stream(response: http.Response) -> bool:
+    return response.headers.get("content-type", "").startswith("text/event-stream")
 
 
 class _Handshake:
-    """A connection that is being verified: another thread can cut it."""
+    """A connection that is being verified."""
 
     def __init__(self, stream: Any) -> None:
         # A second number of the same connection: TLS takes the first one away from the stream.
         self._socket = socket.socket(fileno=os.dup(stream.get_extra_info("socket").fileno()))
-
-    def cut(self, is_due: Callable[[], bool] = always) -> None:
-        if is_due():
-            _shut_down(self._socket)
 
     def leave(self) -> None:
         _leave(self._socket)
@@ -202,11 +208,10 @@ class VerifyingBackend(core.NetworkBackend):
         )
         try:
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
-                self._origins.add_connection(replica, handshake)
-                _tell_sender(handshake)
+                self._origins.add_connection(handshake)
                 stream = stream.start_tls(pinned_context(replica.identity.certificate), timeout=deadline.left_s)
-            connection = Connection(SocketStream(stream))
-            self._origins.add_connection(replica, connection)
+            connection = Connection(SocketStream(stream), replica, self._origins.judge)
+            self._origins.add_connection(connection)
             return connection
         except BaseException:
             stream.close()
@@ -231,12 +236,11 @@ class AsyncVerifyingBackend(core.AsyncNetworkBackend):
         )
         try:
             with _as_failed_connect(replica), _Handshake(stream) as handshake:
-                self._origins.add_connection(replica, handshake)
-                _tell_sender(handshake)
+                self._origins.add_connection(handshake)
                 context = pinned_context(replica.identity.certificate)
                 stream = await stream.start_tls(context, timeout=deadline.left_s)
-            connection = AsyncConnection(stream)
-            self._origins.add_connection(replica, connection)
+            connection = AsyncConnection(stream, replica, self._origins.judge)
+            self._origins.add_connection(connection)
             return connection
         except BaseException:
             await stream.aclose()

@@ -13,23 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 
+from hpc_serve.client.discovery.lost_replicas import LookResult, LostReplicas
 from hpc_serve.client.discovery.reading import RecordReader
 from hpc_serve.client.discovery.search import Search
 from hpc_serve.client.discovery.wake import Waker
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
-from hpc_serve.client.replicas.probe import LeaseWatch, probe_records
+from hpc_serve.client.replicas.probe import LeaseWatch, in_background, probe_records
 from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
-from hpc_serve.client.silence.request_watch import LookResult, RequestWatch
-from hpc_serve.client.silence.silence import Silence
 from hpc_serve.errors import HpcServeError
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0
+OTHERS = 2  # so many replicas are asked beside one whose requests wait
 PROBE_S = 2.0  # a probe of a replica that is to be used waits so long for each answer
 
 Probe = Callable[[Sequence[EndpointRecord], str], dict[str, ProbeResult]]
@@ -58,7 +58,7 @@ class ServiceWatch:
         self.store = store
         self.service = service
         self.pool = ReplicaPool(clock=clock)
-        self.requests = RequestWatch(self._look_after, Silence(self.pool))
+        self.lost = LostReplicas(self.pool, self._look_after, self._ask_others, clock=clock)
         self.last_replica = LastReplica()
         self.waker = Waker(store, service, may_wake=may_wake)
         self.status = ServiceStatus(service=service, home=str(store.home))
@@ -85,7 +85,7 @@ class ServiceWatch:
         self._make_locks()
         self._proofs.after_fork()
         self.pool.after_fork()
-        self.requests.after_fork()
+        self.lost.after_fork()
 
     def __repr__(self) -> str:
         return f"ServiceWatch({self.service!r} in {str(self.store.home)!r})"
@@ -161,8 +161,9 @@ class ServiceWatch:
         return self.pool.take(tried)
 
     def mark_suspect(self, replica: ReplicaAddress) -> None:
-        """Offer a replica no more until it has been probed again."""
+        """Offer a replica no more until it has been probed again, and last for a while then."""
         self._proofs.doubt(replica.name)
+        self.pool.lose(replica)
         self.pool.drop(replica.name)
 
     def is_being_stopped(self, replica: ReplicaAddress) -> bool:
@@ -170,8 +171,14 @@ class ServiceWatch:
         record = self._reader.record(replica.name)
         return record is not None and record.state in ("draining", "stopped")
 
+    def _ask_others(self, names: Set[str]) -> None:
+        """Ask a few replicas that are not in `names`, each in a thread of its own."""
+        proven = self._proofs.proven
+        for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:OTHERS]:
+            in_background(self._ask, proven[name])
+
     def _look_after(self, names: Set[str]) -> LookResult:
-        """Look at the replicas in `names`, which have requests under way: which of them are lost. Raises StoreError."""
+        """Look at the replicas in `names`, whose requests wait: which of them are lost. Raises StoreError."""
         with self._refresh_lock:
             if is_due := self._is_refresh_due:
                 self._refreshed_at_s = self._clock()
@@ -218,7 +225,10 @@ class ServiceWatch:
         self._search = None
         ready = [(replica.record, replica.probe) for replica in status.ready]
         addresses = [_address(record, probe, self.api_key) for record, probe in ready if record and probe]
-        self.pool.fill(addresses, doubtful=self._proofs.doubtful)
+        self.pool.fill(addresses)
+        for address in addresses:
+            if self._proofs.missed(address.name):
+                self.pool.lose(address)
         return status
 
     def _assess(self, found: ServiceRecords, probes: dict[str, ProbeResult]) -> ServiceStatus:
@@ -264,7 +274,9 @@ class ServiceWatch:
         return results
 
     def _judge(self, record: EndpointRecord, result: ProbeResult) -> ProbeResult:
-        was_heard = self.requests.was_heard(record.name)
+        if result.status == "ready":
+            self.lost.note_answer(record.name)
+        was_heard = self.lost.was_heard(record.name)
         return self._proofs.judge(record, result, self._clock(), was_heard=was_heard)
 
 
@@ -279,4 +291,4 @@ def _ready_ones(records: Sequence[EndpointRecord]) -> list[EndpointRecord]:
 def _address(record: EndpointRecord, result: ProbeResult, api_key: str) -> ReplicaAddress:
     assert result.host is not None
     identity = Identity.of(record, api_key)
-    return ReplicaAddress(name=record.name, host=result.host, port=record.port, identity=identity)
+    return ReplicaAddress(name=record.name, host=result.host, port=record.port, identity=identity, signs=record.signs)

@@ -1,7 +1,7 @@
 """Which ready replica a request goes to: the one with the fewest requests under way for what it can take.
 
 How much each can take is measured by how fast it answered (`speeds`): a client with few requests at a time has nothing
-to count. Pure, apart from the clock and the random choice among equals.
+to count. A replica that was lost lately comes last. Pure, apart from the clock and the random choice among equals.
 """
 
 from __future__ import annotations
@@ -17,15 +17,32 @@ from hpc_serve.trust.connection import Identity
 
 WEIGH_S = 0.2  # replicas are weighed again after this time: a choice is to cost little
 
+# A replica that was lost is chosen last for the first time, after each further loss for twice as long.
+LOST_FOR_S = 1.0
+MOST_LOST_FOR_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaAddress:
-    """Where a replica answers, and how it shows that it is this replica; `name` is its record's."""
+    """Where a replica answers, and how it shows that it is this replica; `name` is its record's.
+
+    `signs`: within its answers it sends signs that it lives.
+    """
 
     name: str
     host: str
     port: int
     identity: Identity
+    signs: bool = False
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """How often a replica was lost since its last whole answer, and until when it is chosen last."""
+
+    replica: ReplicaAddress
+    times: int
+    until_s: float
 
 
 class ReplicaPool:
@@ -39,8 +56,7 @@ class ReplicaPool:
         # Reentrant: the garbage collector may end a request, and give its replica back, in the middle of any line.
         self._lock = threading.RLock()
         self._replicas: Mapping[str, ReplicaAddress] = {}  # never changed, but replaced: who reads it needs no lock
-        self._doubtful: Set[str] = frozenset()
-        self._doubtful_too: Set[str] = frozenset()
+        self._losses: dict[str, _Loss] = {}
         self._under_way: dict[str, int] = {}
         self._speeds = Speeds()
         self._weights: Mapping[str, float] = {}
@@ -53,11 +69,10 @@ class ReplicaPool:
         """Whether a replica is offered."""
         return name in self._replicas
 
-    def fill(self, replicas: Iterable[ReplicaAddress], *, doubtful: Set[str] = frozenset()) -> None:
-        """Offer these replicas and no others, the doubtful ones last. Counts of replicas that stay go on."""
+    def fill(self, replicas: Iterable[ReplicaAddress]) -> None:
+        """Offer these replicas and no others. Counts of replicas that stay go on."""
         with self._lock:
             self._replicas = {replica.name: replica for replica in replicas}
-            self._doubtful = doubtful
             self._speeds.keep(self._replicas)
             self._weighed_at_s = float("-inf")
 
@@ -66,30 +81,39 @@ class ReplicaPool:
         with self._lock:
             self._replicas = {**self._replicas, replica.name: replica}
 
-    def doubt_also(self, names: Set[str]) -> None:
-        """Offer these last, too, and of those that were named here before only these."""
-        self._doubtful_too = names
+    def lose(self, replica: ReplicaAddress) -> None:
+        """Offer a replica last for a while: it was lost. What is lost with it at the same time counts once."""
+        with self._lock:
+            if self.is_lost(replica):
+                return
+            before, now_s = self._losses.get(replica.name), self._clock()
+            times = before.times + 1 if before is not None and before.replica == replica else 1
+            for_s = min(LOST_FOR_S * 2 ** (times - 1), MOST_LOST_FOR_S)
+            old = [name for name, loss in self._losses.items() if now_s - loss.until_s > MOST_LOST_FOR_S]
+            for name in old:
+                del self._losses[name]
+            self._losses[replica.name] = _Loss(replica, times, now_s + for_s)
+
+    def is_lost(self, replica: ReplicaAddress) -> bool:
+        """Return whether a replica was lost so lately that it is chosen last."""
+        loss = self._losses.get(replica.name)
+        return loss is not None and loss.replica == replica and self._clock() < loss.until_s
 
     def has_others(self, names: Set[str]) -> bool:
         """Whether a replica is offered that is not named."""
         return any(name not in names for name in self._replicas)
 
     def others(self, names: Set[str]) -> list[ReplicaAddress]:
-        """The replicas that are offered and not named, those that are not in doubt first."""
-        found = [replica for name, replica in self._replicas.items() if name not in names]
-        return sorted(found, key=lambda replica: self._is_doubtful(replica.name))
-
-    def _is_doubtful(self, name: str) -> bool:
-        return name in self._doubtful or name in self._doubtful_too
+        """The replicas that are offered and not named."""
+        return [replica for name, replica in self._replicas.items() if name not in names]
 
     def drop(self, name: str) -> None:
         """Offer a replica no more."""
         with self._lock:
             self._replicas = {known: replica for known, replica in self._replicas.items() if known != name}
 
-    def take(self, tried: Set[str] = frozenset(), *, doubtful_too: bool = True) -> ReplicaAddress | None:
-        """The least loaded replica not in `tried`, to be given back; None if there is none. Those in doubt come last,
-        or not at all.
+    def take(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
+        """The least loaded replica not in `tried`, to be given back; None if there is none. What was lost comes last.
 
         Of equals one is chosen at random: many clients with one request each would all choose the same replica. By the
         same chance a slower one gets its share of the requests of a client that has no other under way.
@@ -97,13 +121,9 @@ class ReplicaPool:
         with self._lock:
             weights = self._weigh()
             replica = min(
-                (
-                    replica
-                    for name, replica in self._replicas.items()
-                    if name not in tried and (doubtful_too or not self._is_doubtful(name))
-                ),
+                (replica for name, replica in self._replicas.items() if name not in tried),
                 key=lambda replica: (
-                    self._is_doubtful(replica.name),
+                    bool(self._losses) and self.is_lost(replica),
                     (self._under_way.get(replica.name, 0) + self._chance()) / weights.get(replica.name, 1.0),
                 ),
                 default=None,
@@ -123,11 +143,15 @@ class ReplicaPool:
             self._weights, self._weighed_at_s = self._speeds.weights(self._replicas, now_s), now_s
         return self._weights
 
-    def give_back(self, replica: ReplicaAddress, kind: Kind | None = None, took_s: float = 0.0) -> None:
-        """A request of `take` is over; it took so long, if its answer was of a `kind`."""
+    def give_back(
+        self, replica: ReplicaAddress, kind: Kind | None = None, took_s: float = 0.0, *, is_whole: bool = False
+    ) -> None:
+        """A request of `take` is over; it took so long, if its answer was of a `kind`. `is_whole`: all of it came."""
         with self._lock:
             if kind is not None:
                 self._speeds.note(replica.name, kind, took_s, self._clock())
+            if is_whole and self._losses:
+                self._losses.pop(replica.name, None)
             left = self._under_way[replica.name] - 1
             if left:
                 self._under_way[replica.name] = left
@@ -135,5 +159,6 @@ class ReplicaPool:
                 del self._under_way[replica.name]
 
     def after_fork(self) -> None:
-        """In a forked process the lock may be one that a thread of the other process holds."""
+        """In a forked process no request of `take` is under way, and a thread of the parent may hold the lock."""
         self._lock = threading.RLock()
+        self._under_way = {}

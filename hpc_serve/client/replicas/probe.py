@@ -122,7 +122,7 @@ class LeaseWatch:
         return now_s - since_s
 
 
-def in_background(call: Callable[..., None], *args: object) -> threading.Thread:
+def in_background(call: Callable[..., object], *args: object) -> threading.Thread:
     """Call a function in a thread of its own."""
     # Daemons: a probe of an address that drops packets must not delay the end of the program.
     thread = threading.Thread(target=call, args=args, daemon=True, name="hpc-serve-probe")

@@ -52,12 +52,6 @@ class Proofs:
         """The last records of the replicas that have proved themselves and are not known to be over."""
         return self._proven
 
-    @property
-    def doubtful(self) -> Set[str]:
-        """The replicas that missed the last probe, or several."""
-        with self._lock:
-            return {name for name, count in self._missed.items() if count}
-
     def missed(self, name: str) -> int:
         """How many probes in a row a replica has missed."""
         return self._missed.get(name, 0)

@@ -9,6 +9,7 @@ from hpc_serve.client.connections.connections import Origins
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.resume.relay import Ask
+from hpc_serve.rendezvous.gate_headers import SIGNS
 
 CONNECT_S = 5.0
 CONNECT_FIRST_S = 1.5  # where another replica can be tried: one lost packet is sent again after 1 s
@@ -59,6 +60,7 @@ def _headers(request: http.Request, replica: ReplicaAddress) -> http.Headers:
     headers["Host"] = request.url.netloc.decode("ascii")
     # Always the service's own key: the SDK may have taken keys and headers meant for OpenAI from the environment.
     headers["Authorization"] = f"Bearer {replica.identity.api_key}"
+    headers[SIGNS[0].decode()] = SIGNS[1].decode()
     return headers
 
 

@@ -2,8 +2,8 @@
 
 No work was begun after a refused connection, after our gate's "draining", and after an error of an engine that is being
 stopped: the next replica gets the request at once. What may be sent again after it was lost with a replica says
-`repeats`; a second request beside the first is one of `hedge`. The transports carry out what is decided here: each step
-that waits for something is handed to them (`steps`).
+`repeats`. The transports carry out what is decided here: each step that waits for something is handed to them
+(`steps`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.addressing import CONNECT_FIRST_S, CONNECT_S, addressed, own_request, shown_url
 from hpc_serve.client.requests.attempt import Attempt
-from hpc_serve.client.requests.hedge import SecondRequest
-from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived, was_lost
-from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Steps, WaitForReplica, WaitForSecond
+from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats, never_arrived
+from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Steps, WaitForReplica
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Ask, Relay
 from hpc_serve.client.resume.relay import Steps as Asks
 from hpc_serve.client.resume.request import read_request
 from hpc_serve.errors import HpcServeError, StreamBrokenError
-from hpc_serve.rendezvous.gate_headers import is_draining
+from hpc_serve.rendezvous.gate_headers import SIGNS, is_draining
 
 # A request that was lost waits for another replica as long as `connect(wait=…)` says, and for so long without it.
 LOST_WAIT_S = 10.0
@@ -52,11 +51,9 @@ class Exchange:
         self._tried: set[str] = set()
         self._returns = 0
         self._repeats = Repeats(request)
-        self._has_second = False
         self.sent = 0
         self.resumed = 0
         content = request.content if self._repeats.is_replayable else None
-        self._prompt_bytes = len(content or b"")
         asked = read_request(request.url.path, content) if resume and content is not None else None
         self.relay: Relay | None = Relay(asked) if asked is not None else None
 
@@ -70,23 +67,19 @@ class Exchange:
                 if not self._repeats.lost:
                     raise
                 raise self._repeats.as_lost(f"no other one is ready: {error}") from failure
-            if self.relay is None:
-                attempt.ask_beside = self._ask_beside
             self._request.url = shown_url(self._request.url, attempt.replica)
             self.sent += 1
             try:
                 response: http.Response = yield Send(self._addressed(attempt), attempt)
             except BaseException as error:
-                if (second := (yield from self._answer_beside(attempt, error))) is not None:
-                    return second
-                failure = attempt.end_with(error)
-                self._repeats.count(failure)
-                if self._repeats.may_follow(failure):
+                attempt.end_with(error)
+                self._repeats.count(error)
+                if self._repeats.may_follow(error):
+                    failure = error
                     continue
-                shown = self._repeats.shown(failure)
-                if shown is failure:
-                    raise failure from failure.__cause__
-                raise shown from failure
+                if (shown := self._repeats.shown(error)) is error:
+                    raise
+                raise shown from error
             if response.status_code < 500:
                 return response
             try:
@@ -97,7 +90,6 @@ class Exchange:
                 yield Close(response)
                 raise
             yield Close(response)
-            self._forget_second(attempt)
 
     def goes_on(self, response: http.Response) -> bool:
         """Whether a break of this response is ours to mend."""
@@ -133,9 +125,10 @@ class Exchange:
                 attempt.end()
                 raise broken_stream(relay, replica, failure, str(error)) from failure
             except BaseException as error:
-                failure = attempt.end_with(error)
-                if not isinstance(failure, http.TransportError):
+                attempt.end_with(error)
+                if not isinstance(error, http.TransportError):
                     raise
+                failure = error
                 self._repeats.lost += not never_arrived(failure)
                 continue
             failure = http.RemoteProtocolError(f"HTTP {response.status_code}: {said.decode(errors='replace')[:200]}")
@@ -165,59 +158,9 @@ class Exchange:
 
     def _take(self, tried: set[str] | frozenset[str]) -> Attempt | None:
         replica = self._watch.pick(tried)
-        return Attempt(self._watch, replica, self._origins, self._prompt_bytes) if replica is not None else None
-
-    # -- a second request beside the first
-
-    def _ask_beside(self, first: Attempt) -> bool:
-        """Ask another replica, too, once, if it may be: whether it is. Called by the thread that watches requests."""
-        if self._has_second or not self._repeats.may_be_asked_twice:
-            first.ask_beside = None
-            return False
-        replica = self._watch.pool.take(self._tried, doubtful_too=False)
         if replica is None:
-            return False
-        self._has_second, first.ask_beside = True, None
-        self._tried.add(replica.name)
-        self.sent += 1
-        origins = Origins()
-        attempt = Attempt(self._watch, replica, origins, self._prompt_bytes, is_second=True)
-        request = addressed(self._request, replica, origins, content=self._request.content)
-        first.second = second = SecondRequest(first, attempt, origins)
-        second.begin(request, lambda: self._watch.requests.cut(first))
-        if not first.is_waiting and not second.is_waited_for:
-            second.cancel()
-        return True
-
-    def _answer_beside(self, first: Attempt, error: BaseException) -> Steps[http.Response | None]:
-        """The answer of the second request, if there is one that may still come, to the first, which has failed."""
-        second = first.second
-        if not isinstance(second, SecondRequest):
             return None
-        if not was_lost(error) and not never_arrived(error):
-            second.cancel()
-            return None
-        second.is_waited_for = True
-        first.end(is_suspect=first.is_unanswered)
-        try:
-            response: http.Response | None = yield WaitForSecond(second)
-        except BaseException:
-            second.cancel()
-            raise
-        if response is None:
-            if second.failure is not None:
-                self._repeats.count(second.failure)
-            else:
-                self._forget_second(first)
-            return None
-        self._watch.last_replica.note(second.replica.name)
-        self._request.url = shown_url(self._request.url, second.replica)
-        return response
-
-    def _forget_second(self, first: Attempt) -> None:
-        """The replica that was asked beside the first has neither answered nor failed: it may be asked again."""
-        if isinstance(first.second, SecondRequest):
-            self._tried.discard(first.second.replica.name)
+        return Attempt(self._watch, replica, shows_signs=SIGNS[0].decode() in self._request.headers)
 
     # -- whether again
 

@@ -6,9 +6,6 @@ has no side effects, and to three in all: it may be what ends engines. Any other
 
 from __future__ import annotations
 
-import functools
-import json
-
 from hpc_serve.client.replicas.sdk import http, openai
 
 MOST_ENGINES = 3
@@ -48,17 +45,6 @@ class Repeats:
             return self._request.content is not None
         except http.RequestNotRead:
             return False
-
-    @functools.cached_property
-    def may_be_asked_twice(self) -> bool:
-        """Whether two replicas may work on it at the same time, and the first whole answer be taken."""
-        if self._request.method != "POST" or not self.is_without_effect or not self.is_replayable:
-            return False
-        try:
-            body = json.loads(self._request.content)
-        except ValueError:  # an upload
-            return False
-        return isinstance(body, dict) and not body.get("stream")
 
     def count(self, failure: BaseException) -> None:
         """The request failed at a replica."""

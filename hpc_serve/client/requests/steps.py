@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from hpc_serve.client.discovery.wait import WaitPolicy
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.attempt import Attempt
-from hpc_serve.client.requests.hedge import SecondRequest
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,6 @@ class WaitForReplica:
 
 
 @dataclass(frozen=True)
-class WaitForSecond:
-    """Wait for the end of a second request; the answer is its response, or None if it has none."""
-
-    second: SecondRequest
-
-
-@dataclass(frozen=True)
 class Read:
     """Read a response to its end and close it; the answer is its bytes."""
 
@@ -62,6 +54,6 @@ class Close:
     response: http.Response
 
 
-Step = Send | Fetch | Call | WaitForReplica | WaitForSecond | Read | Close
+Step = Send | Fetch | Call | WaitForReplica | Read | Close
 T = TypeVar("T")
 Steps = Generator[Step, Any, T]

@@ -12,13 +12,13 @@ from typing import Any, TypeVar, cast
 import anyio.to_thread
 
 from hpc_serve.client.connections.connections import Origins, make_async_transport, make_transport
-from hpc_serve.client.connections.origins import sender
+from hpc_serve.client.connections.verified_streams import answer_begins
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.wait import Wait, wait_for_replica, wait_for_replica_async
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.attempt import AsyncAttemptBody, AttemptBody
 from hpc_serve.client.requests.exchange import Exchange, NoReplicaError, broken_stream
-from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Step, Steps, WaitForSecond
+from hpc_serve.client.requests.steps import Call, Close, Fetch, Read, Send, Step, Steps
 from hpc_serve.client.resume.received import CannotResumeError
 from hpc_serve.client.resume.relay import Relay
 
@@ -37,7 +37,7 @@ class ServiceTransport(http.BaseTransport):
         self._watch = watch
         self._resume = resume
         self._wait = wait
-        self._origins = Origins()
+        self._origins = Origins(watch.lost)
         self._inner = make_transport(self._origins)
 
     def handle_request(self, request: http.Request) -> http.Response:
@@ -64,28 +64,21 @@ class ServiceTransport(http.BaseTransport):
 
     def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
-            before = sender.set(step.attempt)
-            try:
-                response = self._inner.handle_request(step.request)
-            finally:
-                sender.reset(before)
-            if not step.attempt.answered(response):
-                response.close()
-                raise http.ReadError("a second request was answered before")
+            response = self._inner.handle_request(step.request)
+            step.attempt.answered(response)
             response.stream = AttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
             return step.function()
         if isinstance(step, Fetch | Read):
             response = step.response if isinstance(step, Read) else self._inner.handle_request(step.request)
+            answer_begins(response)
             try:
                 return response.read()
             finally:
                 response.close()
         if isinstance(step, Close):
             return step.response.close()
-        if isinstance(step, WaitForSecond):
-            return step.second.wait()
         return wait_for_replica(self._watch, step.policy)
 
     def close(self) -> None:
@@ -99,7 +92,7 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
         self._watch = watch
         self._resume = resume
         self._wait = wait
-        self._origins = Origins()
+        self._origins = Origins(watch.lost)
         self._inner = make_async_transport(self._origins)
 
     async def handle_async_request(self, request: http.Request) -> http.Response:
@@ -127,14 +120,8 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
 
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Send):
-            before = sender.set(step.attempt)
-            try:
-                response = await self._inner.handle_async_request(step.request)
-            finally:
-                sender.reset(before)
-            if not step.attempt.answered(response):
-                await response.aclose()
-                raise http.ReadError("a second request was answered before")
+            response = await self._inner.handle_async_request(step.request)
+            step.attempt.answered(response)
             response.stream = AsyncAttemptBody(response, step.attempt)
             return response
         if isinstance(step, Call):
@@ -144,14 +131,13 @@ class AsyncServiceTransport(http.AsyncBaseTransport):
                 response = step.response
             else:
                 response = await self._inner.handle_async_request(step.request)
+            answer_begins(response)
             try:
                 return await response.aread()
             finally:
                 await response.aclose()
         if isinstance(step, Close):
             return await step.response.aclose()
-        if isinstance(step, WaitForSecond):
-            return await anyio.to_thread.run_sync(step.second.wait, abandon_on_cancel=True)
         return await wait_for_replica_async(self._watch, step.policy)
 
     async def aclose(self) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.client.discovery import discovery
+from hpc_serve.client.discovery import discovery, lost_replicas
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
-from hpc_serve.client.silence import request_watch
 from tests.support.patience import PATIENCE_S, be_patient
 from tests.support.stubs import StubEngine, StubService
 
@@ -33,7 +32,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
 @pytest.fixture
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is read and no engine probed because of a request that is under way."""
-    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: request_watch.LookResult())
+    monkeypatch.setattr(ServiceWatch, "_look_after", lambda watch, names: lost_replicas.LookResult())
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from hpc_serve.client.connections.connections import Origins
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.exchange import Exchange, NoReplicaError
-from hpc_serve.client.requests.repeats import MOST_ENGINES, Repeats
+from hpc_serve.client.requests.repeats import MOST_ENGINES
 from hpc_serve.client.requests.steps import Call, Read, Send, WaitForReplica
 from hpc_serve.client.resume.request import read_request
 from hpc_serve.errors import StreamBrokenError, WaitTimeoutError
 from hpc_serve.rendezvous.gate_headers import DRAINING_HEADER
-from tests.support.patience import wait_until
 
 CHAT = "/v1/chat/completions"
 STREAM = json.dumps({"model": "405b", "messages": [], "stream": True}).encode()
@@ -27,32 +26,12 @@ def post(path: str, content: bytes = b"{}") -> http.Request:
     return http.Request("POST", f"http://x{path}", content=content)
 
 
-@pytest.mark.parametrize(
-    ("request_", "may"),
-    [
-        (post(CHAT), True),
-        (post(CHAT, b'{"stream": false}'), True),
-        (post("/v1/embeddings"), True),
-        (post(CHAT, b'{"stream": true}'), False),
-        (post("/v1/responses"), False),
-        (post("/v1/audio/transcriptions", b"--x\r\n"), False),
-        (post(CHAT, b"[]"), False),
-        (http.Request("GET", "http://x/v1/models"), False),
-        (http.Request("POST", f"http://x{CHAT}", content=iter([b"{}"])), False),
-    ],
-    ids=lambda value: f"{value.method} {value.url.path}" if isinstance(value, http.Request) else "",
-)
-def test_what_may_be_asked_of_two_replicas_at_once(request_, may):
-    assert Repeats(request_).may_be_asked_twice is may
-
-
 class Given:
     """Steps are carried out as this says: one failure or response for each time that something is sent."""
 
     def __init__(self, watch: ServiceWatch, *sent: Any, returns: bool) -> None:
         self._watch, self._sent, self._returns = watch, list(sent), returns
         self._replicas = watch.pool.others(set())
-        self.asks_beside = False
         self.count = 0
 
     def carry_out(self, steps: Any) -> Any:
@@ -62,8 +41,6 @@ class Given:
             while True:
                 if isinstance(step, Send):
                     self.count += 1
-                    if self.asks_beside and step.attempt.ask_beside is not None:
-                        step.attempt.ask_beside(step.attempt)
                     assert self.count < 50, "it is repeated without an end"
                     outcome = self._sent.pop(0) if len(self._sent) > 1 else self._sent[0]
                     if isinstance(outcome, Exception):
@@ -89,12 +66,11 @@ def watch(service):
         service.start()
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
-    yield watch
-    wait_until(lambda: not watch.requests._attempts)
+    return watch
 
 
 def exchange_of(watch, request=None, *, resume=False):
-    return Exchange(watch, Origins(), request or post(CHAT), resume=resume, wait=None)
+    return Exchange(watch, Origins(watch.lost), request or post(CHAT), resume=resume, wait=None)
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -139,9 +115,8 @@ def test_an_error_whose_body_breaks_while_a_stream_goes_on_is_a_loss_like_others
     assert watch.pool._under_way == {}
 
 
-def test_a_replica_that_was_asked_beside_one_that_turns_out_to_drain_is_asked_next(watch):
+def test_a_request_goes_on_from_a_replica_that_drains(watch):
     draining = http.Response(503, headers=[DRAINING_HEADER])
     given = Given(watch, draining, http.Response(200), returns=False)
-    given.asks_beside = True
     assert given.carry_out(exchange_of(watch).answer()).status_code == 200
     assert given.count == 2

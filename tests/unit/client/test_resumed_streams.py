@@ -324,7 +324,7 @@ def test_what_may_have_had_an_effect_is_not_sent_again(service, path, error, rai
     watch = ServiceWatch(service.store, "405b")
     watch.refresh()
     request = http.Request("POST", f"http://x{path}", content=b"{}")
-    steps = Exchange(watch, Origins(), request, resume=True, wait=None).answer()
+    steps = Exchange(watch, Origins(watch.lost), request, resume=True, wait=None).answer()
     sent = []
 
     def carry_out():

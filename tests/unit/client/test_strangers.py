@@ -15,6 +15,7 @@ from hpc_serve.cli.main import run
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.connections import Origins, make_async_transport, make_transport
 from hpc_serve.client.discovery import discovery
+from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.replicas import proofs
 from hpc_serve.client.replicas.pool import ReplicaAddress
 from hpc_serve.client.replicas.probe import probe
@@ -212,7 +213,7 @@ def address_of(engine, **changes):
 def test_a_connection_is_not_used_for_another_identity(service):
     """The same address, another certificate: what was verified for one record is not used for the other."""
     engine = service.start()
-    origins = Origins()
+    origins = Origins(ServiceWatch(service.store, "405b").lost)
     ours = origins.origin_of(address_of(engine))
     others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
     with http.Client(transport=make_transport(origins)) as client:
@@ -224,7 +225,7 @@ def test_a_connection_is_not_used_for_another_identity(service):
 
 def test_an_async_connection_is_not_used_for_another_identity(service):
     engine = service.start()
-    origins = Origins()
+    origins = Origins(ServiceWatch(service.store, "405b").lost)
     ours = origins.origin_of(address_of(engine))
     others = origins.origin_of(address_of(engine, certificate=service.certificate().certificate))
 
@@ -242,7 +243,7 @@ def test_a_listener_that_says_nothing_is_a_failed_connection(service):
     """It takes the connection, and then nothing more: a request is not held for longer than a connection may take."""
     engine = service.start()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        origins = Origins()
+        origins = Origins(ServiceWatch(service.store, "405b").lost)
         identity = Identity(certificate=engine.certificate, api_key="k")
         port = silent.getsockname()[1]
         address = ReplicaAddress(name="100-r0-0.json", host="127.0.0.1", port=port, identity=identity)

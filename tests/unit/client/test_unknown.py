@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async
-from hpc_serve.client.discovery import discovery, reading
-from hpc_serve.client.silence import request_watch
+from hpc_serve.client.connections import answer_wait
+from hpc_serve.client.discovery import discovery, lost_replicas, reading
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.patience import connect_to_all
 
@@ -21,8 +21,9 @@ MODEL = "meta-llama/Llama-3.1-405B-Instruct"
 
 @pytest.fixture
 def service(service, monkeypatch):
-    monkeypatch.setattr(request_watch, "LOOK_S", 0.05)
-    monkeypatch.setattr(request_watch, "DOUBT_S", 0.05)
+    monkeypatch.setattr(answer_wait, "ASK_S", 0.05)
+    monkeypatch.setattr(lost_replicas, "LOOK_S", 0.05)
+    monkeypatch.setattr(lost_replicas, "DOUBT_S", 0.05)
     monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
     return service
 

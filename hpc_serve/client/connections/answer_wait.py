@@ -1,0 +1,127 @@
+"""The one rule for a connection that waits: how long the next read may take, and when the replica counts as lost.
+
+Connections in threads and in event loops ask this value for a time limit and tell it what came. A replica that sends
+nothing for longer than its limit is lost if the judge knows another one that answers. Until then the wait goes on, and
+the judge is asked again. Pure, apart from the clock and the judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from hpc_serve.client.replicas.pool import ReplicaAddress
+from hpc_serve.client.replicas.sdk import core
+from hpc_serve.client.replicas.silence_limit import SilenceLimit
+from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
+
+# Seconds between two questions to the judge: while nothing comes, and once the limit is over. The second grows.
+ASK_S = 2.5
+ASK_AGAIN_S = 0.1
+
+
+class ReplicaLostError(core.ReadError):
+    """The replica was lost while it had the request. The message says why that is believed."""
+
+
+class Judge(Protocol):
+    """Knows how every replica of a service is. Never blocks."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    def limit_of(self, name: str) -> SilenceLimit:
+        """Return the limit of a replica, which all its connections share."""
+
+    def why_lost(self, replica: ReplicaAddress, since_s: float, *, is_silent: bool) -> str | None:
+        """Return why a replica is lost that has sent nothing since a time; None if it is not known to be.
+
+        `is_silent`: that is longer than its limit.
+        """
+
+
+class AnswerWait:
+    """The waits of one connection, one after the other.
+
+    `expects_signs` is false while the replica sends no signs: it never does, or its answer is no stream of events.
+    """
+
+    def __init__(self, replica: ReplicaAddress, judge: Judge) -> None:
+        self._replica = replica
+        self._judge = judge
+        self._clock = judge.clock
+        self._limit = judge.limit_of(replica.name)
+        self._limit_s = 0.0
+        self._since_s = 0.0
+        self._ends_at_s = math.inf
+        self._deadline_s = math.inf
+        self._answer_since_s: float | None = None
+        self.expects_signs = replica.signs
+
+    def begin_write(self, timeout_s: float | None) -> float:
+        """Begin to send a request or a part of one; return how long the first attempt may take."""
+        self.expects_signs = self._replica.signs
+        wait_s = self._begin(timeout_s, self._clock(), math.inf)
+        self._answer_since_s = None
+        return wait_s
+
+    def begin(self, timeout_s: float | None) -> float:
+        """Begin to wait for bytes; return how long the first read may take.
+
+        `timeout_s` is the user's. It counts from the last bytes that were more than a sign.
+        """
+        now_s = self._clock()
+        return self._begin(timeout_s, now_s, self._limit.limit_s(now_s) if self.expects_signs else math.inf)
+
+    def _begin(self, timeout_s: float | None, now_s: float, limit_s: float) -> float:
+        self._since_s, self._limit_s, self._ends_at_s = now_s, limit_s, self._deadline_s
+        if self._answer_since_s is None:
+            self._answer_since_s = now_s
+        if timeout_s is not None:
+            self._ends_at_s = min(self._answer_since_s + timeout_s, self._deadline_s)
+        return self._wait_s(now_s)
+
+    def again(self) -> float | None:
+        """Return how long the next read may take after one without bytes; None if the user's time is over.
+
+        Raises ReplicaLostError.
+        """
+        now_s = self._clock()
+        if now_s >= self._ends_at_s:
+            return None
+        is_silent = now_s - self._since_s >= self._limit_s
+        if reason := self._judge.why_lost(self._replica, self._since_s, is_silent=is_silent):
+            raise ReplicaLostError(f"{self._replica.name} is lost: {reason}")
+        return self._wait_s(now_s)
+
+    def _wait_s(self, now_s: float) -> float:
+        over_s = now_s - self._since_s - self._limit_s
+        wait_s = min(-over_s if over_s < 0 else max(over_s / 4, ASK_AGAIN_S), ASK_S)
+        return max(min(wait_s, self._ends_at_s - now_s), 0.001)
+
+    def end(self, data: bytes) -> None:
+        """Note the bytes that came, which end the wait; b"" is the end of the connection."""
+        now_s = self._clock()
+        if data:
+            self._limit.note(now_s, now_s - self._since_s if self.expects_signs else 0.0)
+        if not is_sign(data):
+            self._answer_since_s = None
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Let all reads together take so many seconds at most."""
+        self._deadline_s = self._clock() + seconds
+        try:
+            yield
+        finally:
+            self._deadline_s = math.inf
+
+
+def is_sign(data: bytes) -> bool:
+    """Return whether these bytes of a connection are signs alone, and nothing of the answer."""
+    for sign in (PROCESSING, COMMENT_CHUNK):
+        if data.startswith(sign):
+            return not data.replace(sign, b"")
+    return False
