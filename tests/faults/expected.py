@@ -26,7 +26,9 @@ class Known:
 NOTICED_S = 10.0
 GAP_S = 2.0
 # A client that stands still for a while sees a gap of that length, whatever the service does.
-NO_GAP_GOAL = ("client-frozen",)
+NO_GAP_GOAL = ("client-frozen", "healthy-pair")
+# Nothing breaks in these, so no request may leave its replica. `healthy-pair` has steps of 20 s: a gap is no fault.
+HEALTHY = ("nothing", "healthy-pair")
 
 
 KNOWN: dict[str, Known] = {}
@@ -59,6 +61,8 @@ def surpasses(outcome: Outcome) -> str:
         over.append(
             f"{outcome.ready} replicas ready afterwards, at least {outcome.ready_due - known.replicas} expected"
         )
+    if outcome.fault in HEALTHY and (moved := outcome.resumed + outcome.repeated):
+        over.append(f"{moved} requests left a healthy replica")
     if outcome.unwell:
         over.append(f"afterwards not well: {outcome.unwell}")
     return "; ".join(over)

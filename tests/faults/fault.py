@@ -9,22 +9,24 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault by name. `is_short`: it is part of the short form. `hold_s` is how long it lasts, or is watched.
+    """A fault by name.
 
-    `hides_records`: programs that start meanwhile can only wait, so their requests have that much longer.
-    `comes_and_goes`: the replica answers now and then, and no record says that it is not well. Each client must find
-    out for itself, so a program that starts meanwhile has nothing to notice before its own request, whose gap counts.
-    `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first replica,
-    `each` for every one; the first one's clock is `clock_s` ahead. `bounds`: one submission is for all, MIN:MAX of
-    them. `slots`: how many requests an engine works on at once. `filesystem`: what the home is on, where it is not a
-    plain folder. `token_s`: the time that the engines take for a token. `has_worker`: an engine ends with its worker,
-    as one of several ranks. `gateways`: how many the load's user starts. `load_node`: where the load runs, if not on
-    the login host. Of the `replicas`, `ready_after` are to be ready again once the fault is over.
+    `is_short`: it is part of the short form. `is_apart`: it runs only when it is named. `hold_s` is how long it lasts,
+    or is watched. `hides_records`: programs that start meanwhile can only wait, so their requests have that much
+    longer. `comes_and_goes`: the replica answers now and then, and no record says that it is not well. Each client must
+    find out for itself, so a program that starts meanwhile has nothing to notice before its own request, whose gap
+    counts. `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first
+    replica, `each` for every one; the first one's clock is `clock_s` ahead. `bounds`: one submission is for all,
+    MIN:MAX of them. `slots`: how many requests an engine works on at once. `filesystem`: what the home is on, where it
+    is not a plain folder. `token_s`: the time that the engines take for a token. `has_worker`: an engine ends with its
+    worker, as one of several ranks. `gateways`: how many the load's user starts. `load_node`: where the load runs, if
+    not on the login host. Of the `replicas`, `ready_after` are to be ready again once the fault is over.
     """
 
     name: str
     happens: Callable[[Any], None]
     is_short: bool = False
+    is_apart: bool = False
     hides_records: bool = False
     comes_and_goes: bool = False
     needs_slurm: bool = False

@@ -160,6 +160,7 @@ class Service:
         args = ["--stub-greedy", "--stub-words", str(TOKENS), "--stub-word-s", str(self.fault.token_s)]
         args += ["--stub-work-log", str(self.work), *(["--stub-worker"] if self.fault.has_worker else [])]
         args += ["--stub-hang-file", str(self.hang_file(place)), "--stub-slots", str(self.fault.slots)]
+        args += ["--stub-step-file", str(self.step_file(place))]
         model = ("--model", str(self.model), "--name", self.name)
         options = (*model, *self.submit_options(place), "--", "--max-model-len", "2048")
         said = self.hpc_serve(
@@ -210,6 +211,10 @@ class Service:
     def hang_file(self, place: int) -> Path:
         """While this file exists the engine at this place makes no token."""
         return self.folder / f"hang-{place}"
+
+    def step_file(self, place: int) -> Path:
+        """While this file exists the engine at this place is in one long step: alive, and without a token."""
+        return self.folder / f"step-{place}"
 
     @property
     def service_folder(self) -> Path:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from tests.cluster import processes, wait_for
@@ -108,6 +113,49 @@ def link_flaps(service: SlurmService) -> None:
     finally:
         service.cluster.reconnect(node)
     hold(3.0)
+
+
+@fault(needs_slurm=True, is_apart=True, hold_s=600.0)
+def healthy_pair(service: SlurmService) -> None:
+    """Nothing breaks for ten minutes: long steps of both engines, links whose speed changes, and busy cores."""
+    chance = random.Random(1)
+    with busy_cores(), ThreadPoolExecutor(2) as pool:
+        until = time.monotonic() + service.hold_s
+        for done in [pool.submit(_slow_replica, service, place, chance.random(), until) for place in (0, 1)]:
+            done.result()
+
+
+def _slow_replica(service: SlurmService, place: int, seed: float, until: float) -> None:
+    """Let one replica be slow until then (monotonic): every few seconds a long step, and another speed of its link."""
+    chance = random.Random(seed)
+    node, step = service.node(place), service.step_file(place)
+    try:
+        for turn in itertools.count(1):
+            service.cluster.slow_down(node, chance.choice([800, 1500, 4000]))
+            time.sleep(chance.uniform(1, 8))
+            if time.monotonic() >= until:
+                return
+            step.touch()
+            # The longest is the prompt of another client, read in one step.
+            time.sleep(chance.choice([0.5, 1, 2, 3, 5]) if turn % 10 else 20)
+            step.unlink()
+    finally:
+        step.unlink(missing_ok=True)
+        service.cluster.slow_down(node, None)
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keep two cores busy half of the time, in turns of a fifth of a second."""
+    turn = "until = time.time() + 0.1\n    while time.time() < until: pass\n    time.sleep(0.1)"
+    program = "import time\nwhile True:\n    " + turn
+    programs = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for busy in programs:
+            busy.kill()
+            busy.wait()
 
 
 @fault(needs_slurm=True, comes_and_goes=True)

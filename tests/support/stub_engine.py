@@ -187,6 +187,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stub-slots", type=int, default=256, help="requests worked on at once; the others wait")
     parser.add_argument("--stub-hang-file", help="while this file exists no word comes, and /health answers 200")
+    parser.add_argument("--stub-step-file", help="while this file exists a step is under way: no word comes, signs do")
     parser.add_argument("--stub-hang-after", type=int, default=0, help="so many words of a stream come all the same")
     parser.add_argument("--stub-work-log", metavar="FOLDER", help="write a line for each request begun and ended")
     parser.add_argument("--shutdown-timeout", type=float, default=0.0, help="vLLM's: seconds for requests under way")
@@ -735,10 +736,10 @@ class Handler(BaseHTTPRequestHandler):
                 raise ConnectionResetError
             if self.server.is_dead:
                 raise EngineDeadError
-            if not hang_file or not os.path.exists(hang_file):
-                self.server.hung.discard(self)
+            hangs = bool(hang_file) and os.path.exists(hang_file)
+            (self.server.hung.add if hangs else self.server.hung.discard)(self)
+            if not hangs and not (options.stub_step_file and os.path.exists(options.stub_step_file)):
                 return
-            self.server.hung.add(self)
             time.sleep(STEP_S)
             self.due_s = time.monotonic()
 
