@@ -18,9 +18,10 @@ class Fault:
     counts. `needs_slurm`: it cannot happen on one machine. `first` are further options of `submit` for the first
     replica, `each` for every one; the first one's clock is `clock_s` ahead. `bounds`: one submission is for all,
     MIN:MAX of them. `slots`: how many requests an engine works on at once. `filesystem`: what the home is on, where it
-    is not a plain folder. `token_s`: the time that the engines take for a token. `has_worker`: an engine ends with its
-    worker, as one of several ranks. `gateways`: how many the load's user starts. `load_node`: where the load runs, if
-    not on the login host. Of the `replicas`, `ready_after` are to be ready again once the fault is over.
+    is not a plain folder. `token_s`: the time that the engines take for a token. A request that takes `bound_s` longer
+    than its tokens do twice is hung. `has_worker`: an engine ends with its worker, as one of several ranks. `gateways`:
+    how many the load's user starts. `load_node`: where the load runs, if not on the login host. Of the `replicas`,
+    `ready_after` are to be ready again once the fault is over.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Fault:
     clock_s: int = 0
     filesystem: Literal["", "own", "lagging"] = ""
     token_s: float = 0.05
+    bound_s: float = 25.0
     gateways: int = 1
     load_node: str | None = None
     has_worker: bool = False

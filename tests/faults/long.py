@@ -22,8 +22,6 @@ from tests.faults.outcomes import Outcome
 from tests.faults.run import run_fault
 from tests.faults.slurm_service import SlurmService
 
-BOUND_S = 25.0
-
 
 def run_long(*, only: Sequence[str] = (), at_once: int, on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
     """Every fault, or those named, in the order of the catalogue. Raises ClusterError where the cluster cannot be."""
@@ -73,7 +71,7 @@ def _run_on(cluster: SlurmCluster, fault: Fault) -> Outcome:
     model = cluster.shared / "model"
     if not model.exists():
         make_demo_model(model)
-    outcome = run_fault(fault, partial(SlurmService, cluster, model, fault, bound_s=BOUND_S))
+    outcome = run_fault(fault, partial(SlurmService, cluster, model, fault, bound_s=fault.bound_s))
     if unwell := cluster.what_is_unwell() or ("the run broke off" if outcome.broken else ""):
         cluster.down()
         cluster.up()

@@ -115,7 +115,7 @@ def link_flaps(service: SlurmService) -> None:
     hold(3.0)
 
 
-@fault(needs_slurm=True, is_apart=True, hold_s=600.0)
+@fault(needs_slurm=True, is_apart=True, hold_s=600.0, bound_s=120.0)
 def healthy_pair(service: SlurmService) -> None:
     """Nothing breaks for ten minutes: long steps of both engines, links whose speed changes, and busy cores."""
     chance = random.Random(1)
