@@ -12,6 +12,7 @@ import pytest
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import answer_wait
 from hpc_serve.client.discovery import discovery, lost_replicas, reading
+from hpc_serve.client.replicas import pool
 from hpc_serve.errors import ServiceNotFoundError, StoreError, WaitTimeoutError
 from tests.support.patience import connect_to_all
 
@@ -25,6 +26,7 @@ def service(service, monkeypatch):
     monkeypatch.setattr(lost_replicas, "LOOK_S", 0.05)
     monkeypatch.setattr(lost_replicas, "DOUBT_S", 0.05)
     monkeypatch.setattr(discovery, "REFRESH_S", 0.0)
+    monkeypatch.setattr(pool, "LOST_FOR_S", 0.0)  # a replica that failed has its turn again at once
     return service
 
 
