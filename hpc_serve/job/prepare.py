@@ -61,6 +61,8 @@ def prepare(service: str, allocation: Allocation, environ: Mapping[str, str]) ->
     _check_working_folder()
     require_filelock()  # before there are launchers: those of other nodes would wait for the head's
     store = ServiceStore(default_home(environ))
+    if allocation.restart > 0:  # only the first run of a job makes the folders
+        store.require_service(service)
     api_key_file = store.ensure_api_key(service)
     named = environ.get("HPC_SERVE_LOG_DIR") or str(store.log_dir(service))
     log_dir = _make_log_dir(Path(expanded_log_dir(named, environ, service=service, job_id=allocation.job_id)))

@@ -80,11 +80,12 @@ def require_filelock() -> None:
 
 @contextmanager
 def locked(store: ServiceStore, service: str) -> Iterator[None]:
-    """Hold the lock of a service's claim. Raises StoreError if it is held for too long."""
+    """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or the service has no folder."""
     require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout
 
+    store.require_service(service)  # filelock would make the folders of a home that was moved away
     path = store.service_dir(service) / ".lock"
     lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
     try:

@@ -131,11 +131,25 @@ class ServiceStore:
         submitted = read_submitted(folder, service, problems)
         return in_order(service, records, submitted, problems, seen=names)
 
-    def write(self, record: EndpointRecord) -> Path:
-        """Replace a replica's record; its head is the only writer. Raises StoreError."""
-        path = self.ensure_service(record.service) / record.name
-        write_private(path, record.to_json())
-        return path
+    def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
+        """Replace a replica's record; its head is the only writer. Raises StoreError.
+
+        Without `makes_folders` a home that was moved away is not made anew, and the error says that it is gone.
+        """
+        folder = self.service_dir(record.service)
+        if makes_folders:
+            self.ensure_service(record.service)
+        else:
+            self.require_service(record.service)
+        write_private(folder / record.name, record.to_json())
+        return folder / record.name
+
+    def require_service(self, service: str) -> None:
+        """Raise StoreError if the folder of a service is not there."""
+        folder = self.service_dir(service)
+        if not folder.is_dir():
+            gone = folder if self.home.is_dir() else self.home
+            raise StoreError(f"{gone} is gone: it was moved, removed or unmounted. Move it back.")
 
     def write_submitted(self, job: SubmittedJob) -> Path:
         """Write down that a job was handed to the scheduler, or how it ended before it began. Raises StoreError."""

@@ -72,6 +72,8 @@ class CacheArchive:
             if (size := folder_bytes(folder)) > self.limit_bytes:
                 _log.info("%s takes %d bytes: too much to be kept for other nodes", folder, size)
                 return
+            with contextlib.suppress(FileExistsError):
+                self.path.parent.mkdir(mode=0o700)  # not its parents: a home that was moved away is not made anew
             make_private_folder(self.path.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:

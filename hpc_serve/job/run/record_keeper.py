@@ -46,8 +46,7 @@ def publish_failure(
     record = replace(_run_record(service, allocation, environ), **end)
     with contextlib.suppress(HpcServeError, OSError):
         store = ServiceStore(default_home(environ))
-        store.ensure_service(service)
-        store.write(record)
+        store.write(record, makes_folders=allocation.restart == 0)
 
 
 def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -134,6 +133,7 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
         self._is_written = False
+        self._problem = ""
         self._past = last_start(store.home, record)
         self._planned_bytes = _planned_bytes(store, record)
         self.stages = self._begin_start("nodes")
@@ -245,9 +245,13 @@ class RecordKeeper:
         with self._writing:
             self._counter += 1
             record = replace(self.record, counter=self._counter, updated_at=time.time())
+            problem = ""
             try:
-                self.store.write(record)
-                self._is_written = True
+                self.store.write(record, makes_folders=self._counter == 1)
             except OSError as error:  # a service that works goes on when the shared filesystem is full or absent
-                self._is_written = False
-                _log.warning("cannot write the record: %s", error)
+                problem = str(error)
+            if problem and problem != self._problem:
+                _log.warning("cannot write the record: %s The replica goes on serving.", problem)
+            elif self._problem and not problem:
+                _log.info("the record is written again")
+            self._problem, self._is_written = problem, not problem

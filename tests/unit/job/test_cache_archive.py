@@ -20,6 +20,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def environ(tmp_path):
+    (tmp_path / "home").mkdir(mode=0o700)
     return {"HPC_SERVE_CACHE_DIR": str(tmp_path / "named"), "HPC_SERVE_HOME": str(tmp_path / "home")}
 
 
@@ -156,6 +157,7 @@ def test_one_with_which_no_engine_starts_is_removed(environ):
 
 
 def test_a_home_that_is_full_or_read_only_stops_nobody(environ, tmp_path, monkeypatch):
+    (tmp_path / "home").rmdir()
     (tmp_path / "home").write_text("")
     assert start(environ).startswith("cold")
     assert start(environ).endswith("on this node")

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+import hpc_serve.client
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.authority import make_run_certificate
 from tests.cluster import wait_for
 from tests.support.local_run import Run
@@ -63,6 +65,24 @@ def test_a_stranger_who_lists_processes_does_not_learn_the_engines_port_before_i
     assert not [words for words in seen for word in words if port.search(word)]
     engine = next(words for words in seen if "--middleware" in words)
     assert engine[engine.index("--port") + 1] == "0"
+
+
+def test_a_home_that_is_moved_away_is_not_made_anew_and_is_written_again_when_it_is_back(run, tmp_path):
+    home, away = run.store.home, tmp_path / "away"
+    before = run.wait_for_state("ready")
+    client = hpc_serve.client.connect("8b", home=home)
+    home.rename(away)
+    (log,) = ServiceStore(away).log_dir("8b").glob("*-node0.log")
+    wait_for(lambda: f"{home} is gone" in log.read_text(), 60, what="the launcher says that its home is gone")
+    assert client.completions.create(model=client.model, prompt="1").choices
+    assert not home.exists()
+    away.rename(home)
+    log = home / log.relative_to(away)
+    wait_for(lambda: "the record is written again" in log.read_text(), 60, what="the record is written again")
+    assert log.read_text().count("is gone") == 1
+    after = run.wait_for_state("ready")
+    assert (after.port, after.state_since) == (before.port, before.state_since)
+    assert after.counter > before.counter
 
 
 def test_the_engines_port_is_taken_from_the_first_record_on_and_given_back_with_the_engine(tmp_path):

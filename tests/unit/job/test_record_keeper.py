@@ -25,11 +25,11 @@ class SlowStore(ServiceStore):
         self.is_slow = False
         self.entered, self.go_on = threading.Event(), threading.Event()
 
-    def write(self, record):
+    def write(self, record, **options):
         if self.is_slow and record.state == "starting":
             self.entered.set()
             self.go_on.wait(60)
-        return super().write(record)
+        return super().write(record, **options)
 
 
 def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
@@ -53,7 +53,7 @@ def test_a_renewal_that_is_slow_to_be_written_does_not_undo_the_end(tmp_path):
 
 def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
     class FullStore(ServiceStore):
-        def write(self, record):
+        def write(self, record, **options):
             raise OSError(28, "No space left on device")
 
     async def run():
@@ -61,7 +61,27 @@ def test_a_disk_that_is_full_ends_nothing(tmp_path, caplog):
 
     with caplog.at_level("WARNING", logger="hpc_serve"):
         asyncio.run(run())
-    assert caplog.text.count("No space left on device") == 2
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_a_home_that_is_moved_away_is_told_once_and_not_made_anew_and_is_written_when_it_is_back(tmp_path, caplog):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    store = ServiceStore(home)
+
+    async def run():
+        keeper = RecordKeeper(store, make_record())
+        home.rename(elsewhere)
+        for state in ("draining", "ready", "draining"):
+            keeper.update(state=state)
+        assert not home.exists()
+        elsewhere.rename(home)
+        keeper.update(state="ready")
+
+    with caplog.at_level("INFO", logger="hpc_serve"):
+        asyncio.run(run())
+    assert caplog.text.count(f"{home} is gone") == 1
+    assert caplog.text.count("the record is written again") == 1
+    assert [record.state for record in store.read("405b").records] == ["ready"]
 
 
 def test_a_record_says_since_when_it_is_in_its_state(tmp_path):
@@ -83,10 +103,10 @@ def test_the_last_record_is_tried_again_when_the_disk_was_full(tmp_path, monkeyp
     full = [True, True, True]
 
     class FullForAWhile(ServiceStore):
-        def write(self, record):
+        def write(self, record, **options):
             if record.state == "stopped" and full and full.pop():
                 raise OSError(28, "No space left on device")
-            return super().write(record)
+            return super().write(record, **options)
 
     async def run():
         keeper = RecordKeeper(FullForAWhile(tmp_path), make_record())
@@ -106,7 +126,7 @@ def test_a_disk_that_stays_full_does_not_keep_the_job(tmp_path, monkeypatch):
     monkeypatch.setattr(record_keeper, "_WRITE_INTERVAL_S", 0.01)
 
     class FullStore(ServiceStore):
-        def write(self, record):
+        def write(self, record, **options):
             raise OSError(28, "No space left on device")
 
     async def run():
