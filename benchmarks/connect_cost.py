@@ -19,6 +19,7 @@ from hpc_serve.client import connect
 from tests.support.stubs import StubService, make_record, make_submitted
 
 LIVE = 10
+DEAD = 50
 ENGINES = 2
 
 
@@ -61,6 +62,26 @@ def add_live(made: StubService, count: int, *, answering: int) -> None:
         )
 
 
+def add_stale(made: StubService, count: int) -> None:
+    """Records of jobs that died without an end in their record, DEAD of them a moment ago on nodes that are gone."""
+    now = time.time()
+    for number in range(count):
+        is_dead = number < DEAD
+        host = f"192.0.2.{number + 1}" if is_dead else "127.0.0.1"
+        at = now - 20 if is_dead else now - 200_000 - 60 * number
+        made.store.write(
+            make_record(
+                service=made.service,
+                job_id=str(500_000 + number),
+                hosts=(host,),
+                port=1,
+                certificate=made.engines[0].certificate,
+                started_at=at,
+                updated_at=at,
+            )
+        )
+
+
 def connecting(name: str, home: Path) -> Figures:
     """One connect, and what it left to do in the background is waited for."""
     before = set(threading.enumerate())
@@ -78,6 +99,7 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
         f"{count} records, {LIVE} of them live": "ended",
         f"{count} records that look live, {count // 10} of them are": "live",
         "2 records, and one of a dead node": "dead",
+        f"{count} records, 2 of them live, {DEAD} of dead nodes, none of the others renewed": "stale",
     }
     with tempfile.TemporaryDirectory() as root:
         home = Path(root) / "home"
@@ -85,6 +107,7 @@ def measure(options: argparse.Namespace, measured: Measured) -> None:
         try:
             add_ended(made["ended"], count)
             add_live(made["live"], count - ENGINES, answering=count // 10)
+            add_stale(made["stale"], count - ENGINES)
             # 192.0.2.0/24 is for documentation: nobody answers there.
             record = make_record(service="dead", job_id="7", hosts=("192.0.2.1",), port=9, certificate=None)
             made["dead"].store.write(record)

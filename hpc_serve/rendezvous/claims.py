@@ -80,7 +80,7 @@ def require_filelock() -> None:
 
 @contextmanager
 def locked(store: ServiceStore, service: str) -> Iterator[None]:
-    """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or the service has no folder."""
+    """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
     require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
     from filelock import LeaseSettingsMismatch, SoftFileLease, Timeout

@@ -132,6 +132,13 @@ class EndpointRecord:
         stage = self.stage or self.state
         return f"{stage} {self.progress.done}/{self.progress.total}" if self.progress else stage
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether renewals are missing at `now`, in seconds since the epoch.
+
+        Clocks differ, so this decides which replica is asked first, and never that a job is over.
+        """
+        return now - self.updated_at > 2 * self.lease_s
+
     @property
     def is_final(self) -> bool:
         """Whether the replica has ended, so that the record will not change any more."""

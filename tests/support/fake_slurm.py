@@ -146,7 +146,8 @@ class FakeSlurm:
     @property
     def asked_accounting(self) -> int:
         """How often sacct was run."""
-        return len((self._folder / "asked-accounting").read_text().split())
+        path = self._folder / "asked-accounting"
+        return len(path.read_text().split()) if path.exists() else 0
 
     @property
     def cancelled(self) -> list[str]:

@@ -20,7 +20,7 @@ from hpc_serve.client.discovery.wake import Waker
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
 from hpc_serve.client.replicas.probe import LeaseWatch, in_background, probe_records
-from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, WITHOUT_ENGINE, Proofs
+from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, WITHOUT_ENGINE, Proofs
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
@@ -112,7 +112,9 @@ class ServiceWatch:
             if self._searched_at_s > asked_at_s:  # another thread searched while this one waited for the lock
                 return bool(self.pool)
             self._searched_at_s = self._clock()
-            search = Search(read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask)
+            search = Search(
+                read=lambda files: _ready_ones(self._reader.read(files)), ask=self._ask, clock=self._wall_clock
+            )
             try:
                 self.api_key = self._reader.api_key(self.api_key)
                 search.run(self._reader.files())
@@ -255,7 +257,8 @@ class ServiceWatch:
     ) -> dict[str, ProbeResult]:
         """Probe the replicas in `asked_for`, those not verified lately, and those that do not renew their record.
 
-        With `only_those`, of the others only those that were never asked.
+        A replica that has never answered and does not renew its record is asked once a minute. With `only_those`, of
+        the others only those that were never asked.
         """
         if not records:
             return {}
@@ -264,7 +267,9 @@ class ServiceWatch:
         results = {}
         for record in records:
             known = self._proofs.known(record, self._lease.age_s(record, now_s), now_s)
-            known = known or self._proofs.last(record, now_s, within_s=math.inf if only_those else FRESH_S)
+            is_stale = record.name not in self._proofs.proven and record.is_overdue(self._wall_clock())
+            within_s = math.inf if only_those else REVERIFY_S if is_stale else FRESH_S
+            known = known or self._proofs.last(record, now_s, within_s=within_s)
             if known is not None and record.name not in asked_for:
                 results[record.name] = known
         to_ask = {record.name: record for record in records if record.name not in results}

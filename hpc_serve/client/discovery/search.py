@@ -1,7 +1,8 @@
 """A search for one ready replica among many records: those written last are asked first, side by side.
 
 The search is over with the first replica that answers, so that one that does not answer costs nothing. The others go on
-being asked in threads of their own. What an answer means is decided by the caller.
+being asked in threads of their own. Replicas that do not renew their records are asked after all that do. The caller
+decides what an answer means.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hpc_serve.rendezvous.live import RecordFile
 from hpc_serve.rendezvous.record import EndpointRecord
 
 _FIRST = 4  # so many are asked first, then twice as many, and so on
+_MOST_AT_ONCE = 64  # replicas that do not renew their records and are asked at the same time
 _PAUSE_S = 0.05  # before the next ones are asked, while none of the newer ones has answered
 _MOST_GRACE_S = 0.05
 
@@ -24,6 +26,7 @@ class Search:
     """One search. `answers` are all records that were asked, with what they answered; None until they do.
 
     `read` gives the records of files, `ask` asks the engine of one. `ask` is called in threads.
+    `clock` gives the seconds since the epoch.
     """
 
     def __init__(
@@ -31,27 +34,37 @@ class Search:
         *,
         read: Callable[[Sequence[RecordFile]], Sequence[EndpointRecord]],
         ask: Callable[[EndpointRecord], ProbeResult],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.answers: dict[str, tuple[EndpointRecord, ProbeResult | None]] = {}
         self.is_ready = False
         self.is_complete = False
         self._read = read
         self._ask = ask
+        self._clock = clock
         self._changed = threading.Condition()
         self._waiting = 0
         self._when_over: Callable[[], None] | None = None
 
     def run(self, files: Sequence[RecordFile]) -> None:
         """Ask until one is ready, or all have answered. Once one is ready the others have as long again as it took."""
-        began_at_s, asked, count = time.monotonic(), 0, _FIRST
-        while asked < len(files):
-            for record in self._read(files[asked : asked + count]):
+        began_at_s, read, count = time.monotonic(), 0, _FIRST
+        overdue: list[EndpointRecord] = []
+        while read < len(files) and not self.is_ready:
+            records = self._read(files[read : read + count])
+            renewed = [record for record in records if not record.is_overdue(self._clock())]
+            overdue += [record for record in records if record not in renewed]
+            for record in renewed:
                 self._start(record)
-            asked += count
+            read += count
             count *= 2
-            if self._wait(_PAUSE_S):
-                break
-        self.is_complete = asked >= len(files)
+            self._wait(_PAUSE_S if renewed else 0.0)
+        overdue.sort(key=lambda record: record.updated_at)
+        while overdue and not self.is_ready:
+            self._start(overdue.pop())
+            with self._changed:
+                self._changed.wait_for(lambda: self.is_ready or self._waiting < _MOST_AT_ONCE)
+        self.is_complete = read >= len(files) and not overdue
         if self.is_ready or self._wait(None):
             took_s = time.monotonic() - began_at_s
             with self._changed:

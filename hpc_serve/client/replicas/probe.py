@@ -94,9 +94,9 @@ def probe_record(record: EndpointRecord, api_key: str, *, timeout_s: float = PRO
 def probe_records(
     records: Sequence[EndpointRecord], api_key: str, *, timeout_s: float = PROBE_TIMEOUT_S
 ) -> dict[str, ProbeResult]:
-    """Ask several replicas at once; the results by record name."""
+    """Ask several replicas at once, those first that were renewed last; the results by record name."""
     results: dict[str, ProbeResult] = {}
-    left = iter(list(records))
+    left = iter(sorted(records, key=lambda record: record.updated_at, reverse=True))
 
     def ask() -> None:
         for record in left:

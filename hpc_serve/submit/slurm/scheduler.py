@@ -178,14 +178,21 @@ class SchedulerView:
 
     def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
         """What Slurm knows of one of our jobs; UNKNOWN if it does not answer."""
-        if found := self.queued(job_id) or self._ends.get(job_id):
+        found = self.queued(job_id) or self._ends.get(job_id) or self.listed(job_id)
+        if found.state != GONE:
             return found
-        if self.problem:
-            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
         found = job_state(job_id, submitted_at=submitted_at)
         if found.is_over:
             self._ends[job_id] = found
         return found
+
+    def listed(self, job_id: str) -> JobState:
+        """Return the job if squeue lists it as not over, else GONE, or UNKNOWN if Slurm does not answer."""
+        if found := self.queued(job_id):
+            return found
+        if self.problem:
+            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
+        return JobState(job_id=job_id, state=GONE)
 
     def batch_log(self, job_id: str) -> str | None:
         """Where a job's script writes its output. Slurm is asked once, since it does not change."""

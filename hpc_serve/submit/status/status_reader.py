@@ -6,9 +6,10 @@ when an engine that should answer does not. client/replicas/status.py and job_st
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,10 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
     known = {status.job_id for status in replicas}
-    elsewhere = [_with_logs(store, status) for status in _by_hand(store, slurm, service, known=known)]
+    secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
+    elsewhere = [_with_logs(store, status, secrets) for status in _by_hand(store, slurm, service, known=known)]
     submitted = [job for records in found for job in records.submitted]
-    replicas = [_with_logs(store, status) for status in _with_successors(store, replicas, submitted)]
+    replicas = [_with_logs(store, status, secrets) for status in _with_successors(store, replicas, submitted)]
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
@@ -136,6 +138,8 @@ def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: Schedu
     if isinstance(entry, SubmittedJob) and entry.end is not None:
         return slurm.queued(entry.job_id) if entry.cluster == "slurm" else None
     if entry.cluster == "slurm":
+        if isinstance(entry, EndpointRecord) and time.time() - entry.updated_at > _RECENT_S:
+            return slurm.listed(entry.job_id)  # a question for each record of the last months would take minutes
         job = slurm.state(entry.job_id, submitted_at=submitted.submitted_at if submitted else None)
         if isinstance(entry, EndpointRecord) and job.is_pending:  # it was requeued, or has begun since Slurm was asked
             return slurm.queued(entry.job_id, max_age_s=_JUST_ASKED_S) or job
@@ -150,8 +154,10 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
     records = _last_runs(found)
     jobs = {record.name: scheduled_job(record, submitted.get(record.job_id), slurm) for record in records}
     probes = _probe(store, found.service, [r for r in records if _may_answer(r, jobs[r.name])])
-    silent = [record for record in records if record.name in probes and probes[record.name].status == "no answer"]
-    probes |= _probe(store, found.service, silent)  # one answer that is missed says little: a machine may stand still
+    # One answer that is missed says little of a replica that renews its record: a machine may stand still.
+    renewed = [record for record in records if not record.is_overdue(time.time())]
+    silent = [record for record in renewed if record.name in probes and probes[record.name].status == "no answer"]
+    probes |= _probe(store, found.service, silent)
     unwell = [record.job_id for record in records if record.name in probes and not probes[record.name].is_well]
     if unwell:  # the job may have been told to stop since its record was read
         slurm.ask_again_for(unwell)
@@ -270,10 +276,10 @@ def _other_home(store: ServiceStore, job: JobState, service: str) -> Path | None
     return None if home.resolve() == store.home.resolve() else home
 
 
-def _with_logs(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
-    """The same with its log folder and, where no record tells how it ended, with the last lines of its logs.
+def _with_logs(store: ServiceStore, status: ReplicaStatus, secrets_of: Callable[[str], Sequence[str]]) -> ReplicaStatus:
+    """Return the same with its log folder and, where no record tells how it ended, with the last lines of its logs.
 
-    Keys of the service that its words hold are taken out.
+    `secrets_of` gives what must not be shown of a service, and is taken out of its words.
     """
     status = replace(status, log_dir=status.log_dir or str(store.log_dir(status.service)))
     ended_without_record = status.is_over and (status.record is None or not status.record.is_final)
@@ -282,6 +288,6 @@ def _with_logs(store: ServiceStore, status: ReplicaStatus) -> ReplicaStatus:
         lines = [line for path in files_of(status)[:2] for line in tail(path, _LAST_LINES)]
     if not lines and not status.reason:
         return status
-    secrets = known_secrets(status.service, store, os.environ)
+    secrets = secrets_of(status.service)
     reason, lines = redact(status.reason, secrets), tuple(redact_lines(lines, secrets))
     return replace(status, reason=reason, last_log_lines=lines)

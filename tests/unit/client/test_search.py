@@ -14,6 +14,8 @@ import pytest
 from hpc_serve.client import connect, connect_async, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.search import Search
+from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
 from tests.support.patience import wait_until
@@ -87,6 +89,33 @@ def test_one_live_replica_is_found_among_many_that_are_not(service):
     engine.kill()
     with pytest.raises(ServiceNotFoundError, match="unresponsive"):
         say(client)
+
+
+def test_those_that_do_not_renew_their_records_are_asked_after_those_that_do():
+    """Also where their files are newer, as those of a home that was copied."""
+    renewed = [make_record(job_id=str(number), updated_at=1000.0) for number in range(30)]
+    stale = [make_record(job_id=str(500 + number), updated_at=float(number)) for number in range(200)]
+    written = {record.name: record for record in (*stale, *renewed)}
+    asked = []
+
+    def ask(record):
+        asked.append(record.job_id)
+        is_ready = record is answering
+        return ProbeResult(status="ready" if is_ready else "no answer")
+
+    def search():
+        asked.clear()
+        found = Search(read=lambda files: [written[name] for name, _ in files], ask=ask, clock=lambda: 1000.0)
+        found.run([(name, (0, 0, 0)) for name in written])
+        return found.is_ready
+
+    answering = renewed[-1]
+    assert search()
+    assert {int(job_id) for job_id in asked} <= set(range(30))
+    answering = stale[10]
+    assert search()
+    assert {int(job_id) for job_id in asked[:30]} == set(range(30))
+    assert "699" in asked[30:]  # the one that was renewed last
 
 
 def test_all_live_replicas_are_found_among_many_records(service):

@@ -41,6 +41,8 @@ from hpc_serve.submit.services import services, wait
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.slurm import GONE, JobState
+from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
@@ -351,6 +353,14 @@ class TestStatus:
         record(store)
         slurm.be_silent()
         assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
+
+    def test_slurm_is_asked_for_no_single_job_whose_record_was_not_renewed_for_days(self, store, slurm):
+        for number in range(20):
+            record(store, job_id=str(100 + number), state="ready", port=1, updated_at=time.time() - 3 * 86_400)
+        statuses = read_status(store).replicas
+        assert {status.state for status in statuses} == {"failed"}
+        assert {status.reason for status in statuses} == {ended_sentence(JobState(job_id="100", state=GONE))}
+        assert slurm.asked_accounting == 0
 
     def test_an_end_that_the_launcher_reported_is_kept_whatever_slurm_says(self, store, slurm):
         submitted_job(store)
