@@ -179,10 +179,10 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
 def _print_figures(console: PlainConsole, status: ReplicaStatus) -> None:
     from hpc_serve.cli.work_view import figure, figure_name
 
-    if not status.figures:
+    if not status.predicted_and_measured:
         return
     console.print(Text(f"  {'figure':<24} {'predicted':>14} {'measured':>14}"))
-    for name, (predicted, measured) in status.figures.items():
+    for name, (predicted, measured) in status.predicted_and_measured.items():
         values = f"{figure(name, predicted):>14} {figure(name, measured):>14}"
         console.print(Text(f"  {figure_name(name):<24} {values}"))
 

@@ -134,7 +134,7 @@ def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:
     Raises StoreError.
     """
 
-    def look() -> list[tuple[str, FileVersion]]:
+    def scan() -> list[tuple[str, FileVersion]]:
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
@@ -147,7 +147,7 @@ def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:
         return found
 
     try:
-        return _retry_stale_handle(look, "list", path)
+        return _retry_stale_handle(scan, "list", path)
     except FileNotFoundError:
         return []
 

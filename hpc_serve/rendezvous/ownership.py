@@ -187,9 +187,9 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
             if links > _MOST_LINKS:
                 raise OSError(40, "too many symbolic links")
             yield step, found, False
-            target = Path(os.readlink(step))
-            here = Path("/") if target.is_absolute() else here
-            rest += reversed([part for part in target.parts if part != "/"])
+            leads_to = Path(os.readlink(step))
+            here = Path("/") if leads_to.is_absolute() else here
+            rest += reversed([part for part in leads_to.parts if part != "/"])
         else:
             here = step
             if rest and not stat.S_ISDIR(found.st_mode):

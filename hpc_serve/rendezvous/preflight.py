@@ -64,14 +64,6 @@ class PreflightReport:
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         return f"preflight of {nodes} in {self.took_s:.1f} s: {words}"
 
-    def to_json(self) -> str:
-        return to_json_text(self)
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str) -> PreflightReport:
-        """Read a report. Raises RecordError."""
-        return from_json_text(cls, text, source=source)
-
 
 def preflight_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
     """Where a replica's report is. Raises InvalidRequestError for names that cannot be files."""
@@ -80,12 +72,12 @@ def preflight_file(store: ServiceStore, service: str, *, job_id: str, restart: i
 
 def write_preflight(path: Path, report: PreflightReport) -> None:
     """Raises StoreError."""
-    write_private(path, report.to_json())
+    write_private(path, to_json_text(report))
 
 
 def read_preflight(path: Path) -> PreflightReport | None:
     """The report, as far as it can be read, for those who show it."""
     try:
-        return PreflightReport.from_json(read_private(path), source=str(path))
+        return from_json_text(PreflightReport, read_private(path), source=str(path))
     except (FileNotFoundError, StoreError, RecordError):
         return None

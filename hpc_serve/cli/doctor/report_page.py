@@ -150,13 +150,13 @@ def _start(status: ReplicaStatus) -> Markup:
 
 
 def _figures(status: ReplicaStatus) -> Markup:
-    if not status.figures:
+    if not status.predicted_and_measured:
         return Markup('<p class="note">{}</p>').format(
             "No figure is both predicted and measured: "
             + ("the plan was not written down." if not status.predicted else "the engine has logged none so far.")
         )
     cells = []
-    for name, (predicted, measured) in status.figures.items():
+    for name, (predicted, measured) in status.predicted_and_measured.items():
         ratio = f"{round(100 * (measured / predicted - 1), 1) + 0.0:+.1f} %" if predicted else ""
         cells.append((_text(figure_name(name)), figure(name, predicted), figure(name, measured), ratio))
     return table(("figure", "predicted", "measured", "measured is"), cells, numbers_from=1)

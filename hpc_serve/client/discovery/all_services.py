@@ -21,12 +21,12 @@ def find_ready_services(store: ServiceStore) -> tuple[ServiceStatus, ...]:
     return _each_service(store, lambda watch: watch.status if watch.find_one() else watch.refresh())
 
 
-def _each_service(store: ServiceStore, look: Callable[[ServiceWatch], ServiceStatus]) -> tuple[ServiceStatus, ...]:
+def _each_service(store: ServiceStore, find: Callable[[ServiceWatch], ServiceStatus]) -> tuple[ServiceStatus, ...]:
     found: dict[str, ServiceStatus] = {}
 
     def read(service: str) -> None:
         try:
-            found[service] = look(ServiceWatch(store, service))
+            found[service] = find(ServiceWatch(store, service))
         except HpcServeError as error:
             found[service] = ServiceStatus(service=service, home=str(store.home), problems=(str(error),))
 

@@ -69,7 +69,6 @@ class ServiceWatch:
         self._lease = LeaseWatch()
         self._proofs = Proofs()
         self._reader = RecordReader(store, service, self._proofs)
-        self._search: Search | None = None
         self._refreshed_at_s = float("-inf")
         self._searched_at_s = float("-inf")
         self._make_locks()
@@ -92,20 +91,21 @@ class ServiceWatch:
 
     @property
     def model(self) -> str:
-        """The name to ask the engines for: the first that all of them serve under."""
-        every = [replica.record for replica in self.status.replicas if replica.record is not None]
-        ready = [replica.record for replica in self.status.ready if replica.record is not None] or every
-        asked = [record for record in every if self._search is not None and self._search.is_being_asked(record.name)]
-        for records in ([*asked, *ready], ready):
+        """The name to ask the engines for: the first under which all live ones serve, or all ready ones."""
+        known = [(replica, replica.record) for replica in self.status.replicas if replica.record is not None]
+        live = [record for replica, record in known if not replica.is_over]
+        ready = [record for replica, record in known if replica.state == "ready"] or [record for _, record in known]
+        for records in (live, ready):
             for name in records[-1].served_model_names if records else ():
                 if all(name in record.served_model_names for record in records):
                     return name
         return ready[-1].model if ready else ""
 
     def find_one(self) -> bool:
-        """Look for a ready replica among the records, the newest first; whether there is one.
+        """Look for a ready replica among the records, the newest first; return whether there is one.
 
-        Returns with the first that answers. The others get into the pool when they answer.
+        Returns with the first that answers. The others get into the pool when they answer, or at the next refresh,
+        which is due with the first request.
         """
         asked_at_s = self._clock()
         with self._search_lock:
@@ -126,17 +126,10 @@ class ServiceWatch:
             return True
 
     def _show(self, search: Search) -> None:
-        """What a search found is what is known, until the next refresh."""
-        self._search = search
+        """Take what a search found as what is known, until the next refresh."""
         records = [record for record, _ in search.answers.values()]
         probes = {name: result or _NOT_YET for name, (_, result) in search.answers.items()}
         self.status = self._assess(ServiceRecords(service=self.service, records=tuple(records)), probes)
-        if not search.is_complete:
-            self._start_refresh()
-        elif any(map(search.is_being_asked, probes)):
-            search.when_over(self._start_refresh)
-        else:
-            self._refreshed_at_s = self._clock()
 
     def _ask(self, record: EndpointRecord) -> ProbeResult:
         result = self._judge(record, self._probe([record], self.api_key)[record.name])
@@ -224,7 +217,6 @@ class ServiceWatch:
         if not status.ready and not is_complete:
             status = self._assess(self._reader.records(asked_for, is_complete=True), probes)
         self.status = status
-        self._search = None
         ready = [(replica.record, replica.probe) for replica in status.ready]
         addresses = [_address(record, probe, self.api_key) for record, probe in ready if record and probe]
         self.pool.fill(addresses)

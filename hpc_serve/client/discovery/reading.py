@@ -6,9 +6,9 @@ replicas waits for a reading a few seconds, and leaves it to a thread of its own
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from hpc_serve.client.replicas.probe import in_background
@@ -75,28 +75,22 @@ class RecordReader:
             return known
 
     def _in_time(self, read: Callable[[], T]) -> T:
-        """What `read` returns. Raises what it raises, or StoreError if it takes too long and replicas are known."""
+        """Return what `read` returns. Raises what it raises, or StoreError if it is too late and replicas are known."""
         if not self._proofs.proven:
             return read()
         late = f"{self._store.home} has not answered for {READ_S:.0f} s: its filesystem hangs."
         if self._hanging is not None and self._hanging.is_alive():
             raise StoreError(late)
-        results: queue.SimpleQueue[tuple[Callable[[], T], None] | tuple[None, BaseException]] = queue.SimpleQueue()
+        found: Future[T] = Future()
 
         def work() -> None:
             try:
-                value = read()
-                results.put((lambda: value, None))
+                found.set_result(read())
             except BaseException as error:
-                results.put((None, error))
+                found.set_exception(error)
 
         thread = in_background(work)
-        try:
-            result, error = results.get(timeout=READ_S)
-        except queue.Empty:
+        if not wait([found], timeout=READ_S).done:
             self._hanging = thread
-            raise StoreError(late) from None
-        if error is not None:
-            raise error
-        assert result is not None
-        return result()
+            raise StoreError(late)
+        return found.result()

@@ -38,13 +38,11 @@ class Search:
     ) -> None:
         self.answers: dict[str, tuple[EndpointRecord, ProbeResult | None]] = {}
         self.is_ready = False
-        self.is_complete = False
         self._read = read
         self._ask = ask
         self._clock = clock
         self._changed = threading.Condition()
         self._waiting = 0
-        self._when_over: Callable[[], None] | None = None
 
     def run(self, files: Sequence[RecordFile]) -> None:
         """Ask until one is ready, or all have answered. Once one is ready the others have as long again as it took."""
@@ -64,23 +62,10 @@ class Search:
             self._start(overdue.pop())
             with self._changed:
                 self._changed.wait_for(lambda: self.is_ready or self._waiting < _MOST_AT_ONCE)
-        self.is_complete = read >= len(files) and not overdue
         if self.is_ready or self._wait(None):
             took_s = time.monotonic() - began_at_s
             with self._changed:
                 self._changed.wait_for(lambda: not self._waiting, timeout=min(took_s, _MOST_GRACE_S))
-
-    def is_being_asked(self, name: str) -> bool:
-        """Whether a replica has not answered yet."""
-        return name in self.answers and self.answers[name][1] is None
-
-    def when_over(self, call: Callable[[], None]) -> None:
-        """Have `call` called when all that were asked have answered."""
-        with self._changed:
-            if self._waiting:
-                self._when_over = call
-                return
-        call()
 
     def _start(self, record: EndpointRecord) -> None:
         with self._changed:
@@ -97,10 +82,7 @@ class Search:
                 self.answers[record.name] = record, result
                 self.is_ready = self.is_ready or (result is not None and result.status == "ready")
                 self._waiting -= 1
-                when_over = self._when_over if not self._waiting else None
                 self._changed.notify_all()
-        if when_over is not None:
-            when_over()
 
     def _wait(self, timeout_s: float | None) -> bool:
         """Wait until one is ready or all have answered; whether one is ready."""

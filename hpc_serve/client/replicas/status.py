@@ -109,7 +109,7 @@ class ReplicaStatus:
         return f"TP={record.tensor_parallel_size} PP={record.pipeline_parallel_size}" if record and record.nodes else ""
 
     @property
-    def figures(self) -> dict[str, tuple[float, float]]:
+    def predicted_and_measured(self) -> dict[str, tuple[float, float]]:
         """The figures that are both predicted and measured, in bytes, seconds and tokens."""
         measured = self.record.measured if self.record else {}
         return {name: (value, measured[name]) for name, value in self.predicted.items() if name in measured}

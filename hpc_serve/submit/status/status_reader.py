@@ -67,26 +67,26 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     )
 
 
-def find_report(store: ServiceStore, target: str) -> StatusReport:
+def find_report(store: ServiceStore, name_or_id: str) -> StatusReport:
     """Return the report on a service, on a job or an array by its id, or on one replica of a job by its name.
 
     Raises ServiceNotFoundError.
     """
-    report = read_status(store, target)
+    report = read_status(store, name_or_id)
     if report.everywhere:
         return report
     report = read_status(store)
     here, elsewhere = (
-        tuple(one for one in found if is_of_job(one, target)) for found in (report.replicas, report.elsewhere)
+        tuple(one for one in found if is_of_job(one, name_or_id)) for found in (report.replicas, report.elsewhere)
     )
     if here or elsewhere:
         return replace(report, replicas=here, elsewhere=elsewhere)
-    raise not_found_error(store, target)
+    raise not_found_error(store, name_or_id)
 
 
-def find(store: ServiceStore, target: str) -> list[ReplicaStatus]:
+def find(store: ServiceStore, name_or_id: str) -> list[ReplicaStatus]:
     """Return what `find_report` finds, to be shown: oldest first, other homes included. Raises ServiceNotFoundError."""
-    return list(find_report(store, target).everywhere)
+    return list(find_report(store, name_or_id).everywhere)
 
 
 def replicas_here(store: ServiceStore, report: StatusReport) -> list[ReplicaStatus]:
@@ -110,7 +110,7 @@ def elsewhere_sentence(store: ServiceStore, status: ReplicaStatus) -> str:
     )
 
 
-def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
+def not_found_error(store: ServiceStore, name_or_id: str) -> ServiceNotFoundError:
     """The error that lists the services there are."""
     report, home = read_status(store), str(store.home)
     names = dict.fromkeys(status.service for status in report.everywhere)
@@ -118,7 +118,7 @@ def not_found_error(store: ServiceStore, target: str) -> ServiceNotFoundError:
         ServiceStatus(service=name, home=home, replicas=tuple(one for one in report.everywhere if one.service == name))
         for name in names
     ]
-    missing = ServiceStatus(service=target, home=home, problems=report.problems)
+    missing = ServiceStatus(service=name_or_id, home=home, problems=report.problems)
     return ServiceNotFoundError(not_found(missing, others, wanted="service or job"))
 
 

@@ -12,7 +12,7 @@ from hpc_serve.job.preflight.checks import between
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
-from hpc_serve.rendezvous.preflight import PreflightReport
+from hpc_serve.rendezvous.preflight import PreflightReport, read_preflight, write_preflight
 from hpc_serve.sizes import GIB
 from tests.unit.job.preflight.nodes import (
     DEVICE,
@@ -253,10 +253,11 @@ def test_a_group_that_did_not_come_says_why():
     assert (verdict.level, verdict.seen) == ("not checked", "no answer within 20 s")
 
 
-def test_facts_and_reports_travel_as_json():
+def test_facts_and_reports_travel_as_json(tmp_path):
     assert from_json_text(NodeFacts, to_json_text(FACTS), source="facts") == FACTS
     made = PreflightReport(verdicts=judge(HEALTHY, NEEDS), num_nodes=3, took_s=0.5, began_at=1.0)
-    assert PreflightReport.from_json(made.to_json(), source="report") == made
+    write_preflight(tmp_path / "report", made)
+    assert read_preflight(tmp_path / "report") == made
     assert made.summary == "preflight of 3 nodes in 0.5 s: 20 ok"
 
 
