@@ -34,7 +34,14 @@ class _Claim:
     claimed_at: float
 
 
-def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[JobEntry], bool] | None = None) -> None:
+def claim(
+    store: ServiceStore,
+    service: str,
+    model: str,
+    *,
+    is_over: Callable[[JobEntry], bool] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """Take the name `service` for `model`; replicas of the same model share it.
 
     A record or a submitted job of another model holds the name until its job is over. `is_over` decides that, best by
@@ -49,8 +56,8 @@ def claim(store: ServiceStore, service: str, model: str, *, is_over: Callable[[J
         for holder in _holders(found):
             if holder.model != model and not is_over(holder):
                 raise ServiceConflictError(_taken(service, model, holder))
-        _check_claim(path, service, model, found)
-        write_private(path, to_json_text(_Claim(model=model, claimed_at=time.time())))
+        _check_claim(path, service, model, found, now=clock())
+        write_private(path, to_json_text(_Claim(model=model, claimed_at=clock())))
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
@@ -79,7 +86,7 @@ def require_filelock() -> None:
 
 
 @contextmanager
-def locked(store: ServiceStore, service: str) -> Iterator[None]:
+def locked(store: ServiceStore, service: str, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the lock of a service's claim. Raises StoreError if it is held for too long, or there is no such service."""
     require_filelock()
     # flock is local to a node on some shared filesystems; a lock file with a lease works on all, clocks aside.
@@ -87,12 +94,12 @@ def locked(store: ServiceStore, service: str) -> Iterator[None]:
 
     store.require_service(service)  # filelock would make the folders of a home that was moved away
     path = store.service_dir(service) / ".lock"
-    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=_LOCK_TIMEOUT_S, mode=0o600)
+    lease = SoftFileLease(path, lease_duration=_LOCK_LEASE_S, timeout=timeout_s, mode=0o600)
     try:
         lease.acquire()
     except (Timeout, LeaseSettingsMismatch, OSError) as error:
         raise StoreError(
-            f"cannot lock {path} within {_LOCK_TIMEOUT_S:.0f} s ({type(error).__name__}): another submit holds it, "
+            f"cannot lock {path} within {timeout_s:.0f} s ({type(error).__name__}): another submit holds it, "
             "or the filesystem does not answer. If no other is running, remove that file."
         ) from error
     try:
@@ -105,13 +112,13 @@ def _claim_path(store: ServiceStore, service: str) -> Path:
     return store.service_dir(service) / "service.json"
 
 
-def _check_claim(path: Path, service: str, model: str, found: ServiceRecords) -> None:
+def _check_claim(path: Path, service: str, model: str, found: ServiceRecords, *, now: float) -> None:
     """Refuse a name that another submit claimed a moment ago and has no job for yet."""
     claimed = _read_claim(path)
     everything: tuple[JobEntry, ...] = (*found.records, *found.submitted)
     if claimed is None or claimed.model == model or any(entry.model == claimed.model for entry in everything):
         return
-    age_s = time.time() - claimed.claimed_at
+    age_s = now - claimed.claimed_at
     if 0 <= age_s < _UNUSED_CLAIM_S:
         raise ServiceConflictError(
             f"{service} was claimed for {claimed.model} {age_s:.0f} s ago by another submit, which has no job yet. "

@@ -15,6 +15,7 @@ from hpc_serve.client import connect, connect_async, endpoint
 from hpc_serve.client.discovery import discovery
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.search import Search
+from hpc_serve.client.replicas.probe import probe_records
 from hpc_serve.client.replicas.status import ProbeResult
 from hpc_serve.errors import ServiceNotFoundError
 from tests.support.listener import Listener
@@ -137,23 +138,20 @@ def test_why_there_is_none_is_told_with_what_has_ended(service):
     assert [replica.state for replica in watch.refresh().replicas] == ["failed"]
 
 
-def test_threads_that_search_at_once_share_one_search(service, monkeypatch):
+def test_threads_that_search_at_once_share_one_search(service):
     service.start()
-    asked, reads = set(), []
+    asked, probed = set(), []
 
     def clock():  # the first thing that a search asks for
         asked.add(threading.get_ident())
         return time.monotonic()
 
-    watch = ServiceWatch(service.store, "405b", clock=clock)
-    reading = watch._reader.files
-
-    def slow_read():
-        reads.append(1)
+    def slow_probe(records, api_key):
+        probed.append(1)
         wait_until(lambda: len(asked) >= 16)
-        return reading()
+        return probe_records(records, api_key)
 
-    monkeypatch.setattr(watch._reader, "files", slow_read)
+    watch = ServiceWatch(service.store, "405b", probe=slow_probe, clock=clock)
     together = threading.Barrier(16)
 
     def search(_):
@@ -162,4 +160,4 @@ def test_threads_that_search_at_once_share_one_search(service, monkeypatch):
 
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(search, range(16)))
-    assert 0 < len(reads) < 8
+    assert 0 < len(probed) < 8

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from hpc_serve.errors import ServiceConflictError, StoreError
-from hpc_serve.rendezvous import claims
-from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.claims import claim, locked, release
 from hpc_serve.rendezvous.record import JobEnd
 from hpc_serve.rendezvous.store import ServiceStore
 from tests.support.stubs import make_record, make_submitted
@@ -61,23 +60,22 @@ def test_a_job_that_was_cancelled_in_the_queue_holds_no_name(store):
     claim(store, "405b", "other")
 
 
-def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store, monkeypatch):
-    now_s = time.time()
-    monkeypatch.setattr(time, "time", lambda: now_s)
-    claim(store, "405b", "m")
+def test_a_fresh_claim_holds_until_its_job_is_written_down_or_given_up(store):
+    claim(store, "405b", "m", clock=lambda: 1000.0)
     with pytest.raises(ServiceConflictError, match="claimed for m 0 s ago"):
-        claim(store, "405b", "other")
+        claim(store, "405b", "other", clock=lambda: 1000.0)
     release(store, "405b", "other")
     with pytest.raises(ServiceConflictError):
-        claim(store, "405b", "other")
+        claim(store, "405b", "other", clock=lambda: 1000.0)
     release(store, "405b", "m")
-    claim(store, "405b", "other")
+    claim(store, "405b", "other", clock=lambda: 1000.0)
 
 
-def test_an_old_claim_without_a_job_holds_nothing(store, monkeypatch):
-    monkeypatch.setattr(claims, "_UNUSED_CLAIM_S", 0.0)
-    claim(store, "405b", "m")
-    claim(store, "405b", "other")
+def test_an_old_claim_without_a_job_holds_nothing(store):
+    claim(store, "405b", "m", clock=lambda: 1000.0)
+    with pytest.raises(ServiceConflictError):
+        claim(store, "405b", "other", clock=lambda: 1059.0)
+    claim(store, "405b", "other", clock=lambda: 1061.0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
@@ -120,8 +118,7 @@ def test_the_lock_of_a_process_that_died_is_broken(store):
     assert not (store.service_dir("405b") / ".lock").exists()
 
 
-def test_a_lock_that_is_held_is_waited_for_and_then_explained(store, monkeypatch):
+def test_a_lock_that_is_held_is_waited_for_and_then_explained(store):
     store.ensure_service("405b")
-    monkeypatch.setattr(claims, "_LOCK_TIMEOUT_S", 0.1)
-    with claims.locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
-        claim(ServiceStore(store.home), "405b", "m")
+    with locked(store, "405b"), pytest.raises(StoreError, match=r"cannot lock .*\.lock within"):
+        locked(ServiceStore(store.home), "405b", timeout_s=0.1).__enter__()
