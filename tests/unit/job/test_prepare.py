@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def test_a_second_attempt_gets_another_folder_and_the_same_key(environ):
     assert one["HPC_SERVE_JOB_DIR"] != two["HPC_SERVE_JOB_DIR"]
     assert one["HPC_SERVE_NODE_TMP"] != two["HPC_SERVE_NODE_TMP"]
     assert one["HPC_SERVE_API_KEY_FILE"] == two["HPC_SERVE_API_KEY_FILE"]
+
+
+def test_a_home_that_is_gone_is_made_by_the_first_run_of_a_job_alone(environ):
+    home, first = Path(environ["HPC_SERVE_HOME"]), read_allocation(environ)
+    again = replace(first, restart=1)
+    with pytest.raises(StoreError, match=f"{home} is gone"):
+        prepare("8b", again, environ)
+    assert not home.exists()
+    prepare("8b", first, environ)
+    prepare("8b", again, environ)
 
 
 def test_a_long_node_local_folder_is_refused_before_ray_trips_over_it():
