@@ -13,9 +13,10 @@ from typing import Protocol
 from hpc_serve.job.machine.log_setup import print_line
 from hpc_serve.job.machine.network import hold_port
 from hpc_serve.job.ray.held_ray import HeldRay
+from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.parts import Parts
-from hpc_serve.job.run.ray_cluster import RayNodes, head_argv, parse_gcs_port, parse_nodes
+from hpc_serve.job.run.ray_cluster import head_argv
 from hpc_serve.job.run.record_keeper import RecordKeeper
 
 _NAME = "ray head"
@@ -41,7 +42,7 @@ class HeadRay:
     ) -> None:
         self._node, self._parts, self._keeper = node, parts, keeper
         self._wait_until_complete, self._note_change = wait_until_complete, note_change
-        self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self._read_line)
+        self._held = HeldRay(_NAME, parts, grace_s=_GRACE_S, on_line=self.read_line)
         self.environ: dict[str, str] = {}
         """What Ray's processes on this node have, and an engine over it, but for RAY_ADDRESS; since `start_head`."""
         self._gcs_port: int | None = None
@@ -101,12 +102,14 @@ class HeadRay:
         await self._wait_until_complete(missing, part="ray nodes")
         self._held.end_watch()
 
-    def _read_line(self, line: str) -> None:
-        if (port := parse_gcs_port(line)) is not None:
-            self._gcs_port = port
-        elif (nodes := parse_nodes(line)) is not None:
-            self._nodes = nodes
-        else:
+    def read_line(self, line: str) -> None:
+        """Take a line of Ray's head: the port of its GCS, its nodes, or a line of its log."""
+        fact = parse_line(line)
+        if fact is None:
             print_line(line)
             return
+        if isinstance(fact, RayNodes):
+            self._nodes = fact
+        else:
+            self._gcs_port = fact
         self._note_change()

@@ -1,76 +1,99 @@
-"""Beside Ray's head: asks Ray's control store which nodes are alive, and prints them as JSON whenever they change.
+"""Which nodes Ray has: a program beside Ray's head prints them whenever they change, and the launcher reads its lines.
 
-    python -m hpc_serve.job.ray.ray_nodes FOLDER ADDRESS GPU     (or another resource of Ray, counted on each node)
+    python -m hpc_serve.job.ray.ray_nodes FOLDER ADDRESS GPU [PORT]     (or another resource of Ray, counted by node)
 
-FOLDER is Ray's own, where its head writes the port of its control store; ADDRESS is the head's. The port is printed as
-soon as it is there. It ends when its standard input is closed. It runs in a thread of Ray's head where it can, since
-`import ray` takes more than a second; the launcher itself never imports Ray.
+FOLDER is Ray's own folder, ADDRESS is the head's. PORT is that of Ray's GCS; without it, Ray writes the port into
+FOLDER. The port is printed as soon as it is known. The program ends when its standard input is closed. It is a thread
+of Ray's head where that is possible, since `import ray` takes more than a second. The launcher never imports Ray.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import select
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hpc_serve.job.run.ray_cluster import read_gcs_port
+from hpc_serve.job.ray import ray_private
 
 # The steps of polls; the launcher holds the deadline.
 _STEP_S, _STEP_AFTER_ERROR_S = 0.05, 0.3
-_ALIVE = 0
 _ERRORS_BEFORE_WORDS = 10
 
 
-def main() -> None:
-    watch(*sys.argv[1:])
+@dataclass(frozen=True)
+class RayNodes:
+    """The number of devices of the wanted kind that each node of Ray has, by its address."""
+
+    devices: Mapping[str, int]
+
+    def missing(self, expected: Mapping[str, str], device: str, per_node: int) -> list[str]:
+        """Return a sentence for each node that is absent, has another number of devices, or is not of this job.
+
+        `expected` maps addresses to node names.
+        """
+        sentences = []
+        for address, name in expected.items():
+            if address not in self.devices:
+                sentences.append(f"{name} ({address}) has not joined")
+            elif self.devices[address] != per_node:
+                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
+        unexpected = sorted(set(self.devices) - set(expected))
+        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
 
 
-def watch_in_thread(folder: str, address: str, device: str) -> None:
-    threading.Thread(target=watch, args=(folder, address, device), name="ray nodes", daemon=True).start()
+def parse_line(line: str) -> int | RayNodes | None:
+    """Return the GCS's port or the nodes that a line tells; None if the line is not of this program."""
+    try:
+        fact = json.loads(line)
+        if "hpc_serve_gcs" in fact:
+            return int(fact["hpc_serve_gcs"])
+        return RayNodes({str(address): int(count) for address, count in fact["hpc_serve_nodes"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
-def watch(folder: str, address: str, device: str) -> None:
+def watch_in_thread(*words: str) -> None:
+    threading.Thread(target=watch, args=words, name="ray nodes", daemon=True).start()
+
+
+def watch(folder: str, address: str, device: str, port: str = "") -> None:
     """Print the port, then the nodes, until standard input is closed."""
-    while (port := read_gcs_port(folder)) is None:
+    while not (gcs_port := int(port or ray_private.read_gcs_port(folder) or 0)):
         if _is_closed(_STEP_S):
             return
-    _say({"hpc_serve_gcs": port})
-    client: Any = None
+    _say({"hpc_serve_gcs": gcs_port})
     before: dict[str, int] | None = None
-    errors, step_s = 0, 0.0
-    while not _is_closed(step_s):
+    errors = 0
+    while not _is_closed(_STEP_AFTER_ERROR_S if errors else 0.0):
         try:
-            client = client or importlib.import_module("ray._raylet").GcsClient(address=f"{address}:{port}")
-            nodes = client.get_all_node_info(timeout=10).values()
-            alive = {
-                node.node_manager_address: int(node.resources_total.get(device, 0))
-                for node in nodes
-                if node.state == _ALIVE
-            }
-            step_s = _STEP_S
-        except Exception as error:  # what it is differs by version; it may not listen yet
-            client, step_s, errors = None, _STEP_AFTER_ERROR_S, errors + 1
+            with ray_private.listed_nodes(f"{address}:{gcs_port}") as list_nodes:
+                while True:
+                    alive = {at: int(resources.get(device, 0)) for at, resources in list_nodes().items()}
+                    if alive != before:
+                        _say({"hpc_serve_nodes": alive})
+                        before = alive
+                    if _is_closed(_STEP_S):
+                        return
+        except Exception as error:  # its kind differs by version; the GCS may not listen yet
+            errors += 1
             if errors == _ERRORS_BEFORE_WORDS:
                 print(f"hpc-serve: Ray does not say which nodes it has: {type(error).__name__}: {error}", flush=True)
-            continue
-        if alive != before:
-            _say({"hpc_serve_nodes": alive})
-            before = alive
 
 
 def _say(fact: dict[str, Any]) -> None:
-    """One line of its own, whatever Ray's head is just writing."""
+    """Write one line of its own, whatever Ray's head is just writing."""
     os.write(1, f"\n{json.dumps(fact)}\n".encode())
 
 
 def _is_closed(within_s: float) -> bool:
-    """Whether standard input is closed within so many seconds."""
+    """Return whether standard input is closed within so many seconds."""
     return bool(select.select([0], [], [], within_s)[0])
 
 
 if __name__ == "__main__":
-    main()
+    watch(*sys.argv[1:])

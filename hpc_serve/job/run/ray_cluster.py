@@ -1,4 +1,4 @@
-"""Ray for one run: the command lines of its head and workers, their environment, and the nodes that Ray reports.
+"""Ray for one run: the command lines of its head and workers, and their environment.
 
 Each Ray runs as a `--block` child of the launcher, in a private folder and with a token. Its ports, CPUs, GPUs and
 memory are all given explicitly. It is ended as a process: `ray stop` would end every Ray of the user on the options.
@@ -6,12 +6,10 @@ memory are all given explicitly. It is ended as a process: `ray stop` would end 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.sizes import GIB, MIB
@@ -76,14 +74,6 @@ def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
     return [*_start_argv(options), f"--address={head}"]
 
 
-def read_gcs_port(temp_dir: str) -> int | None:
-    """The port of the GCS that `head_argv` has started, once it listens; Ray writes it into a file of its session."""
-    for path in Path(temp_dir).glob("session_latest/gcs_server_port*"):
-        with contextlib.suppress(OSError, ValueError):
-            return int(path.read_text())
-    return None
-
-
 def _start_argv(options: RayStartOptions) -> list[str]:
     return [
         "ray",
@@ -139,44 +129,6 @@ def _with_hip_devices(environ: Mapping[str, str]) -> dict[str, str]:
     if "HIP_VISIBLE_DEVICES" not in found and (visible := found.pop("ROCR_VISIBLE_DEVICES", None)) is not None:
         found["HIP_VISIBLE_DEVICES"] = visible
     return found
-
-
-@dataclass(frozen=True)
-class RayNodes:
-    """What Ray reports: for each node that is alive, by address, how many devices of the wanted kind it has."""
-
-    devices: Mapping[str, int]
-
-    def missing(self, expected: Mapping[str, str], device: Device, per_node: int) -> list[str]:
-        """One sentence for each node that is absent, has another number of devices, or is not of this job.
-
-        `expected` maps addresses to node names.
-        """
-        sentences = []
-        for address, name in expected.items():
-            if address not in self.devices:
-                sentences.append(f"{name} ({address}) has not joined")
-            elif self.devices[address] != per_node:
-                sentences.append(f"{name} ({address}) has {self.devices[address]} {device}s instead of {per_node}")
-        unexpected = sorted(set(self.devices) - set(expected))
-        return [*sentences, *(f"{address} joined but is not of this job" for address in unexpected)]
-
-
-def parse_gcs_port(line: str) -> int | None:
-    """The port in a line that `ray_nodes` printed, or None if it is another line."""
-    try:
-        return int(json.loads(line)["hpc_serve_gcs"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def parse_nodes(line: str) -> RayNodes | None:
-    """The nodes in a line that `ray_nodes` printed, or None if it is another line."""
-    try:
-        found = json.loads(line)
-        return RayNodes({str(address): int(count) for address, count in found["hpc_serve_nodes"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _shared_memory_bytes() -> int:

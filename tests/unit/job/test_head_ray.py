@@ -34,7 +34,7 @@ def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
         assert part == "ray head"
         said.append(missing())
         for line in lines:
-            ray._read_line(line)
+            ray.read_line(line)
             said.append(missing())
 
     ray = HeadRay(

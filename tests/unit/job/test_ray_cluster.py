@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
+from hpc_serve.job.ray.ray_private import read_gcs_port
 from hpc_serve.job.run.ray_cluster import (
-    RayNodes,
     head_argv,
-    parse_gcs_port,
-    parse_nodes,
     ray_environ,
     ray_start_options,
-    read_gcs_port,
     worker_argv,
 )
 from hpc_serve.sizes import GIB
@@ -147,8 +145,7 @@ def test_who_is_missing_is_named():
 
 
 def test_rays_log_lines_are_not_taken_for_nodes():
-    assert parse_nodes('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
-    assert parse_gcs_port('{"hpc_serve_gcs": 4321}') == 4321
+    assert parse_line('{"hpc_serve_nodes": {"10.0.0.1": 8}}') == RayNodes({"10.0.0.1": 8})
+    assert parse_line('{"hpc_serve_gcs": 4321}') == 4321
     for line in ("INFO worker.py: Connecting", "[1, 2]", "7", "{}"):
-        assert parse_nodes(line) is None
-        assert parse_gcs_port(line) is None
+        assert parse_line(line) is None

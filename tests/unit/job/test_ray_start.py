@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.run.ray_cluster import RayNodes, parse_gcs_port, parse_nodes
+from hpc_serve.job.ray.ray_nodes import RayNodes, parse_line
+from hpc_serve.job.ray.ray_private import COMMAND_LINE, NAMES, missing_names
 
 WITHIN_S = 120
 OF_RAY = f"#!{sys.executable}\nfrom ray.scripts.scripts import main\nmain()\n"
@@ -46,13 +47,21 @@ def start(module: str, *words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def fake_ray(folder: Path, text: str) -> Path:
-    """A package of Ray, and its script as an installer writes it."""
-    package = folder / "ray" / "scripts"
-    package.mkdir(parents=True)
-    for module, code in ((package.parent / "__init__.py", ""), (package / "__init__.py", "")):
-        module.write_text(code)
-    (package / "scripts.py").write_text(f"def main():\n    {SAYS}\n    return 7\n")
+MODULES = {
+    "ray/scripts/scripts.py": f"def main():\n    {SAYS}\n    return 7\n",
+    "ray/_private/ray_constants.py": 'RAY_START_HOOK = "RAY_START_HOOK"\n',
+    "ray/_private/services.py": "def start_api_server(include_dashboard, raise_on_failure):\n    return 1, 2\n",
+    "ray/_raylet.py": f'GCS_SERVER_PORT_NAME = "gcs_server_port"\n{CLIENT}\nInnerGcsClient = GcsClient\n',
+}
+
+
+def fake_ray(folder: Path, text: str = OF_RAY, **modules: str) -> Path:
+    """A package of Ray with `modules` in place of its own, and its script as an installer writes it."""
+    for name, code in {**MODULES, **modules}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(code)
     script = folder / "bin" / "ray"
     script.parent.mkdir()
     script.write_text(text)
@@ -93,14 +102,7 @@ def main():
 
 
 def test_rays_head_starts_no_dashboard_and_no_server_for_ray_client(tmp_path):
-    ray = fake_ray(tmp_path, OF_RAY)
-    (tmp_path / "ray" / "scripts" / "scripts.py").write_text(HEAD)
-    private = tmp_path / "ray" / "_private"
-    private.mkdir()
-    (private / "__init__.py").write_text("")
-    (private / "services.py").write_text(
-        "def start_api_server(include_dashboard, raise_on_failure):\n    return 1, 2\n"
-    )
+    ray = fake_ray(tmp_path, **{"ray/scripts/scripts.py": HEAD})
     environ = {"PATH": str(ray.parent), "PYTHONPATH": str(tmp_path)}
     child = start("ray_start", **environ)
     order = {"argv": ["ray", "start"], "environ": environ, "watch": [str(tmp_path / "none"), "10.0.0.1", "GPU"]}
@@ -108,36 +110,95 @@ def test_rays_head_starts_no_dashboard_and_no_server_for_ray_client(tmp_path):
     assert json.loads(said) == [None, ["", None], None]
 
 
-def test_ray_still_calls_what_leaves_its_unused_servers_out():
-    """A Ray that does not would start them again, and listen on the port of Ray Client, which the launcher holds."""
-    scripts = Path(pytest.importorskip("ray.scripts.scripts").__file__).read_text()
+PUBLIC = """
+def init(address, log_to_driver):
+    nodes().append({"NodeManagerAddress": address, "Alive": True, "Resources": {"GPU": 4.0}})
+
+def nodes(found=[{"NodeManagerAddress": "10.0.0.9", "Alive": False, "Resources": {}}]):
+    return found
+
+def shutdown():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "missing"),
+    [
+        ("ray/_private/ray_constants.py", "", "ray._private.ray_constants.RAY_START_HOOK"),
+        ("ray/_private/services.py", "", "ray._private.services.start_api_server"),
+        ("ray/_raylet.py", "", "ray._raylet.GCS_SERVER_PORT_NAME, ray._raylet.GcsClient, ray._raylet.InnerGcsClient"),
+        ("ray/scripts/scripts.py", "import ray.of_another_version", "No module named 'ray.of_another_version'"),
+    ],
+)
+def test_a_ray_that_lacks_a_private_name_is_started_by_its_command(tmp_path, module, code, missing):
+    """The log names it. `ray` is a program of its own here, which prints its arguments and waits for its nodes."""
+    ray = fake_ray(tmp_path, **{module: code, "ray/__init__.py": PUBLIC})
+    session = tmp_path / "session_latest"
+    session.mkdir()
+    if "GCS_SERVER_PORT_NAME" not in missing:
+        (session / "gcs_server_port_1").write_text("4321")
+    command = tmp_path / "plain" / "ray"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\n{SAYS}; sys.stdout.flush(); sys.stdin.read()\n")
+    command.chmod(0o755)
+    child = start("ray_start", PATH=str(ray.parent), PYTHONPATH=str(tmp_path))
+    environ = {"PATH": str(command.parent), "PYTHONPATH": str(tmp_path)}
+    order = {
+        "argv": ["ray", "start", "--head", "--port=0"],
+        "environ": environ,
+        "watch": [str(tmp_path), "10.0.0.1", "GPU"],
+    }
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps(order) + "\n")
+    child.stdin.flush()
+    said: list[str] = []
+    while not any('"hpc_serve_nodes"' in line and "4" in line for line in said):
+        said.append(child.stdout.readline())
+        assert said[-1], said
+    child.stdin.close()
+    assert child.wait(WITHIN_S) == 0
+    assert missing in said[0]
+    assert "the command `ray start` runs" in said[0]
+    argv = next(json.loads(line)["argv"] for line in said if '"argv"' in line)
+    port = next(found for line in said if isinstance(found := parse_line(line), int))
+    assert argv[1:] == ["start", "--head", f"--port={0 if port == 4321 else port}"]
+    nodes = [found for line in said if isinstance(found := parse_line(line), RayNodes)]
+    if "GcsClient" in missing:
+        assert nodes == [RayNodes({f"10.0.0.1:{port}": 4})]
+
+
+def test_the_installed_ray_has_every_private_name_and_still_calls_what_is_patched():
+    """A Ray that does not would start its unused servers, and listen on the port of Ray Client."""
+    scripts = Path(pytest.importorskip(COMMAND_LINE).__file__).read_text()
+    assert missing_names(NAMES) == []
     assert "load_class(os.environ[ray_constants.RAY_START_HOOK])(ray_params, head)" in scripts
-    assert pytest.importorskip("ray._private.ray_constants").RAY_START_HOOK == "RAY_START_HOOK"
     node = Path(pytest.importorskip("ray._private.node").__file__).read_text()
     assert "self._webui_url, process_info = ray._private.services.start_api_server(" in node
     assert "if self._ray_params.ray_client_server_port:\n            self.start_ray_client_server()" in node
 
 
 def test_of_rays_command_line_what_starts_ray_alone_is_imported():
-    pytest.importorskip("ray.scripts.scripts")
-    code = "import sys, hpc_serve.job.ray.ray_start as it; it._import_scripts(); print(sorted(sys.modules))"
+    pytest.importorskip(COMMAND_LINE)
+    code = "import sys; from hpc_serve.job.ray import ray_private as it; it.import_command_line(); print(*sys.modules)"
     environ = {"PATH": os.path.dirname(sys.executable)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
-    assert "'ray.scripts.scripts'" in done.stdout
-    assert not [name for name in ("ray.serve", "ray.util.state.state_cli", "fastapi") if f"'{name}'" in done.stdout]
+    imported = done.stdout.split()
+    assert COMMAND_LINE in imported
+    assert not {"ray.serve", "ray.util.state.state_cli", "fastapi"} & set(imported)
 
 
 def test_it_ends_with_a_launcher_that_says_nothing(tmp_path):
-    ray = fake_ray(tmp_path, OF_RAY)
+    ray = fake_ray(tmp_path)
     child = start("ray_start", PATH=str(ray.parent), PYTHONPATH=str(tmp_path))
     assert child.communicate(timeout=WITHIN_S)[0] == ""
     assert child.returncode == 0
 
 
 def test_the_port_and_every_change_of_the_nodes_are_printed_until_standard_input_is_closed(tmp_path):
-    fake_ray(tmp_path, OF_RAY)
-    (tmp_path / "ray" / "_raylet.py").write_text(CLIENT)
+    fake_ray(tmp_path)
     child = start("ray_nodes", str(tmp_path / "session"), "10.0.0.1", "GPU", PYTHONPATH=str(tmp_path))
     folder = tmp_path / "session" / "session_latest"
     folder.mkdir(parents=True)
@@ -145,8 +206,7 @@ def test_the_port_and_every_change_of_the_nodes_are_printed_until_standard_input
     (folder / "port").rename(folder / "gcs_server_port_1")
     assert child.stdout is not None
     said = [line for line in (child.stdout.readline().strip() for _ in range(6)) if line]
-    assert parse_gcs_port(said[0]) == 4321
     both = {"10.0.0.1": 8, "10.0.0.1:4321": 0}
-    assert [parse_nodes(line) for line in said[1:]] == [RayNodes({"10.0.0.1": 8}), RayNodes(both)]
+    assert [parse_line(line) for line in said] == [4321, RayNodes({"10.0.0.1": 8}), RayNodes(both)]
     assert child.communicate(timeout=WITHIN_S)[0] == ""
     assert child.returncode == 0
