@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import configparser
 from collections import Counter
 
 import pytest
 
 from hpc_serve.diagnose.causes import find_causes, first_cause, note_lines
 from hpc_serve.diagnose.evidence import LogEvidence
-from hpc_serve.diagnose.rules import RULES
+from hpc_serve.diagnose.rules import RULES, read_rules
 from tests.unit.diagnose.cases_of_logs import FOLDER, read_cases
 
 CASES = read_cases()
@@ -38,6 +39,20 @@ def test_every_rule_has_a_case_and_every_case_a_rule():
 @pytest.mark.parametrize("pain", PAINS)
 def test_every_pain_has_a_rule(pain):
     assert [rule.name for rule in RULES if pain in rule.pains]
+
+
+def test_a_rule_has_alternatives_on_lines_and_sentences_over_several():
+    line, cause = "line =\n    a (?P<what>b)\n    c", "cause = the {what}[[ is {what}]]"
+    (rule,) = read_rules(f"[one]\n{line}\n{cause}\ncure = Do this\n    #now.\npains = 1 2\n")
+    assert (rule.pattern.pattern, rule.cure, rule.pains) == ("a (?P<what>b)|c", "Do this #now.", (1, 2))
+    assert rule.cause_of(rule.pattern.search("a b")) == "the b is b"
+    assert rule.cause_of(rule.pattern.search("c")) == "the "
+
+
+@pytest.mark.parametrize("wrong", ["kind = sometimes", "cur = x", "cause = twice", "in_notes"])
+def test_a_wrong_rule_is_refused(wrong):
+    with pytest.raises((ValueError, TypeError, configparser.Error)):
+        read_rules(f"[one]\nline = a\ncause = b\ncure = c\n{wrong}\n")
 
 
 def test_every_case_says_where_it_was_seen():
