@@ -12,9 +12,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.stand_in import find_stand_in
 from hpc_serve.job.cache.cache_key import cache_key
 from hpc_serve.job.cache.engine_cache import EngineCache, open_cache
-from hpc_serve.job.cleanup.node_dir import DirOwner
+from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir
 from hpc_serve.job.cleanup.run_dir import remove_run_dir
-from hpc_serve.job.cleanup.sweep import private_node_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
 from hpc_serve.job.run.node import LaunchOptions, Node, read_token

@@ -1,8 +1,8 @@
 """The known causes: which line of a log means which cause, and what to do about it. The rules themselves are the files
 beside this module, one for each topic.
 
-A section of a file is a rule, by its name. `line` has regular expressions, one on each line. They are searched in a line
-of a log without its head, and one match is enough. `cause` is a sentence without its full stop, and `cure` one or more
+A section of a file is a rule, by its name. `line` has regular expressions, one on each line. One match in a line of
+a log without its head is enough. `cause` is a sentence without its full stop, and `cure` one or more
 with. Both may name groups of the expression in braces; a part in [[ ]] is left out where a group in it is empty. The
 rules are tried on a line in the order of `_TOPICS` and of their files: the first that fits counts.
 """

@@ -22,7 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from hpc_serve.errors import StoreError
-from hpc_serve.job.cache.cache_folders import READY, folder_bytes
+from hpc_serve.job.cache.cache_folders import READY
+from hpc_serve.job.machine.guarded_folders import folder_bytes
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.ownership import fault, stat_fault
 

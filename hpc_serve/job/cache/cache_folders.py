@@ -12,12 +12,11 @@ import contextlib
 import logging
 import os
 import re
-import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree, remove_unless_locked, walk
+from hpc_serve.job.machine import guarded_folders
+from hpc_serve.job.machine.guarded_folders import lock_beside, others_file, remove_tree
 
 _log = logging.getLogger(__name__)
 READY = "ready"
@@ -70,41 +69,12 @@ def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
 
 
 def empty_folder(path: Path) -> None:
-    """Remove all that is in a locked folder; raises OSError for what cannot be removed."""
-    (path / READY).unlink(missing_ok=True)  # first of all: a removal may be interrupted
-    with contextlib.suppress(FileNotFoundError):
-        for entry in list(os.scandir(path)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+    """Remove all that is in a locked folder. Raises OSError for what cannot be removed."""
+    remove_tree(path, mark=READY)
+    path.mkdir(mode=0o700)
 
 
 def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
     """Remove folders that nobody uses: those unused for a month, and the longest unused while all take more than
     `limit_bytes`. Returns the removed ones."""
-    removed = []
-    with contextlib.suppress(OSError):
-        names = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
-        folders = [(_used_at(root / name), root / name) for name in names if _NAME.fullmatch(name)]
-        sizes = {path: folder_bytes(path) for _, path in folders}
-        total = sum(sizes.values())
-        for used_at, path in sorted(folders):
-            if total <= limit_bytes and time.time() - used_at < _UNUSED_S:
-                continue
-            if remove_unless_locked(path, mark=READY):
-                removed.append(path)
-                total -= sizes[path]
-    return removed
-
-
-def folder_bytes(path: Path) -> int:
-    """What the files in it take, in bytes."""
-    return sum(status.st_blocks * 512 for _, status in walk(path))
-
-
-def _used_at(path: Path) -> float:
-    for name in (path.with_name(f"{path.name}.lock"), path):
-        with contextlib.suppress(OSError):
-            return os.lstat(name).st_mtime
-    return 0.0
+    return guarded_folders.remove_unused(root, _NAME, mark=READY, limit_bytes=limit_bytes, keep_s=_UNUSED_S)

@@ -16,6 +16,8 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from hpc_serve.rendezvous.ownership import fault, require
 
 _NAME = re.compile(r"hs-[0-9a-f]{8}")
 _OWNER = "owner"
+_SWEEP = "hpc_serve.job.cleanup.sweep"
+_STOP_TIMEOUT_S = 5.0
 _SHARED_MEMORY = "shared-memory"
 SeenBy = Literal["watcher", "launcher"]
 """Who has listed segments: each writes a file of its own."""
@@ -51,6 +55,36 @@ class DirOwner:
 def choose_name(root: str) -> str:
     """A new name for a folder in `root`."""
     return f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def private_node_dir(path: Path, owner: DirOwner) -> Iterator[Path]:
+    """Make the node-local folder, and remove it at the end, even if this process is killed.
+
+    Raises PortsInUseError if the name is taken, InvalidRequestError if the folder cannot be made.
+    """
+    with contextlib.ExitStack() as at_end:
+        lock = make(path, owner)
+        sweeper = subprocess.Popen(
+            [sys.executable, "-m", _SWEEP, str(path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        at_end.callback(_stop_sweeper, sweeper)
+        if lock is not None:
+            at_end.callback(os.close, lock)
+        at_end.callback(remove, path, owner)
+        yield path
+
+
+def _stop_sweeper(sweeper: subprocess.Popen[bytes]) -> None:
+    assert sweeper.stdin is not None
+    sweeper.stdin.close()
+    try:
+        sweeper.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # it still clears what an earlier run has left; the next run goes on with that
+        sweeper.kill()
+        sweeper.wait()
 
 
 def make(path: Path, owner: DirOwner) -> int | None:

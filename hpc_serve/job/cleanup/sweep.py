@@ -1,8 +1,8 @@
 """Removes what launchers that were killed have left on a node. One sweep process runs beside each launcher.
 
 `python -m hpc_serve.job.cleanup.sweep FOLDER` first clears the folders of this user's dead launchers next to FOLDER.
-Then it waits for the end of its own launcher, which closes its standard input, and clears FOLDER if the launcher has
-not. If the scheduler kills both at once, the sweep process of the next run on the node does it.
+Then it waits for the end of its own launcher (`node_dir`), which closes its standard input, and clears FOLDER if the
+launcher has not. If the scheduler kills both at once, the sweep process of the next run on the node does it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_serve.job.cleanup import node_dir, shared_memory
@@ -23,43 +21,12 @@ from hpc_serve.job.cleanup.node_dir import DirOwner
 from hpc_serve.job.cleanup.shared_memory import Segment
 from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.job.machine.process import end_marked, marked_pids
-from hpc_serve.job.weights import staging
+from hpc_serve.job.weights import stage_folder
 
 _log = logging.getLogger("hpc_serve.job.cleanup.sweep")  # __name__ is __main__ in the sweep process
 _CHECK_INTERVAL_S = 0.5
 _GRACE_S = 1.0
 _KILLED_S = 10.0  # on a busy node a process may take so long to end after SIGKILL
-_STOP_TIMEOUT_S = 5.0
-
-
-@contextlib.contextmanager
-def private_node_dir(path: Path, owner: DirOwner) -> Iterator[Path]:
-    """Make the node-local folder, and remove it at the end, even if this process is killed.
-
-    Raises PortsInUseError if the name is taken, InvalidRequestError if the folder cannot be made.
-    """
-    with contextlib.ExitStack() as at_end:
-        lock = node_dir.make(path, owner)
-        sweeper = subprocess.Popen(
-            [sys.executable, "-m", "hpc_serve.job.cleanup.sweep", str(path)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        at_end.callback(_stop_sweeper, sweeper)
-        if lock is not None:
-            at_end.callback(os.close, lock)
-        at_end.callback(node_dir.remove, path, owner)
-        yield path
-
-
-def _stop_sweeper(sweeper: subprocess.Popen[bytes]) -> None:
-    assert sweeper.stdin is not None
-    sweeper.stdin.close()
-    try:
-        sweeper.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:  # it still clears what an earlier run has left; the next run goes on with that
-        sweeper.kill()
-        sweeper.wait()
 
 
 def main(path: Path) -> None:
@@ -67,14 +34,14 @@ def main(path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(sys.stderr)
-    for removed in [*remove_abandoned(path.parent), *staging.remove_unused(os.environ)]:
+    for removed in [*remove_abandoned(path.parent), *stage_folder.remove_unused(os.environ)]:
         _log.info("removed %s, which a killed run had left", removed)
     _close_output()
     _list_shared_memory_until_end(path)
     with node_dir.lock_abandoned(path, wait=True) as owner:
         if owner is not None:
             _clear(path, owner)
-    staging.remove_unused(os.environ)
+    stage_folder.remove_unused(os.environ)
 
 
 def remove_abandoned(root: Path) -> list[Path]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +62,41 @@ def lock_beside(path: Path, *, shared: bool = False) -> int | None:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def remove_unused(
+    root: Path, names: re.Pattern[str], *, mark: str, limit_bytes: int = 0, keep_s: float = 0.0
+) -> list[Path]:
+    """Remove folders of `root` with such `names` that nobody uses; return the removed ones.
+
+    Folders stay that were used in the last `keep_s` seconds, as long as all together take at most `limit_bytes`. Those
+    used last stay longest.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        found = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
+        used_at = {root / name: _used_at(root / name) for name in found if names.fullmatch(name)}
+        sizes = {path: folder_bytes(path) for path in used_at}
+        total = sum(sizes.values())
+        for path in sorted(used_at, key=used_at.__getitem__):
+            if total <= limit_bytes and time.time() - used_at[path] < keep_s:
+                continue
+            if remove_unless_locked(path, mark=mark):
+                removed.append(path)
+                total -= sizes[path]
+    return removed
+
+
+def folder_bytes(path: Path) -> int:
+    """Return the bytes that the files in a folder take."""
+    return sum(status.st_blocks * 512 for _, status in walk(path))
+
+
+def _used_at(path: Path) -> float:
+    for name in (path.with_name(f"{path.name}.lock"), path):
+        with contextlib.suppress(OSError):
+            return os.lstat(name).st_mtime
+    return 0.0
 
 
 def remove_unless_locked(path: Path, *, mark: str) -> bool:

@@ -15,10 +15,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_serve.diagnose.causes import Finding, first_cause
-from hpc_serve.diagnose.evidence import LogEvidence
+if TYPE_CHECKING:
+    from hpc_serve.diagnose.causes import Finding
+    from hpc_serve.diagnose.evidence import LogEvidence
 
 _log = logging.getLogger(__name__)
 _NUM_LAST_LINES = 30
@@ -46,7 +49,6 @@ class Child:
     ) -> None:
         self.name = name
         self.last_log_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
-        self._evidence = LogEvidence(name)
         self._process = process
         self._on_line, self._is_noise = on_line, is_noise
         self._reading = asyncio.create_task(self._read_lines())
@@ -61,9 +63,18 @@ class Child:
         code = self._process.returncode
         return 128 - code if code is not None and code < 0 else code
 
+    @cached_property
+    def _evidence(self) -> LogEvidence:
+        # The rules take a moment to import. The first child begins meanwhile, so no start waits for them.
+        from hpc_serve.diagnose.evidence import LogEvidence
+
+        return LogEvidence(self.name)
+
     @property
     def cause(self) -> Finding | None:
         """The cause of its end that its lines tell, if any."""
+        from hpc_serve.diagnose.causes import first_cause
+
         return first_cause([self._evidence])
 
     @property

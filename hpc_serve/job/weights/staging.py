@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import threading
 import time
@@ -35,19 +34,14 @@ from hpc_serve.job.machine.guarded_folders import (
 )
 from hpc_serve.job.machine.node_memory import available_memory
 from hpc_serve.job.weights.stage_copy import CopyStoppedError, copy_files
+from hpc_serve.job.weights.stage_folder import VARIABLE, WHOLE, stage_base
 from hpc_serve.job.weights.weights_place import is_in_memory
-from hpc_serve.rendezvous.ownership import fault
 from hpc_serve.rendezvous.store import default_home
 from hpc_serve.sizes import GIB, readable_size
 from hpc_serve.vllm.arguments import names_in, read_arguments, value_of
 from hpc_serve.vllm.command import ServeCommand
 
 _log = logging.getLogger(__name__)
-VARIABLE = "HPC_SERVE_STAGE"
-_OFF, _ON = ("", "0", "off", "no", "false"), ("1", "on", "yes", "true")
-_NAME = re.compile(r"[0-9a-f]{16}")
-_WHOLE = ".whole"
-"""The name of the file that says that a copy is complete."""
 _SPARE_BYTES = GIB
 _PART_OF_MEMORY = 0.5
 _POLL_S = 0.5
@@ -71,7 +65,7 @@ class Staging:
     @property
     def is_whole(self) -> bool:
         """Whether the copy is there."""
-        return (self.target / _WHOLE).is_file()
+        return (self.target / WHOLE).is_file()
 
     def open(self, on_copied: OnCopied) -> None:
         """Make the copy, or wait until another run has made it. `on_copied` is told the bytes that are there, of all.
@@ -95,21 +89,21 @@ class Staging:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-            remove_unless_locked(self.target, mark=_WHOLE)
+            remove_unless_locked(self.target, mark=WHOLE)
 
     def _copy_under(self, lock: int, on_copied: OnCopied) -> None:
         """Copy with the lock of this process alone; then the lock is one that others may have too."""
         try:
             if not self.is_whole or others_file(self.target) is not None:
-                remove_tree(self.target, mark=_WHOLE)
+                remove_tree(self.target, mark=WHOLE)
                 self._check_room()
                 self.target.mkdir(mode=0o700)
                 copy_files(self.source, self.target, self.files, on_copied=on_copied, stop=self.stop)
                 self._verify()
-                (self.target / _WHOLE).touch()
+                (self.target / WHOLE).touch()
             fcntl.flock(lock, fcntl.LOCK_SH)  # for a moment it is nobody's
         except BaseException:
-            remove_tree(self.target, mark=_WHOLE)
+            remove_tree(self.target, mark=WHOLE)
             os.close(lock)
             raise
         self._lock = self._kept_if_whole(lock)
@@ -201,7 +195,7 @@ def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
         files = [
             RepositoryFile(path=str(path.relative_to(folder)), size_bytes=path.stat().st_size)
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and path != folder / _WHOLE
+            if path.is_file() and path != folder / WHOLE
         ]
         weights = weight_files(folder)
         indexed = [str(path.relative_to(folder)) for path in weights if path.suffix == ".safetensors"]
@@ -216,31 +210,6 @@ def staged_command(command: ServeCommand, staging: Staging) -> ServeCommand:
     words = command.argv[place + 1 :]
     names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
     return replace(command, argv=(*command.argv[:place], str(staging.target), *words, *names))
-
-
-def stage_base(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the node below which copies lie; None where none are wanted. Raises InvalidRequestError."""
-    text = environ.get(VARIABLE, "")
-    if text.lower() in _OFF:
-        return None
-    if text.lower() in _ON:
-        text = environ.get("HPC_SERVE_TMPDIR") or "/tmp"
-    if not text.startswith("/"):
-        raise InvalidRequestError(f"{VARIABLE}={text}: it must be on, off, or a folder of the node, as /dev/shm.")
-    return Path(text)
-
-
-def remove_unused(environ: Mapping[str, str]) -> list[Path]:
-    """Remove the copies that no run on this node uses; returns them."""
-    removed = []
-    with contextlib.suppress(InvalidRequestError, OSError):
-        base = stage_base(environ)
-        roots = base.glob("hpc-serve-stage-*") if base is not None else ()
-        for root in [one for one in roots if fault(one, "private") is None]:
-            names = {entry.name.removesuffix(".lock") for entry in os.scandir(root)}
-            copies = [root / name for name in sorted(names) if _NAME.fullmatch(name)]
-            removed += [copy for copy in copies if remove_unless_locked(copy, mark=_WHOLE)]
-    return removed
 
 
 def _unusable(folder: Path, error: OSError) -> InvalidRequestError:

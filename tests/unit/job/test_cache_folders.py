@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.job.cache import cache_folders
-from hpc_serve.job.cache.cache_folders import READY, folder_bytes, lock_folder, remove_unused
+from hpc_serve.job.cache.cache_folders import READY, lock_folder, remove_unused
+from hpc_serve.job.machine.guarded_folders import folder_bytes
 
 KEY = "0123456789abcdef"
 OTHER = "f" * 16

@@ -20,7 +20,8 @@ from hpc_serve.hub.local_weights import missing_weights, weight_files
 from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.weights import stage_copy, staging
 from hpc_serve.job.weights.stage_copy import CopyStoppedError
-from hpc_serve.job.weights.staging import Staging, plan_staging, remove_unused, staged_command
+from hpc_serve.job.weights.stage_folder import remove_unused
+from hpc_serve.job.weights.staging import Staging, plan_staging, staged_command
 from hpc_serve.sizes import MIB
 from hpc_serve.vllm.command import StandIn, read_command
 from tests.support.patience import wait_until

@@ -26,8 +26,7 @@ from hpc_serve.job.machine.process import RUN_MARK, marked_pids
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
-from hpc_serve.job.cleanup.node_dir import DirOwner
-from hpc_serve.job.cleanup.sweep import private_node_dir
+from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir
 engine = '''
 import signal, sys, time
 from multiprocessing import resource_tracker, shared_memory
