@@ -16,7 +16,6 @@ from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.job.machine.share import Share
 from hpc_serve.job.run.node import LaunchOptions, PreflightMode
 from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.record_keeper import publish_failure
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 
 _log = logging.getLogger("hpc_serve.job")
@@ -66,6 +65,8 @@ def main() -> int:
     except HpcServeError as error:
         _log.error("%s", error)
         if allocation is not None and allocation.is_head:
+            from hpc_serve.job.run.record_keeper import publish_failure  # a worker has no record
+
             publish_failure(arguments.service, allocation, error, os.environ)
         return error.exit_code
 

@@ -31,7 +31,6 @@ from hpc_serve.job.run.outcome import Outcome, RunEnd, failure
 from hpc_serve.job.run.parts import Parts
 from hpc_serve.job.run.record_keeper import RecordKeeper, end_of, first_record
 from hpc_serve.job.run.takeover import take_over
-from hpc_serve.job.weights.staging import stage
 from hpc_serve.rendezvous.claims import claim
 from hpc_serve.rendezvous.drain import forget_drain_request
 from hpc_serve.rendezvous.record import NodeRecord
@@ -171,6 +170,8 @@ class Head:
     async def _stage_model(self) -> None:
         """Copy the model to every node, all at once, if that is wanted. A copy may take as long as it likes."""
         if self._node.staging is not None:
+            from hpc_serve.job.weights.staging import stage
+
             self._keeper.set_stage("staging the model")
             await self._workers.stage_all()
             await stage(self._node.staging, self._keeper.note_copied)

@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.stand_in import find_stand_in
@@ -17,10 +18,13 @@ from hpc_serve.job.cleanup.run_dir import remove_run_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
 from hpc_serve.job.run.node import LaunchOptions, Node, read_token
-from hpc_serve.job.weights.staging import Staging, plan_staging, staged_command
+from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import find_load_strategy, with_strategy
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
 from hpc_serve.vllm.load_strategy import LoadStrategy
+
+if TYPE_CHECKING:
+    from hpc_serve.job.weights.staging import Staging
 
 _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS"),
@@ -43,7 +47,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     owner = DirOwner(run_mark=f"{node_dir.name}-{allocation.node_rank}", run_dir=run_dir)
     with _removed_run_dir(run_dir), private_node_dir(node_dir, owner):
         command = read_command(words, stand_in=find_stand_in(environ))
-        staging = plan_staging(command, environ)
+        staging = _plan_staging(command, environ)
         with contextlib.ExitStack() as at_end, run_cache(options, allocation, command, environ) as cache:
             if staging is not None:
                 at_end.callback(staging.close)
@@ -51,7 +55,7 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             node = Node(
                 options=options,
                 allocation=allocation,
-                command=staged_command(command, staging) if staging else with_strategy(command, strategy),
+                command=staging.command(command) if staging else with_strategy(command, strategy),
                 loading=strategy.reason,
                 backend=choose_backend(options.backend, command, allocation.num_nodes),
                 head=environ["HPC_SERVE_HEAD_ADDRESS"],
@@ -65,6 +69,14 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
             )
             with kept_ray_logs(node):
                 return asyncio.run(_run(node))
+
+
+def _plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
+    if stage_base(environ) is None:
+        return None
+    from hpc_serve.job.weights.staging import plan_staging  # most runs copy nothing
+
+    return plan_staging(command, environ)
 
 
 def _load_strategy(

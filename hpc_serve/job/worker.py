@@ -20,7 +20,6 @@ from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome, RunEnd
 from hpc_serve.job.run.parts import Parts, StopOrder
 from hpc_serve.job.run.ray_cluster import worker_argv
-from hpc_serve.job.weights.staging import stage
 
 _log = logging.getLogger(__name__)
 _REPORT_TIMEOUT_S = 30.0
@@ -128,6 +127,8 @@ async def _follow_head(node: Node, link: Link, parts: Parts, run_end: RunEnd, ra
 
 async def _stage_model(node: Node, link: Link) -> None:
     if node.staging is not None:
+        from hpc_serve.job.weights.staging import stage
+
         await stage(node.staging, lambda done, total: None)
     await link.send("staged")
 

@@ -105,3 +105,14 @@ def test_the_in_job_program_runs_in_a_bare_container(module):
     code = GUARD.format(forbidden=forbidden, module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_launcher_begins_with_few_modules():
+    """Every node of a start waits for these imports. What a launcher needs later, or seldom, is imported there."""
+    code = "import sys; from hpc_serve.job import __main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = done.stdout.split()
+    ours = [name for name in found if name.partition(".")[0] == "hpc_serve"]
+    assert len(found) <= 294, found
+    assert len(ours) <= 78, ours
+    assert not {"hpc_serve.diagnose", "hpc_serve.trust", "hpc_serve.job.weights.staging"} & set(ours)

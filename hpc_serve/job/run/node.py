@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hpc_serve.errors import DoesNotFitError, StoreError
 from hpc_serve.job.cache.engine_cache import EngineCache, private_cache
@@ -19,10 +19,11 @@ from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.ray_cluster import RayStartOptions, ray_environ, ray_start_options
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
-from hpc_serve.job.weights.staging import Staging
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
-from hpc_serve.trust.peers import PeerFiles, make_peer_files
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
+
+if TYPE_CHECKING:
+    from hpc_serve.job.weights.staging import Staging
 
 PreflightMode = Literal["on", "warn", "off", "only"]
 """warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
@@ -193,11 +194,15 @@ class Node:
         return self.node_dir / "tls"
 
     def make_peer_files(self, *, address: str) -> None:
-        """A certificate for this node's Ray, which listens at `address`. Raises what `make_peer_files` does."""
+        """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
+        from hpc_serve.trust.peers import make_peer_files
+
         make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self._peer_folder, addresses=(address,))
 
     def ray_environ(self, *, address: str) -> dict[str, str]:
-        """The same for Ray on this node, and for an engine over it. They read what `make_peer_files` makes."""
+        """Return the environment of Ray here, and of an engine over it. They read what `make_peer_files` makes."""
+        from hpc_serve.trust.peers import PeerFiles
+
         return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self._peer_folder))
 
 

@@ -10,11 +10,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.sizes import GIB, MIB
-from hpc_serve.trust.peers import PeerFiles
 from hpc_serve.vllm.command import Device
+
+if TYPE_CHECKING:
+    from hpc_serve.trust.peers import PeerFiles
 
 # vLLM passes small messages through the object store; tensors go by NCCL or shared memory.
 _OBJECT_STORE_BYTES = GIB

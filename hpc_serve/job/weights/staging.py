@@ -67,6 +67,13 @@ class Staging:
         """Whether the copy is there."""
         return (self.target / WHOLE).is_file()
 
+    def command(self, command: ServeCommand) -> ServeCommand:
+        """Return the command of an engine that loads the copy, and answers to the model's own names."""
+        place = command.argv.index("serve") + 1
+        words = command.argv[place + 1 :]
+        names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
+        return replace(command, argv=(*command.argv[:place], str(self.target), *words, *names))
+
     def open(self, on_copied: OnCopied) -> None:
         """Make the copy, or wait until another run has made it. `on_copied` is told the bytes that are there, of all.
 
@@ -202,14 +209,6 @@ def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
     except OSError as error:
         raise InvalidRequestError(f"--stage: {folder} cannot be read on this node: {error}.") from error
     return needed_files(files, indexed)
-
-
-def staged_command(command: ServeCommand, staging: Staging) -> ServeCommand:
-    """The command of an engine that loads the copy, and answers to the model's own names."""
-    place = command.argv.index("serve") + 1
-    words = command.argv[place + 1 :]
-    names = () if "--served-model-name" in names_in(words) else ("--served-model-name", command.model)
-    return replace(command, argv=(*command.argv[:place], str(staging.target), *words, *names))
 
 
 def _unusable(folder: Path, error: OSError) -> InvalidRequestError:

@@ -21,7 +21,7 @@ from hpc_serve.job.machine.network import PortsInUseError
 from hpc_serve.job.weights import stage_copy, staging
 from hpc_serve.job.weights.stage_copy import CopyStoppedError
 from hpc_serve.job.weights.stage_folder import remove_unused
-from hpc_serve.job.weights.staging import Staging, plan_staging, staged_command
+from hpc_serve.job.weights.staging import Staging, plan_staging
 from hpc_serve.sizes import MIB
 from hpc_serve.vllm.command import StandIn, read_command
 from tests.support.patience import wait_until
@@ -282,15 +282,15 @@ def test_a_file_that_becomes_shorter_meanwhile_is_an_error(model, environ):
 def test_the_engine_loads_the_copy_and_answers_to_the_models_names(model, environ):
     copy = planned(model, environ)
     asked = command(model, "--max-num-seqs", "4")
-    assert staged_command(asked, copy).argv == (
+    assert copy.command(asked).argv == (
         *("vllm", "serve", str(copy.target), "--max-num-seqs", "4"),
         *("--served-model-name", str(model)),
     )
     named = command(model, "--served-model-name", "mine")
-    assert staged_command(named, copy).argv == ("vllm", "serve", str(copy.target), "--served-model-name", "mine")
+    assert copy.command(named).argv == ("vllm", "serve", str(copy.target), "--served-model-name", "mine")
     stand_in = read_command(["vllm", "serve", "org/model"], stand_in=StandIn(folder=str(model)))
     found = plan_staging(stand_in, environ)
-    assert staged_command(stand_in, found).argv == (
+    assert found.command(stand_in).argv == (
         *("vllm", "serve", str(found.target)),
         *("--served-model-name", "org/model"),
     )
