@@ -6,7 +6,6 @@ which only a job's head imports; whoever trusts them needs the standard library 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,23 +70,18 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
     The certificate also holds for the loopback addresses and the name localhost, for tunnels.
     Raises StoreError, RecordError or InvalidRequestError as `ensure_authority` does.
     """
-    signer, signed_by = _read_authority(ensure_authority(home))
+    signer, signed_by, issuer = _read_authority(ensure_authority(home))
     from cryptography import x509
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     key = making.new_key()
-    ends_at = min(making.now() + making.RUN_LIFETIME, signed_by.not_valid_after_utc)
-    builder = making.builder(f"hpc-serve {run}"[:64], key, ends_at=ends_at).issuer_name(signed_by.subject)
-    known = dict.fromkeys(ipaddress.ip_address(address) for address in (*addresses, *_ALWAYS))
-    names = [x509.DNSName(_LOCAL_NAME), *(x509.IPAddress(address) for address in known)]
-    builder = (
-        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(making.key_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    certificate = making.new_certificate(
+        f"hpc-serve {run}"[:64],
+        key,
+        [x509.DNSName(_LOCAL_NAME), *making.ip_names((*addresses, *_ALWAYS))],
+        issuer=issuer,
+        signer=signer,
+        ends_at=signed_by.not_valid_after_utc,
     )
-    certificate = making.sign(builder, signer)
     made = RunCertificate(
         certificate=certificate, certificate_file=folder / "endpoint.pem", key_file=folder / "endpoint.key"
     )
@@ -116,26 +110,16 @@ def _new_authority() -> str:
     )
 
 
-def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate]:
+def _read_authority(path: Path) -> tuple[EllipticCurvePrivateKey, Certificate, str]:
+    """Return the authority's key, its certificate and its name."""
     making.require_cryptography()
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    text = read_private(path, secret=True).encode()
     try:
-        key = load_pem_private_key(text, password=None)
-        certificate = x509.load_pem_x509_certificate(text)
-        can_sign = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
-        raise _unusable(path, "it does not hold a key and the certificate of an authority") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not can_sign:
-        raise _unusable(path, "it does not hold a key and the certificate of an authority")
-    if key.public_key() != certificate.public_key():
-        raise _unusable(path, "its key is not that of its certificate")
+        key, certificate = making.read_authority(read_private(path, secret=True))
+    except ValueError as error:
+        raise _unusable(path, str(error)) from error
     if (end := certificate.not_valid_after_utc) <= making.now():
         raise _unusable(path, f"its certificate expired on {end:%Y-%m-%d}")
-    return key, certificate
+    return key, certificate, making.name_of(certificate)
 
 
 def _unusable(path: Path, why: str) -> RecordError:

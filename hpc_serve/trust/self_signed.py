@@ -6,7 +6,6 @@ certificate lie in one private file and stay the same as long as they can, so th
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Collection
 from datetime import timedelta
@@ -32,8 +31,7 @@ def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collect
     making.require_cryptography()
     from cryptography import x509
 
-    wanted: list[GeneralName] = [x509.DNSName(name) for name in dict.fromkeys(names)]
-    wanted += [x509.IPAddress(known) for known in dict.fromkeys(map(ipaddress.ip_address, addresses))]
+    wanted = [*map(x509.DNSName, dict.fromkeys(names)), *making.ip_names(addresses)]
     try:
         held = read_private(path, secret=True)
         (found,) = certificates_of(held)
@@ -41,8 +39,10 @@ def ensure_self_signed(path: Path, *, names: Collection[str], addresses: Collect
             return found
     except (FileNotFoundError, ValueError, x509.ExtensionNotFound):
         pass
-    write_private(path, _make(wanted))
-    (made,) = certificates_of(read_private(path, secret=True))
+    key = making.new_key()
+    title = f"hpc-serve gateway {secrets.token_hex(4)}"  # two certificates of one name confuse a search by name
+    made = making.new_certificate(title, key, wanted, issuer=title, signer=key)
+    write_private(path, making.private_pem(key) + made)
     return made
 
 
@@ -51,20 +51,3 @@ def _is_good(certificate: Certificate, wanted: Collection[GeneralName]) -> bool:
 
     held = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return certificate.not_valid_after_utc - making.now() > _RENEWED_BEFORE_END and set(wanted) <= set(held)
-
-
-def _make(names: Collection[GeneralName]) -> str:
-    from cryptography import x509
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
-    key = making.new_key()
-    title = f"hpc-serve gateway {secrets.token_hex(4)}"  # two certificates of one name confuse a search by name
-    builder = making.builder(title, key, ends_at=making.now() + making.RUN_LIFETIME)
-    builder = (
-        builder.issuer_name(making.common_name(title))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(making.key_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-    )
-    return making.private_pem(key) + making.sign(builder, key)
