@@ -140,15 +140,6 @@ def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:
     return next(iter(find_causes(logs)), None)
 
 
-def cause_in(text: str, *, source: str = "") -> Finding | None:
-    """The known cause that a sentence tells of, as a record or Slurm says how a job ended."""
-    log = LogEvidence(source)
-    for line in text.splitlines():
-        log.note(line, 0)
-    known = (finding for finding in find_causes([log]) if finding.is_known)
-    return next(known, None)
-
-
 def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
     known_lines = {match.line for match in log.matches}
     for match in log.matches:

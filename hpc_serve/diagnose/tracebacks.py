@@ -43,7 +43,6 @@ class Raised:
     process: str
     frame: str = ""
     frame_line: int = 0
-    has_traceback: bool = False
     is_survived: bool = False
     root: Raised | None = None
 
@@ -120,7 +119,6 @@ class TracebackReader:
             process=self.process,
             frame=frame,
             frame_line=frame_line,
-            has_traceback=bool(self._frames),
             is_survived=is_survived or self._ignores,
             root=self._last if self._chained else None,
         )

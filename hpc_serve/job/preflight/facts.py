@@ -7,10 +7,10 @@ A group of facts is None where it could not be gathered; `NodeFacts.problems` sa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_serve.rendezvous.fields import SignedInt, Timestamp
+from hpc_serve.rendezvous.fields import SignedInt
 
 Group = Literal["gpus", "memory", "folders", "limits", "weights", "software", "network"]
 
@@ -21,7 +21,6 @@ class GpuFacts:
 
     name: str
     total_bytes: int
-    used_bytes: int
     uncorrected_errors: int = 0
 
 
@@ -52,7 +51,7 @@ class CudaFacts:
 class GpusFacts:
     """The GPUs of a node that this job sees. `tool` is the program that listed them, "" if there is none here.
 
-    `error` is what the tool said in place of a list. `listed` are all that it lists, `gpus` those of this job, None
+    `error` is what the tool said in place of a list. `gpus` are those of this job, None
     where that cannot be told (MIG). `cuda` is None where no process tried CUDA.
     """
 
@@ -60,7 +59,6 @@ class GpusFacts:
     error: str = ""
     driver: str = ""
     visible: str | None = None
-    listed: int = 0
     gpus: tuple[GpuFacts, ...] | None = None
     cuda: CudaFacts | None = None
 
@@ -70,7 +68,6 @@ class MemoryFacts:
     """Memory and tasks of a node, in bytes. Limits are those of the job's cgroup, None without one."""
 
     total_bytes: int
-    available_bytes: int
     limit_bytes: int | None
     used_of_limit_bytes: int | None
     shm_bytes: int
@@ -140,7 +137,6 @@ class SoftwareFacts:
 
     versions: Mapping[str, str]
     torch_cuda: str = ""
-    torch_hip: str = ""
     missing_commands: tuple[str, ...] = ()
     socket_folder: str = ""
 
@@ -183,34 +179,11 @@ class NodeFacts:
 class NodeReport:
     """What the head knows of one node: `facts`, None if none came in time, and what was seen between the nodes.
 
-    The node's clock is `clock_ahead_s` before the head's, give or take `clock_error_s`. `unreached` are the nodes that
-    it could not connect to, with the error; None where that was not tried.
+    The node's clock is `clock_ahead_s` before the head's, as far as a message's way lets the head tell. `unreached` are
+    the nodes that it could not connect to, with the error; None where that was not tried.
     """
 
     name: str
     facts: NodeFacts | None
     clock_ahead_s: float = 0.0
-    clock_error_s: float = 0.0
     unreached: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClockReading:
-    """The head's clock when it asked and when it heard, and the node's in between: seconds since the epoch."""
-
-    asked_at: Timestamp
-    told: Timestamp
-    heard_at: Timestamp
-
-    @property
-    def ahead_s(self) -> float:
-        return self.told - (self.asked_at + self.heard_at) / 2
-
-    @property
-    def error_s(self) -> float:
-        return max(0.0, self.heard_at - self.asked_at) / 2
-
-
-GROUPS: tuple[str, ...] = tuple(
-    one.name for one in fields(NodeFacts) if one.name not in ("name", "address", "took_s", "problems")
-)

@@ -6,16 +6,14 @@ What follows from the verdicts is decided by `head`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.job.links.link import Link, Message
-from hpc_serve.job.preflight.facts import ClockReading, NodeFacts, NodeReport
+from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.judge import judge
 from hpc_serve.job.preflight.node_side import GPUS_S, REACH_S, NodePreflight, needs_of, texts
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
@@ -28,18 +26,44 @@ _log = logging.getLogger(__name__)
 _SPARE_S = 15.0
 
 
-@dataclass(kw_only=True)
-class _Answers:
-    """What one node has said so far."""
+class _Asked:
+    """A node that was asked, and its answers as they come: its facts, then which nodes it cannot reach."""
 
-    link: Link
-    asked_at: float
-    clock: ClockReading | None = None
-    facts: NodeFacts | None = None
-    peer: Peer | None = None
-    unreached: dict[str, str] | None = None
-    has_facts: asyncio.Event = field(default_factory=asyncio.Event)
-    has_tried: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.peer: Peer | None = None
+        self._clock_ahead_s = 0.0
+        new_future = asyncio.get_running_loop().create_future
+        self.facts: asyncio.Future[NodeFacts | None] = new_future()
+        self.unreached: asyncio.Future[Mapping[str, str] | None] = new_future()
+
+    def take(self, message: Message) -> None:
+        """Take an answer. One that cannot be read counts as not given."""
+        kind = message.get("kind")
+        try:
+            if kind == "facts" and not self.facts.done():
+                self.facts.set_result(self._read_facts(message))
+            elif kind == "unreached" and not self.unreached.done():
+                self.unreached.set_result(texts(message["nodes"]))
+        except (KeyError, TypeError, ValueError, RecordError) as error:
+            _log.warning("what node %s says of itself cannot be read: %s", self.link.name, error)
+            (self.facts if kind == "facts" else self.unreached).set_result(None)
+
+    def _read_facts(self, message: Message) -> NodeFacts:
+        facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
+        self.peer = Peer(name=self.link.name, address=facts.address, port=int(message["port"]))
+        self._clock_ahead_s = float(message["now"]) - time.time()
+        return facts
+
+    @property
+    def report(self) -> NodeReport:
+        """What is known of the node by now."""
+        return NodeReport(
+            name=self.link.name,
+            facts=self.facts.result() if self.facts.done() else None,
+            clock_ahead_s=self._clock_ahead_s,
+            unreached=self.unreached.result() if self.unreached.done() else None,
+        )
 
 
 class HeadPreflight:
@@ -49,34 +73,27 @@ class HeadPreflight:
         self._node, self._run_in_background = node, run_in_background
         self._began_at = time.time()
         self._own = NodePreflight(node)
-        self._answers: dict[int, _Answers] = {}
+        self._asked: dict[int, _Asked] = {}
 
     def ask(self, link: Link) -> None:
         """Ask a node that has joined for its facts."""
-        self._answers[link.rank] = _Answers(link=link, asked_at=time.time())
+        self._asked[link.rank] = _Asked(link)
         self._run_in_background(link.send("preflight"))
 
     def take(self, link: Link, message: Message) -> None:
-        """Take what a node says. What cannot be read counts as not said."""
-        answers = self._answers.get(link.rank)
-        if answers is None:
-            return
-        try:
-            _note(answers, message)
-        except (KeyError, TypeError, ValueError, RecordError) as error:
-            _log.warning("what node %s says of itself cannot be read: %s", link.name, error)
+        """Take an answer of a node."""
+        if link.rank in self._asked:
+            self._asked[link.rank].take(message)
 
     async def report(self) -> PreflightReport:
         """The verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
         own = await self._own.facts(self._node.head)
-        answers = [self._answers[rank] for rank in sorted(self._answers)]
-        await _wait_for_all([one.has_facts for one in answers], GPUS_S + _SPARE_S)
-        own_unreached = await self._reach(answers) if answers else None
-        reports = [
-            NodeReport(name=self._node.allocation.node_name, facts=own, unreached=own_unreached),
-            *map(_report, answers),
-        ]
+        asked = [self._asked[rank] for rank in sorted(self._asked)]
+        await _wait([one.facts for one in asked], GPUS_S + _SPARE_S)
+        own_unreached = await self._reach(asked) if asked else None
+        of_head = NodeReport(name=self._node.allocation.node_name, facts=own, unreached=own_unreached)
+        reports = [of_head, *(one.report for one in asked)]
         return PreflightReport(
             verdicts=judge(reports, needs_of(self._node)),
             num_nodes=len(reports),
@@ -84,60 +101,28 @@ class HeadPreflight:
             began_at=self._began_at,
         )
 
-    async def _reach(self, answers: list[_Answers]) -> dict[str, str] | None:
+    async def _reach(self, asked: list[_Asked]) -> dict[str, str] | None:
         """Have all nodes try all others; returns which the head does not reach."""
-        peers = [one.peer for one in answers if one.peer is not None]
+        peers = [one.peer for one in asked if one.peer is not None]
         try:
             listener = PeerListener(self._node.allocation.node_name, self._node.head, self._node.token)
         except OSError:  # the head's address is not one of this node's own, as behind a translation
             return None
         try:
             everybody = [listener.peer, *peers]
-            for one in answers:
+            for one in asked:
                 others = [[it.name, it.address, it.port] for it in everybody if it is not one.peer]
                 await one.link.send("peers", peers=others)
             unreached = await find_unreached(peers, self._node.token, within_s=REACH_S)
-            await _wait_for_all([one.has_tried for one in answers if one.peer], REACH_S + _SPARE_S)
+            await _wait([one.unreached for one in asked if one.peer], REACH_S + _SPARE_S)
         finally:
             await asyncio.to_thread(listener.close)
         return unreached
 
 
-def _note(answers: _Answers, message: Message) -> None:
-    kind = message.get("kind")
-    if kind == "clock":
-        now = message["now"]
-        if not isinstance(now, int | float):
-            raise ValueError("its time is no number")
-        answers.clock = ClockReading(asked_at=answers.asked_at, told=float(now), heard_at=time.time())
-    elif kind == "facts":
-        link = answers.link
-        try:
-            answers.facts = from_json_text(NodeFacts, str(message["facts"]), source="its facts")
-            answers.peer = Peer(name=link.name, address=answers.facts.address, port=int(message["port"]))
-        finally:
-            answers.has_facts.set()
-    elif kind == "unreached":
-        try:
-            answers.unreached = dict(texts(message["nodes"]))
-        finally:
-            answers.has_tried.set()
-
-
-def _report(answers: _Answers) -> NodeReport:
-    clock = answers.clock
-    return NodeReport(
-        name=answers.link.name,
-        facts=answers.facts,
-        clock_ahead_s=clock.ahead_s if clock is not None else 0.0,
-        clock_error_s=clock.error_s if clock is not None else 0.0,
-        unreached=answers.unreached,
-    )
-
-
-async def _wait_for_all(events: list[asyncio.Event], within_s: float) -> None:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), within_s)
+async def _wait(answers: Sequence[asyncio.Future[Any]], within_s: float) -> None:
+    if answers:
+        await asyncio.wait(answers, timeout=within_s)
 
 
 def log_report(report: PreflightReport) -> None:

@@ -31,7 +31,11 @@ NODE_CHECKS: tuple[tuple[str, str, Callable[[NodeFacts, Needs], Seen]], ...] = (
 
 def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
     """One verdict for each check. `reports` are of all nodes, the head's first."""
-    between = [_verdict(name, group, reports, check(reports, needs)) for name, group, check in BETWEEN_CHECKS]
+    one_node = {reports[0].name: not_checked("there is one node")} if len(reports) == 1 else None
+    between = [
+        _verdict(name, group, reports, (needs_several and one_node) or check(reports, needs))
+        for name, group, needs_several, check in BETWEEN_CHECKS
+    ]
     each = [
         _verdict(name, group, reports, {report.name: _of_node(report, group, check, needs) for report in reports})
         for name, group, check in NODE_CHECKS

@@ -162,12 +162,11 @@ async def answer_head(node: Node, link: Link, messages: asyncio.Queue[Message]) 
 
     `messages` gets what the head says after it has asked for them.
     """
-    await link.send("clock", now=time.time())
     address = node_address(interface=node.environ.get("HPC_SERVE_INTERFACE"), towards=node.head)
     facts = await NodePreflight(node).facts(address)
     listener = PeerListener(node.allocation.node_name, address, node.token)
     try:
-        await link.send("facts", facts=to_json_text(facts), port=listener.peer.port)
+        await link.send("facts", facts=to_json_text(facts), port=listener.peer.port, now=time.time())
         message = await messages.get()
         if message["kind"] != "peers":  # the head goes on without
             return

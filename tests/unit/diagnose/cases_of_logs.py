@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_serve.diagnose.causes import Finding, find_causes, note_lines
+from hpc_serve.diagnose.evidence import LogEvidence
+
 FOLDER = Path(__file__).parent / "cases"
 
 
@@ -30,3 +33,9 @@ def read_cases() -> list[Case]:
             name, _, source = heading.partition(" | ")
             cases.append(Case(rule=name, source=source, lines=tuple(lines)))
     return cases
+
+
+def cause_in(text: str) -> Finding | None:
+    """The known cause that a sentence tells of, as a record says how a job ended."""
+    found = find_causes([note_lines(LogEvidence("record"), text.splitlines())])
+    return next((finding for finding in found if finding.is_known), None)

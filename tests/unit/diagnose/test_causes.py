@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.diagnose.causes import cause_in, find_causes, first_cause
-from tests.unit.diagnose.cases_of_logs import read_cases
+from hpc_serve.diagnose.causes import find_causes, first_cause
+from tests.unit.diagnose.cases_of_logs import cause_in, read_cases
 from tests.unit.diagnose.test_rules import evidence
 
 DEAD = "(APIServer pid=1) ERROR 11-20 10:00:09 [async_llm.py:700] EngineDeadError: EngineCore encountered an issue."

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpc_serve.diagnose.causes import cause_in, find_causes
+from hpc_serve.diagnose.causes import find_causes
 from hpc_serve.diagnose.rules import RULES
 from hpc_serve.job.machine import oom_kills
 from hpc_serve.job.machine.oom_kills import OomCounts, OomWatch, read_counts
@@ -16,7 +16,7 @@ from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import RunEnd
 from hpc_serve.job.run.parts import SIGKILL_RULES, SILENT_RULES, Parts
 from hpc_serve.sizes import GIB, MIB
-from tests.unit.diagnose.cases_of_logs import read_cases
+from tests.unit.diagnose.cases_of_logs import cause_in, read_cases
 from tests.unit.diagnose.test_rules import evidence
 
 MARK = f"test-{os.getpid()}-oom"

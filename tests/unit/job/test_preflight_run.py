@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hpc_serve.diagnose.causes import cause_in
 from hpc_serve.exit_codes import PREFLIGHT_EXIT_CODE
 from tests.support.local_run import Run
+from tests.unit.diagnose.cases_of_logs import cause_in
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ _CERTIFICATE_BACKDATED_S = 24 * 3600.0
 _SKEW_S = 30.0
 _SLOW_LINK_MBITS = 5_000
 _SLOW_RESOLVING_S = 2.0
-_ONE_NODE = "there is one node"
 
 # What a check between nodes says of each node, by its name.
 SeenByNode = dict[str, Seen]
@@ -23,8 +22,6 @@ SeenByNode = dict[str, Seen]
 
 def reach(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
     """Each node connects to each other on a port that the kernel chose, at the address that the engine uses."""
-    if len(reports) == 1:
-        return {reports[0].name: not_checked(_ONE_NODE)}
     return {report.name: _reach(report, len(reports), needs) for report in reports}
 
 
@@ -79,9 +76,6 @@ def _address(facts: NodeFacts, holders: int, needs: Needs) -> Seen:
 def interfaces(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
     """The interfaces that somebody chose for Gloo and NCCL are there."""
     found = {report.name: report.facts.network for report in reports if report.facts and report.facts.network}
-    if needs.num_nodes == 1 or not found:
-        name = reports[0].name
-        return {name: not_checked(_ONE_NODE if needs.num_nodes == 1 else "the network was not looked at")}
     return {name: _chosen_interfaces(network, needs) for name, network in found.items()}
 
 
@@ -115,9 +109,8 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
 def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
     """The interface is as fast on all nodes, with one MTU, and InfiniBand is up on all or on none."""
     found = {report.name: report.facts.network for report in reports if report.facts and report.facts.network}
-    if needs.num_nodes == 1 or not found:
-        name = reports[0].name
-        return {name: not_checked(_ONE_NODE if needs.num_nodes == 1 else "the network was not looked at")}
+    if not found:
+        return {}
     mtu = _usual([network.mtu for network in found.values()])
     ports = _usual([network.active_ib_ports for network in found.values()])
     seen: SeenByNode = {}
@@ -147,20 +140,17 @@ def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
 
 def clocks(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
     """The nodes' clocks agree with the head's."""
-    if len(reports) == 1:
-        return {reports[0].name: not_checked(_ONE_NODE)}
     return {report.name: _clock(report) for report in reports}
 
 
 def _clock(report: NodeReport) -> Seen:
     apart_s = abs(report.clock_ahead_s)
-    certain_s = max(0.0, apart_s - report.clock_error_s)
     side = "ahead of" if report.clock_ahead_s > 0 else "behind"
     text = f"its clock is {apart_s:.1f} s {side} the head's"
     cure = "Tell the node's administrators (NTP, chrony), or exclude the node (--exclude)."
-    if report.clock_ahead_s < 0 and certain_s > _CERTIFICATE_BACKDATED_S:
+    if report.clock_ahead_s < 0 and apart_s > _CERTIFICATE_BACKDATED_S:
         return failed(f"{text}, so the run's certificates are not valid there yet", cure)
-    return warning(text, cure) if certain_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
+    return warning(text, cure) if apart_s > _SKEW_S else ok(f"{apart_s:.1f} s apart")
 
 
 def gpus_alike(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
@@ -191,8 +181,8 @@ def _kind(name: str, total_bytes: int) -> str:
 def versions(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
     """The same packages on all nodes; Ray joins no nodes that differ in its own version or Python's."""
     found = {report.name: report.facts.software for report in reports if report.facts and report.facts.software}
-    if len(reports) == 1 or not found:
-        return {reports[0].name: not_checked(_ONE_NODE if len(reports) == 1 else "no versions were read")}
+    if not found:
+        return {}
     head = next(iter(found.values())).versions
     seen: SeenByNode = {}
     for name, software in found.items():
@@ -229,13 +219,13 @@ def _usual(values: Sequence[object]) -> object:
     return Counter(values).most_common(1)[0][0]
 
 
-BETWEEN_CHECKS: tuple[tuple[str, str, Callable[[Sequence[NodeReport], Needs], SeenByNode]], ...] = (
-    ("addresses", "network", addresses),
-    ("interfaces", "network", interfaces),
-    ("reach", "reach", reach),
-    ("links", "network", links),
-    ("clocks", "", clocks),
-    ("gpus-alike", "gpus", gpus_alike),
-    ("versions", "software", versions),
+BETWEEN_CHECKS: tuple[tuple[str, str, bool, Callable[[Sequence[NodeReport], Needs], SeenByNode]], ...] = (
+    ("addresses", "network", False, addresses),
+    ("interfaces", "network", True, interfaces),
+    ("reach", "reach", True, reach),
+    ("links", "network", True, links),
+    ("clocks", "", True, clocks),
+    ("gpus-alike", "gpus", False, gpus_alike),
+    ("versions", "software", True, versions),
 )
-"""Name, group of facts, and function of each."""
+"""Name, group of facts, whether it needs several nodes, and function of each."""

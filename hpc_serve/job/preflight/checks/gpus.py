@@ -113,8 +113,7 @@ def gpus_free(facts: NodeFacts, needs: Needs) -> Seen:
     """Each GPU has as much free memory as the engine asks of it at its start."""
     if not needs.gpus:
         return not_checked(_NONE_NEEDED)
-    cuda = facts.gpus.cuda if facts.gpus is not None else None
-    devices = cuda.devices[: needs.gpus] if cuda is not None else ()
+    devices = _devices(facts, needs)
     if not devices:
         return not_checked("no process tried CUDA here")
     for place, device in enumerate(devices):
@@ -129,6 +128,12 @@ def gpus_free(facts: NodeFacts, needs: Needs) -> Seen:
             )
             return warning(seen, cure) if needs.sets_cache_bytes else failed(seen, cure)
     return ok(f"at least {min(device.free_bytes for device in devices) / GIB:.1f} GiB free on each")
+
+
+def _devices(facts: NodeFacts, needs: Needs) -> tuple[CudaDevice, ...]:
+    """Return the GPUs that the engine will use, as CUDA shows them."""
+    cuda = facts.gpus.cuda if facts.gpus is not None else None
+    return cuda.devices[: needs.gpus] if cuda is not None else ()
 
 
 def _is_full(device: CudaDevice, needs: Needs) -> bool:
@@ -158,8 +163,7 @@ def driver(facts: NodeFacts, needs: Needs) -> Seen:
 def capability(facts: NodeFacts, needs: Needs) -> Seen:
     """The GPUs are of a kind that the wheel and the engine's options know."""
     software = facts.software
-    cuda = facts.gpus.cuda if facts.gpus is not None else None
-    devices = cuda.devices[: needs.gpus] if cuda is not None else ()
+    devices = _devices(facts, needs)
     known = [(device, _version(device.capability)) for device in devices if any(_version(device.capability))]
     if not known or software is None or not software.torch_cuda:
         return not_checked("no compute capability is known, or no torch built for CUDA")

@@ -23,7 +23,6 @@ _FIELDS = (
     "uuid",
     "name",
     "memory.total",
-    "memory.used",
     "driver_version",
     "ecc.errors.uncorrected.volatile.total",
 )
@@ -59,8 +58,8 @@ def _from_nvidia(environ: Mapping[str, str], visible: str | None) -> GpusFacts:
     listed = parse_nvidia(done.stdout)
     driver = next((row["driver_version"] for row in listed), "")
     chosen = choose_visible(listed, visible)
-    gpus = None if chosen is None else tuple(map(_gpu, chosen))
-    return GpusFacts(tool="nvidia-smi", driver=driver, visible=visible, listed=len(listed), gpus=gpus)
+    gpus = None if chosen is None else tuple(map(read_gpu, chosen))
+    return GpusFacts(tool="nvidia-smi", driver=driver, visible=visible, gpus=gpus)
 
 
 def parse_nvidia(text: str) -> list[dict[str, str]]:
@@ -81,17 +80,17 @@ def choose_visible(listed: Sequence[Mapping[str, str]], visible: str | None) -> 
     return found
 
 
-def _gpu(row: Mapping[str, str]) -> GpuFacts:
+def read_gpu(row: Mapping[str, str]) -> GpuFacts:
+    """Return the facts of a GPU that nvidia-smi lists. It prints "[N/A]" for a number that a GPU does not have."""
     return GpuFacts(
         name=row["name"],
         total_bytes=_number(row["memory.total"]) * MIB,
-        used_bytes=_number(row["memory.used"]) * MIB,
         uncorrected_errors=_number(row["ecc.errors.uncorrected.volatile.total"]),
     )
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0  # "[N/A]" where the GPU has no such thing
+    return int(text) if text.isdigit() else 0
 
 
 def _from_rocm(environ: Mapping[str, str]) -> GpusFacts:
@@ -103,9 +102,9 @@ def _from_rocm(environ: Mapping[str, str]) -> GpusFacts:
     if visible is not None:
         words = [word.strip() for word in visible.split(",")]
         if not all(word.isdigit() for word in words):
-            return GpusFacts(tool="rocm-smi", listed=len(gpus), visible=visible)
+            return GpusFacts(tool="rocm-smi", visible=visible)
         gpus = [gpu for place, gpu in enumerate(gpus) if str(place) in words]
-    return GpusFacts(tool="rocm-smi", listed=len(gpus), visible=visible, gpus=tuple(gpus))
+    return GpusFacts(tool="rocm-smi", visible=visible, gpus=tuple(gpus))
 
 
 def parse_rocm(text: str) -> list[GpuFacts]:
@@ -119,8 +118,7 @@ def parse_rocm(text: str) -> list[GpuFacts]:
         if name.startswith("card") and isinstance(card, dict):
             values = {key.lower(): str(value) for key, value in card.items()}
             series = next((value for key, value in values.items() if key in ("card series", "card model")), "AMD GPU")
-            total, used = values.get("vram total memory (b)", ""), values.get("vram total used memory (b)", "")
-            found.append(GpuFacts(name=series, total_bytes=_number(total), used_bytes=_number(used)))
+            found.append(GpuFacts(name=series, total_bytes=_number(values.get("vram total memory (b)", ""))))
     return found
 
 

@@ -38,7 +38,6 @@ def gather_memory() -> MemoryFacts:
         sizes = (0, 0)
     return MemoryFacts(
         total_bytes=total,
-        available_bytes=meminfo.get("MemAvailable", total),
         limit_bytes=limit if is_limited else None,
         used_of_limit_bytes=used if is_limited else None,
         shm_bytes=sizes[0],

@@ -24,11 +24,9 @@ _BUILT_FOR = re.compile(r"^(cuda|hip)\b[^=]*= *['\"]([^'\"]+)['\"]", re.MULTILIN
 
 def gather_software(environ: Mapping[str, str], commands: Sequence[str], socket_folder: str) -> SoftwareFacts:
     """Versions, what torch was built for, and which of `commands` are missing."""
-    built_for = torch_built_for()
     return SoftwareFacts(
         versions={"python": platform.python_version(), "hpc-serve": hpc_serve.__version__, **_installed()},
-        torch_cuda=built_for.get("cuda", ""),
-        torch_hip=built_for.get("hip", ""),
+        torch_cuda=torch_built_for().get("cuda", ""),
         missing_commands=tuple(name for name in commands if shutil.which(name, path=environ.get("PATH")) is None),
         socket_folder=socket_folder,
     )

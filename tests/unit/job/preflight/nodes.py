@@ -25,11 +25,10 @@ from hpc_serve.sizes import GIB
 NEEDS = Needs(num_nodes=2, gpus_per_node=8, world_size=16, backend="ray", memory_bytes=512 * GIB)
 DEVICE = CudaDevice(name="NVIDIA H100 80GB HBM3", capability="9.0", free_bytes=78 * GIB, total_bytes=79 * GIB)
 CUDA = CudaFacts(cuda_version=12080, devices=(DEVICE,) * 8)
-GPU = GpuFacts(name=DEVICE.name, total_bytes=80 * GIB, used_bytes=GIB)
-GPUS = GpusFacts(tool="nvidia-smi", driver="570.86.15", listed=8, gpus=(GPU,) * 8, cuda=CUDA)
+GPU = GpuFacts(name=DEVICE.name, total_bytes=80 * GIB)
+GPUS = GpusFacts(tool="nvidia-smi", driver="570.86.15", gpus=(GPU,) * 8, cuda=CUDA)
 MEMORY = MemoryFacts(
     total_bytes=1024 * GIB,
-    available_bytes=1000 * GIB,
     limit_bytes=512 * GIB,
     used_of_limit_bytes=GIB,
     shm_bytes=512 * GIB,

@@ -19,8 +19,8 @@ from tests.unit.job.preflight.nodes import CUDA, DEVICE, NEEDS
 
 # As drivers 535 and 570 print it.
 LISTED = """\
-0, GPU-6d1c1f3e-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 3, 535.183.01, 0
-1, GPU-7aa2b0c4-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 78000, 535.183.01, 2
+0, GPU-6d1c1f3e-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 535.183.01, 0
+1, GPU-7aa2b0c4-0000-0000-0000-000000000000, NVIDIA H100 80GB HBM3, 81559, 535.183.01, 2
 """
 
 
@@ -42,10 +42,11 @@ def test_the_gpus_of_this_job_are_those_that_it_may_see(visible, found):
 
 
 def test_a_gpu_is_read_as_its_tool_lists_it():
-    second = gpus._gpu(gpus.parse_nvidia(LISTED)[1])
+    first, row = gpus.parse_nvidia(LISTED)
+    second = gpus.read_gpu(row)
     assert (second.name, second.uncorrected_errors) == ("NVIDIA H100 80GB HBM3", 2)
-    assert (second.total_bytes, second.used_bytes) == (81559 * 2**20, 78000 * 2**20)
-    assert gpus._number("[N/A]") == 0
+    assert second.total_bytes == 81559 * 2**20
+    assert gpus.read_gpu({**first, "ecc.errors.uncorrected.volatile.total": "[N/A]"}).uncorrected_errors == 0
     assert gpus.parse_nvidia("No devices were found\n") == []
 
 
@@ -60,10 +61,7 @@ def test_amd_gpus_are_read_whatever_the_case_of_the_keys():
         "system": {"Driver version": "6.3"},
     }
     found = gpus.parse_rocm(f"WARNING: low power\n{json.dumps(cards)}")
-    assert [(gpu.name, gpu.total_bytes, gpu.used_bytes) for gpu in found] == [
-        ("AMD Instinct MI300X", 206141652992, 300),
-        ("AMD Instinct MI300X", 206141652992, 0),
-    ]
+    assert [(gpu.name, gpu.total_bytes) for gpu in found] == [("AMD Instinct MI300X", 206141652992)] * 2
     assert gpus.parse_rocm("no such thing") == []
 
 
@@ -164,7 +162,7 @@ def test_the_least_limit_on_the_way_up_counts(tmp_path):
 
 def test_this_machine_has_memory_and_limits():
     memory = machine.gather_memory()
-    assert 0 < memory.available_bytes <= memory.total_bytes
+    assert memory.total_bytes > 0
     assert memory.shm_is_writable
     assert set(machine.gather_limits()) == {"memlock", "nofile", "nproc", "as"}
 

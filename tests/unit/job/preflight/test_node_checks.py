@@ -160,7 +160,7 @@ CASES = {
     "a newer driver": (gpus.driver, with_cuda(cuda_version=13000), NEEDS, "ok", "CUDA 13.0"),
     "a driver, and torch for ROCm": (
         gpus.driver,
-        replace(FACTS, software=replace(SOFTWARE, torch_cuda="", torch_hip="6.3")),
+        replace(FACTS, software=replace(SOFTWARE, torch_cuda="")),
         NEEDS,
         "not checked",
         "no torch built for CUDA",

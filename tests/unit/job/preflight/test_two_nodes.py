@@ -15,7 +15,6 @@ from hpc_serve.job.cleanup.run_dir import write_control_port
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.worker_links import WorkerLinks
 from hpc_serve.job.machine.network import listen_on
-from hpc_serve.job.preflight import head_side
 from hpc_serve.job.preflight.head_side import HeadPreflight, write_report
 from hpc_serve.job.preflight.peers import Peer, PeerListener, find_unreached
 from hpc_serve.job.run import outcome as outcome_module
@@ -31,13 +30,16 @@ HEAD, WORKER = "127.0.0.2", "127.0.0.1"  # Linux connects to the first from the 
 
 @pytest.fixture
 def two_nodes(tmp_path, monkeypatch):
-    """Runs the preflight of a head and a worker; returns the report and how the worker's run ended."""
+    """Runs the preflight of a head and a worker; returns the report and how the worker's run ended.
+
+    Fields of the worker's answers can be replaced by others.
+    """
     monkeypatch.setattr(outcome_module, "_SETTLE_S", 0.01)
     for name in ("vllm", "ray"):
         (tmp_path / name).write_text("#!/bin/sh\nsleep 600\n")
         (tmp_path / name).chmod(0o755)
 
-    async def meet():
+    async def meet(instead):
         listener = listen_on()
         (tmp_path / "control_port").touch(mode=0o600)
         write_control_port(tmp_path, listener.getsockname()[1])
@@ -56,7 +58,10 @@ def two_nodes(tmp_path, monkeypatch):
             preflight.ask(link)
             joined.set()
 
-        workers = WorkerLinks(2, parts, run_end, on_join, preflight.take)
+        def take(link, message):
+            preflight.take(link, {**message, **instead})
+
+        workers = WorkerLinks(2, parts, run_end, on_join, take)
         ServiceStore(tmp_path / "home").ensure_service("8b")
         server = ControlServer(head.token, "n1", workers.add_worker, silence_s=60, num_nodes=2)
         await server.start(listener)
@@ -71,7 +76,7 @@ def two_nodes(tmp_path, monkeypatch):
         write_report(head, ServiceStore(tmp_path / "home"), report)
         return report, code
 
-    return lambda: asyncio.run(meet())
+    return lambda instead={}: asyncio.run(meet(instead))
 
 
 def by_name(report):
@@ -112,12 +117,8 @@ def test_a_node_that_cannot_answer_fails_nothing(two_nodes, monkeypatch):
     assert (paths.level, paths.nodes, paths.seen) == ("not checked", ("n2",), "the node sent no facts in time")
 
 
-def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes, monkeypatch):
-    note = head_side._note
-    monkeypatch.setattr(
-        head_side, "_note", lambda answers, message: note(answers, {**message, "facts": json.dumps({"name": 3})})
-    )
-    report, _ = two_nodes()
+def test_facts_that_cannot_be_read_count_as_not_sent(two_nodes):
+    report, _ = two_nodes({"facts": json.dumps({"name": 3})})
     paths = by_name(report)["paths"]
     assert (paths.level, paths.nodes) == ("not checked", ("n2",))
 
