@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
-from typing import overload
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
 from hpc_serve.job.launcher import launch
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.job.machine.share import Share
-from hpc_serve.job.run.node import LaunchOptions, PreflightMode
+from hpc_serve.job.run.node import LaunchOptions, PreflightMode, read_seconds
 from hpc_serve.job.run.outcome import KILL_WAIT_S
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 
@@ -51,11 +49,11 @@ def main() -> int:
             backend=arguments.backend,
             device="TPU" if arguments.tpus_per_node else "GPU",
             gpus_per_node=arguments.tpus_per_node or arguments.gpus_per_node or 0,
-            stall_s=_seconds("HPC_SERVE_STALL_S", 1_800),
-            join_s=_seconds("HPC_SERVE_JOIN_S", 300),
-            kill_wait_s=_seconds("HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
-            canary_s=_seconds("HPC_SERVE_CANARY_S", None),
-            hang_s=_seconds("HPC_SERVE_HANG_S", 60),
+            stall_s=read_seconds(os.environ, "HPC_SERVE_STALL_S", 1_800),
+            join_s=read_seconds(os.environ, "HPC_SERVE_JOIN_S", 300),
+            kill_wait_s=read_seconds(os.environ, "HPC_SERVE_KILL_WAIT_S", KILL_WAIT_S),
+            canary_s=read_seconds(os.environ, "HPC_SERVE_CANARY_S", None),
+            hang_s=read_seconds(os.environ, "HPC_SERVE_HANG_S", 60),
             engine_restarts=arguments.engine_restarts,
             preflight="only" if arguments.preflight_only else _preflight(),
         )
@@ -77,27 +75,6 @@ def _preflight() -> PreflightMode:
     if text in modes:
         return modes[text]
     raise InvalidRequestError(f"HPC_SERVE_PREFLIGHT={text}: it must be on, warn (what it finds ends no start) or off.")
-
-
-@overload
-def _seconds(variable: str, default: float) -> float: ...
-
-
-@overload
-def _seconds(variable: str, default: None) -> float | None: ...
-
-
-def _seconds(variable: str, default: float | None) -> float | None:
-    text = os.environ.get(variable)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise InvalidRequestError(f"{variable}={text}: it must be a number of seconds.")
-    return value
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hpc_serve.job.engine.engine import Engine
 from hpc_serve.job.links.control import ControlServer
 from hpc_serve.job.links.link import Link, Message
 from hpc_serve.job.links.worker_links import WorkerLinks
-from hpc_serve.job.machine.network import choose_ports, listen_on
+from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.job.preflight.head_side import HeadPreflight, log_report, write_report
 from hpc_serve.job.ray.head_ray import HeadRay
 from hpc_serve.job.run.node import Node
@@ -162,7 +162,7 @@ class Head:
             await ray.wait_for_nodes(self._workers.names)
         else:
             environ = node.child_environ(address=node.internal_head)
-            (master_port,) = choose_ports(1)
+            master_port = choose_port()
             node.write_master_port(master_port)
             await self._workers.start_all(keeps_cache=keeps_cache, master_port=master_port)
         await self._engine.serve(environ)

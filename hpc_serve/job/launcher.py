@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from hpc_serve.job.cleanup.node_dir import DirOwner, private_node_dir
 from hpc_serve.job.cleanup.run_dir import remove_run_dir
 from hpc_serve.job.machine.allocation import Allocation
 from hpc_serve.job.ray.ray_logs import kept_ray_logs
-from hpc_serve.job.run.node import LaunchOptions, Node, read_token
+from hpc_serve.job.run.node import LaunchOptions, Node, read_seconds, read_token
 from hpc_serve.job.weights.stage_folder import stage_base
 from hpc_serve.job.weights.weights_place import find_load_strategy, with_strategy
 from hpc_serve.vllm.command import ServeCommand, choose_backend, read_command
@@ -30,7 +29,6 @@ _FROM_PREPARE = (
     *("HPC_SERVE_JOB_DIR", "HPC_SERVE_NODE_TMP", "HPC_SERVE_HEAD_ADDRESS"),
     *("HPC_SERVE_DRAIN_FILE", "HPC_SERVE_DRAIN_REQUEST"),
 )
-_MIN_SILENCE_S, _MAX_SILENCE_S = 5, 3_600
 
 
 def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation, environ: Mapping[str, str]) -> int:
@@ -45,30 +43,40 @@ def launch(options: LaunchOptions, words: Sequence[str], allocation: Allocation,
     node_dir = Path(environ["HPC_SERVE_NODE_TMP"])
     run_dir = environ["HPC_SERVE_JOB_DIR"] if allocation.is_head else None
     owner = DirOwner(run_mark=f"{node_dir.name}-{allocation.node_rank}", run_dir=run_dir)
-    with _removed_run_dir(run_dir), private_node_dir(node_dir, owner):
+    with contextlib.ExitStack() as at_end:
+        if run_dir is not None:  # the head alone names it, and is the last to need it
+            at_end.callback(remove_run_dir, Path(run_dir))
+        at_end.enter_context(private_node_dir(node_dir, owner))
         command = read_command(words, stand_in=find_stand_in(environ))
         staging = _plan_staging(command, environ)
-        with contextlib.ExitStack() as at_end, run_cache(options, allocation, command, environ) as cache:
-            if staging is not None:
-                at_end.callback(staging.close)
-            strategy = _load_strategy(command, staging, environ, num_nodes=allocation.num_nodes)
-            node = Node(
-                options=options,
-                allocation=allocation,
-                command=staging.command(command) if staging else with_strategy(command, strategy),
-                loading=strategy.reason,
-                backend=choose_backend(options.backend, command, allocation.num_nodes),
-                head=environ["HPC_SERVE_HEAD_ADDRESS"],
-                silence_s=_silence_s(environ),
-                node_dir=node_dir,
-                cache=cache,
-                run_mark=owner.run_mark,
-                token=read_token(environ),
-                environ=environ,
-                staging=staging,
-            )
-            with kept_ray_logs(node):
-                return asyncio.run(_run(node))
+        if staging is not None:
+            at_end.callback(staging.close)
+        cache = at_end.enter_context(run_cache(options, allocation, command, environ))
+        strategy = _load_strategy(command, staging, environ, num_nodes=allocation.num_nodes)
+        node = Node(
+            options=options,
+            allocation=allocation,
+            command=staging.command(command) if staging else with_strategy(command, strategy),
+            loading=strategy.reason,
+            backend=choose_backend(options.backend, command, allocation.num_nodes),
+            head=environ["HPC_SERVE_HEAD_ADDRESS"],
+            silence_s=read_seconds(
+                environ,
+                "HPC_SERVE_SILENCE_S",
+                60,
+                least=5,
+                most=3_600,
+                meaning="a node that sends nothing for so many seconds counts as lost; ",
+            ),
+            node_dir=node_dir,
+            cache=cache,
+            run_mark=owner.run_mark,
+            token=read_token(environ),
+            environ=environ,
+            staging=staging,
+        )
+        at_end.enter_context(kept_ray_logs(node))
+        return asyncio.run(_run(node))
 
 
 def _plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging | None:
@@ -111,28 +119,3 @@ async def _run(node: Node) -> int:
     from hpc_serve.job.worker import run_worker
 
     return await run_worker(node)
-
-
-@contextlib.contextmanager
-def _removed_run_dir(run_dir: str | None) -> Iterator[None]:
-    """Remove the run's private folder at the end. Only the head names it; the head is the last to need it."""
-    try:
-        yield
-    finally:
-        if run_dir is not None:
-            remove_run_dir(Path(run_dir))
-
-
-def _silence_s(environ: Mapping[str, str]) -> float:
-    """After how many seconds without a message a node counts as lost. Raises InvalidRequestError."""
-    text = environ.get("HPC_SERVE_SILENCE_S") or "60"
-    try:
-        silence_s = float(text)
-    except ValueError:
-        silence_s = math.nan
-    if not _MIN_SILENCE_S <= silence_s <= _MAX_SILENCE_S:
-        raise InvalidRequestError(
-            f"HPC_SERVE_SILENCE_S={text}: a node that sends nothing for so many seconds counts as lost; it must be "
-            f"{_MIN_SILENCE_S} to {_MAX_SILENCE_S}."
-        )
-    return silence_s

@@ -148,7 +148,7 @@ async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | 
     node.check_gpus()
     if holding is not None:
         ray = await holding
-        argv = worker_argv(node.ray_options(address=ray.address), head=str(go.get("gcs")))
+        argv = worker_argv(node.ray_start_argv(address=ray.address), head=str(go.get("gcs")))
         await ray.held.release(argv, node.ray_environ(address=ray.address))
     else:
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]

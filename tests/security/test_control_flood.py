@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_serve.job.machine.network import choose_ports
+from hpc_serve.job.machine.network import choose_port
 
 STRANGER = Path(__file__).with_name("stranger.py")
 TOKEN = "a-token-of-a-run"
@@ -63,7 +63,7 @@ def running(*argv: object):
     ids=["silent", "silent and many at once", "a bit of something", "nearly a ticket", "much"],
 )
 def test_nodes_join_while_strangers_connect_without_pause(said, held):
-    (port,) = choose_ports(1)
+    port = choose_port()
     with ExitStack() as stack:
         head = stack.enter_context(running("-c", HEAD, port))
         assert head.stdout.readline() == "listens\n"

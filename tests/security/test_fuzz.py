@@ -27,7 +27,7 @@ from hpc_serve.gate.gate import Gate
 from hpc_serve.hub.hub import find_model
 from hpc_serve.job.links.admission import make_ticket
 from hpc_serve.job.links.control import ControlServer, connect
-from hpc_serve.job.machine.network import choose_ports, listen_on
+from hpc_serve.job.machine.network import choose_port, listen_on
 from hpc_serve.plan import model_from_config
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
 from hpc_serve.submit.site.site import load_site
@@ -275,7 +275,7 @@ def test_the_control_port_takes_launchers_after_whatever_came_before(rng):
         loop.set_exception_handler(lambda _, context: unexpected.append(context))
         links: asyncio.Queue[Any] = asyncio.Queue()
         server = ControlServer("secret", "n1", links.put_nowait, silence_s=60)
-        (port,) = choose_ports(1)
+        port = choose_port()
         await server.start(listen_on(port))
         for _ in range(CASES):
             line = rng.choice((faulty_json(rng, hello), faulty_bytes(rng, json.dumps(hello).encode()), b"[" * 100_000))

@@ -101,7 +101,7 @@ class Link:
             await asyncio.wait({reading}, timeout=interval_s)
             if reading.done():
                 latest, reading = reading.result(), asyncio.create_task(asyncio.to_thread(look))
-            await self.send("heartbeat", read=latest.counts)
+            await self.send("heartbeat", read=latest)
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ def whole_number(value: object) -> int:
 def _read_so_far(value: object) -> ReadSoFar:
     if not isinstance(value, list) or len(value) != 3:
         raise ValueError("no three numbers")
-    return ReadSoFar.of([whole_number(count) for count in value])
+    return ReadSoFar(*map(whole_number, value))
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:

@@ -6,14 +6,13 @@ must be told a port gets a free one, chosen at random. If it is taken meanwhile,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import ipaddress
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpc_serve.errors import HpcServeError, InvalidRequestError
@@ -34,20 +33,23 @@ class PortsInUseError(HpcServeError):
     exit_code = 75
 
 
-def choose_ports(count: int) -> tuple[int, ...]:
-    """Ports of this node that are free now, each chosen at random, so that nobody can take them beforehand.
+def choose_port(among: Iterable[int] | None = None) -> int:
+    """Return a port of this node that is free now, chosen at random, so that nobody can take it beforehand.
 
-    They are below the ports of outgoing connections as long as enough of those are free. Raises PortsInUseError.
+    It is one of `among`, by default of the ports below those of outgoing connections, as long as one of them is free.
+    Raises PortsInUseError.
     """
-    below = list(range(_FIRST_PORT, _ephemeral_start()))
-    random.SystemRandom().shuffle(below)
-    found: list[int] = []
-    for port in below:
-        if len(found) == count:
-            break
+    candidates = list(range(_FIRST_PORT, _ephemeral_start()) if among is None else among)
+    random.SystemRandom().shuffle(candidates)
+    for port in candidates:
         if not _in_use(port):
-            found.append(port)
-    return (*found, *_ports_from_the_kernel(count - len(found)))
+            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as bound:
+        try:
+            bound.bind(("", 0))
+        except OSError as error:
+            raise PortsInUseError(_NO_FREE_PORT) from error
+        return int(bound.getsockname()[1])
 
 
 def hold_port() -> socket.socket:
@@ -60,7 +62,7 @@ def hold_port() -> socket.socket:
         holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            holder.bind(("", choose_ports(1)[0]))
+            holder.bind(("", choose_port()))
             return holder
         except OSError as error:
             holder.close()
@@ -94,17 +96,6 @@ def listen_on(port: int = 0, *, host: str = "", most_waiting: int = _MOST_WAITIN
         raise PortsInUseError(_NO_FREE_PORT) from error
     listener.setblocking(False)
     return listener
-
-
-def _ports_from_the_kernel(count: int) -> tuple[int, ...]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        try:
-            for bound in sockets:
-                bound.bind(("", 0))
-        except OSError as error:
-            raise PortsInUseError(_NO_FREE_PORT) from error
-        return tuple(int(bound.getsockname()[1]) for bound in sockets)
 
 
 def _ephemeral_start() -> int:

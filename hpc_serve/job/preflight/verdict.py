@@ -18,10 +18,6 @@ class Seen:
     text: str
     cure: str = ""
 
-    @property
-    def rank(self) -> int:
-        return LEVELS.index(self.level)
-
 
 def ok(text: str) -> Seen:
     return Seen(level="ok", text=text)
@@ -42,7 +38,7 @@ def failed(text: str, cure: str) -> Seen:
 
 def worst(seen: Iterable[Seen]) -> Seen:
     """The first of the worst."""
-    return max(seen, key=lambda one: one.rank)
+    return max(seen, key=lambda one: LEVELS.index(one.level))
 
 
 def shortened(text: str) -> str:

@@ -7,18 +7,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_KINDS = ("*.safetensors", "*.bin", "*.pt")
+from hpc_serve.hub.local_weights import weight_files
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """The files of the weights in `folder`, of the first kind that is there, in the order in which vLLM loads them.
-
-    Empty if there are none to be seen.
-    """
-    for kind in _KINDS:
-        with contextlib.suppress(OSError):
-            if files := sorted((path for path in folder.glob(kind) if path.stat().st_size), key=_by_numbers):
-                return files
+    """Return the files of the weights in `folder`, in the order in which vLLM loads them; none if none can be seen."""
+    with contextlib.suppress(OSError):
+        return sorted((path for path in weight_files(folder) if path.stat().st_size), key=_by_numbers)
     return []
 
 

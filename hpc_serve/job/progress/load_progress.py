@@ -116,6 +116,6 @@ class WeightsRead:
         """Note a look. A count falls where a process has ended."""
         before, self._latest = self._latest or read, read
         if is_of_weights:
-            news = (max(0, after - earlier) for earlier, after in zip(before.counts, read.counts))
+            news = (max(0, after - earlier) for earlier, after in zip(before, read))
             by_read, from_disk, mapped = (total + new for total, new in zip(self._of_weights, news))
             self._of_weights = (by_read, from_disk, mapped)

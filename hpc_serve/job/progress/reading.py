@@ -8,39 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_serve.job.machine.process import marked_pids
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadSoFar:
+class ReadSoFar(NamedTuple):
     """Bytes that came by read(), bytes that came from disks, and bytes of mapped files that came into memory."""
 
     by_read: int = 0
     from_disk: int = 0
     mapped: int = 0
 
-    def __add__(self, other: ReadSoFar) -> ReadSoFar:
-        return ReadSoFar.of([mine + its for mine, its in zip(self.counts, other.counts)])
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.by_read, self.from_disk, self.mapped
+    def __add__(self, other: ReadSoFar) -> ReadSoFar:  # type: ignore[override]
+        return ReadSoFar(*(mine + its for mine, its in zip(self, other)))
 
     @property
     def total(self) -> int:
         """All of it. What came in more than one way counts as often, so this says that something is read, not what."""
-        return sum(self.counts)
-
-    @classmethod
-    def of(cls, counts: Sequence[int]) -> ReadSoFar:
-        by_read, from_disk, mapped = counts
-        return cls(by_read=by_read, from_disk=from_disk, mapped=mapped)
+        return sum(self)
 
 
 class RunReading:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 
-from hpc_serve.job.machine.network import choose_ports
+from hpc_serve.job.machine.network import choose_port
 from hpc_serve.job.machine.own_script import is_own_script
 from hpc_serve.job.ray import ray_nodes, ray_private
 
@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit(ray_private.run_command_line(argv, is_head=bool(watch)))
     if watch:
         if not ray_private.writes_gcs_port():
-            (port,) = choose_ports(1)
+            port = choose_port()
             argv = [f"--port={port}" if word == "--port=0" else word for word in argv]
             watch = [*watch, str(port)]
         subprocess.Popen([sys.executable, "-u", "-m", ray_nodes.__name__, *watch])

@@ -5,19 +5,21 @@ What is started, and when, is decided by the launcher's role (`head`, `worker`).
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from hpc_serve.errors import DoesNotFitError, StoreError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError, StoreError
 from hpc_serve.job.cache.engine_cache import EngineCache, private_cache
 from hpc_serve.job.machine.allocation import Allocation
-from hpc_serve.job.machine.network import LOOPBACK, choose_ports, interface_of, node_address
+from hpc_serve.job.machine.network import LOOPBACK, choose_port, interface_of, node_address
 from hpc_serve.job.machine.process import mark_environ
 from hpc_serve.job.run.outcome import KILL_WAIT_S
-from hpc_serve.job.run.ray_cluster import RayStartOptions, ray_environ, ray_start_options
+from hpc_serve.job.run.ray_cluster import ray_environ, start_argv
 from hpc_serve.job.run.restarts import DEFAULT_RESTARTS
 from hpc_serve.rendezvous.files import check_folder, read_private, write_private
 from hpc_serve.vllm.command import Device, ServeCommand, multi_node_args
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 PreflightMode = Literal["on", "warn", "off", "only"]
 """warn: what the preflight finds is said and ends nothing. only: the run ends with the preflight."""
+_Default = TypeVar("_Default")
 _CANARY_S = 5.0
 _CANARY_ON_CPUS_S = 30.0
 
@@ -103,9 +106,9 @@ class Node:
         """Ray's folder. Ray opens it to everybody (0777), so it is inside the private one."""
         return ray_dir(str(self.node_dir))
 
-    def ray_options(self, *, address: str) -> RayStartOptions:
-        """What Ray may use of this node."""
-        return ray_start_options(
+    def ray_start_argv(self, *, address: str) -> tuple[str, ...]:
+        """Return the command of Ray on this node, without what is the head's or a worker's."""
+        return start_argv(
             self.allocation,
             address=address,
             temp_dir=self.ray_dir,
@@ -155,7 +158,7 @@ class Node:
             **mark_environ(self.run_mark),
             "TMPDIR": str(self.node_dir),
             "VLLM_HOST_IP": address,  # this node's own; vLLM refuses nodes that share one ("unique IP")
-            "VLLM_PORT": str(choose_ports(1)[0]),  # the first that vLLM tries for itself; it counts upwards
+            "VLLM_PORT": str(choose_port()),  # the first that vLLM tries for itself; it counts upwards
             "PYTHONUNBUFFERED": "1",
             "VLLM_USE_RUST_FRONTEND": "0",  # it serves without middleware, so nobody would ask for the key
         }
@@ -187,7 +190,7 @@ class Node:
 
     def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The environment of an engine that is started again, from that of its last start."""
-        return {**environ, "VLLM_PORT": str(choose_ports(1)[0])}
+        return {**environ, "VLLM_PORT": str(choose_port())}
 
     @property
     def _peer_folder(self) -> Path:
@@ -209,6 +212,27 @@ class Node:
 def ray_dir(node_dir: str) -> str:
     """Ray's folder inside the node's private folder."""
     return f"{node_dir}/ray"
+
+
+def read_seconds(
+    environ: Mapping[str, str],
+    variable: str,
+    default: _Default,
+    *,
+    least: float = 0,
+    most: float = math.inf,
+    meaning: str = "",
+) -> float | _Default:
+    """Return the seconds that a variable sets. Raises InvalidRequestError; `meaning` is for its sentence."""
+    text = environ.get(variable)
+    if not text:
+        return default
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if least <= value <= most and value < math.inf:
+            return value
+    wanted = f"{least:g} to {most:g}" if most < math.inf else "a number of seconds"
+    raise InvalidRequestError(f"{variable}={text}: {meaning}it must be {wanted}.")
 
 
 def read_token(environ: Mapping[str, str]) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpc_serve.job.machine.allocation import Allocation
@@ -29,41 +28,35 @@ _PORTS_FROM_THE_KERNEL = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayStartOptions:
-    """What one `ray start` gets on its command line."""
-
-    address: str
-    temp_dir: str
-    num_cpus: int
-    device: Device
-    num_devices: int
-    memory_bytes: int
-    object_store_bytes: int
-
-
-def ray_start_options(
+def start_argv(
     allocation: Allocation, *, address: str, temp_dir: str, device: Device, num_devices: int
-) -> RayStartOptions:
-    """Options for this node. Ray gets the CPUs, memory and devices of the job, not those of the machine."""
+) -> tuple[str, ...]:
+    """Return the command of every Ray of a run. Ray gets the job's CPUs, memory and devices, not the machine's."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = allocation.memory_bytes or machine // allocation.share.count
     store = max(_SMALLEST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, memory // 8, _shared_memory_bytes() // 2))
-    return RayStartOptions(
-        address=address,
-        temp_dir=temp_dir,
-        num_cpus=allocation.num_cpus,
-        device=device,
-        num_devices=num_devices,
-        memory_bytes=max(GIB, memory - store),
-        object_store_bytes=store,
+    return (
+        "ray",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        f"--node-ip-address={address}",
+        f"--temp-dir={temp_dir}",
+        f"--num-cpus={allocation.num_cpus}",
+        *_device_args(device, num_devices),
+        f"--memory={max(GIB, memory - store)}",
+        f"--object-store-memory={store}",
+        *(f"--{name}-port=0" for name in _PORTS_FROM_THE_KERNEL),
     )
 
 
-def head_argv(options: RayStartOptions, *, client_port: int) -> list[str]:
-    """`client_port` is Ray Client's. No word turns its server off, or leaves the port to the kernel."""
+def head_argv(start: Sequence[str], *, client_port: int) -> list[str]:
+    """Return the command of the head. `client_port` is Ray Client's.
+
+    No option turns Ray Client's server off, or leaves the port to the kernel.
+    """
     return [
-        *_start_argv(options),
+        *start,
         "--head",
         "--port=0",
         f"--ray-client-server-port={client_port}",
@@ -72,32 +65,16 @@ def head_argv(options: RayStartOptions, *, client_port: int) -> list[str]:
     ]
 
 
-def worker_argv(options: RayStartOptions, *, head: str) -> list[str]:
-    """`head` is "address:port" of the head's GCS."""
-    return [*_start_argv(options), f"--address={head}"]
+def worker_argv(start: Sequence[str], *, head: str) -> list[str]:
+    """Return the command of another node. `head` is "address:port" of the head's GCS."""
+    return [*start, f"--address={head}"]
 
 
-def _start_argv(options: RayStartOptions) -> list[str]:
-    return [
-        "ray",
-        "start",
-        "--block",
-        "--disable-usage-stats",
-        f"--node-ip-address={options.address}",
-        f"--temp-dir={options.temp_dir}",
-        f"--num-cpus={options.num_cpus}",
-        *_device_args(options),
-        f"--memory={options.memory_bytes}",
-        f"--object-store-memory={options.object_store_bytes}",
-        *(f"--{name}-port=0" for name in _PORTS_FROM_THE_KERNEL),
-    ]
-
-
-def _device_args(options: RayStartOptions) -> list[str]:
+def _device_args(device: Device, num_devices: int) -> list[str]:
     """Ray has an option for GPUs alone; TPU chips are a custom resource."""
-    if options.device == "GPU":
-        return [f"--num-gpus={options.num_devices}"]
-    return ["--num-gpus=0", f"--resources={json.dumps({options.device: options.num_devices})}"]
+    if device == "GPU":
+        return [f"--num-gpus={num_devices}"]
+    return ["--num-gpus=0", f"--resources={json.dumps({device: num_devices})}"]
 
 
 def ray_environ(environ: Mapping[str, str], peer: PeerFiles) -> dict[str, str]:

@@ -17,7 +17,7 @@ from hpc_serve.job.links import control
 from hpc_serve.job.links.admission import make_ticket
 from hpc_serve.job.links.control import ControlServer, _proof, connect
 from hpc_serve.job.links.link import Link, LinkLostError
-from hpc_serve.job.machine.network import PortsInUseError, choose_ports, listen_on
+from hpc_serve.job.machine.network import PortsInUseError, choose_port, listen_on
 from hpc_serve.job.progress.reading import ReadSoFar
 
 
@@ -25,7 +25,7 @@ def over_a_connection(scenario, *, server_token="secret", client_token="secret",
     """Run `scenario(head's link, node's link)` over a real connection."""
 
     async def run():
-        (port,) = choose_ports(1)
+        port = choose_port()
         listener = listen_on(port)
         links: asyncio.Queue[Link] = asyncio.Queue()
         server = ControlServer(server_token, "n1", links.put_nowait, silence_s=silence_s)
@@ -168,7 +168,7 @@ def test_the_token_itself_never_travels():
 
 
 def test_a_head_that_never_listens_ends_the_wait_with_advice():
-    (port,) = choose_ports(1)
+    port = choose_port()
     listener = listen_on(port)
     listener.close()
     with pytest.raises(LinkLostError, match="HPC_SERVE_INTERFACE"):
@@ -207,7 +207,7 @@ def with_a_server(scenario, **options):
     async def run():
         errors: list[dict] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        (port,) = choose_ports(1)
+        port = choose_port()
         links: asyncio.Queue[Link] = asyncio.Queue()
         server = ControlServer("secret", "n1", links.put_nowait, silence_s=60, **options)
         await server.start(listen_on(port))
