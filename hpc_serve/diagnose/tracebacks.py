@@ -23,9 +23,7 @@ _CAUGHT_AS_A_RULE = frozenset(
     {"KeyError", "AttributeError", "StopIteration", "IndexError", "LookupError", "ImportError", "ModuleNotFoundError"}
 )
 # Standard library and wrappers, in which the last frame of many errors lies.
-_FOREIGN = re.compile(
-    r"^<|/lib/python3[.\d]*/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|uvloop|asyncio|click)/"
-)
+_FOREIGN = re.compile(r"^(?:<|(?:torch|uvloop|asyncio|click)/)|/lib/python3[.\d]*/")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
 
@@ -146,5 +144,4 @@ def _own_frame(frames: list[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _is_foreign(words: str) -> bool:
-    file = words.rpartition(", ")[2]
-    return file.startswith(("<", "torch/", "uvloop/", "asyncio/", "click/")) or bool(_FOREIGN.search(file))
+    return bool(_FOREIGN.search(words.rpartition(", ")[2]))

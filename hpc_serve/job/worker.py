@@ -154,7 +154,9 @@ async def _start_part(node: Node, parts: Parts, holding: asyncio.Future[_Ray] | 
         argv = [*node.command.argv, "--distributed-executor-backend", "mp", *node.multi_node_args()]
         environ = node.child_environ(address=_own_address(node))
         node.write_master_port(int(go.get("master_port", 0)))
-        await parts.start("engine", argv, environ, order=StopOrder.ENGINE, grace_s=_GRACE_S)
+        engine = await parts.start_child("engine", argv, environ)
+        parts.add_child(StopOrder.ENGINE, engine, grace_s=_GRACE_S)
+        parts.end_with(engine)
 
 
 def _own_address(node: Node) -> str:

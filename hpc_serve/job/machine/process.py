@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import time
 from collections import deque
@@ -163,19 +162,15 @@ async def start_child(
     on_line: Callable[[str], None],
     *,
     is_noise: Callable[[str], bool] = lambda line: False,
-    cwd: Path | None = None,
     told: bool = False,
 ) -> Child:
     """Start `argv` with exactly `environ`. With `told` it has a standard input, for `Child.tell`.
 
     Raises FileNotFoundError if there is no such command on its PATH.
     """
-    if shutil.which(argv[0], path=environ.get("PATH")) is None:
-        raise FileNotFoundError(argv[0])
     process = await asyncio.create_subprocess_exec(
         *argv,
         env=environ,
-        cwd=cwd,
         stdin=asyncio.subprocess.PIPE if told else asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -31,7 +31,7 @@ class HeldRay:
             on_line=self._on_line,
             told=True,
         )
-        self._parts.add(StopOrder.RAY, lambda: child.stop(min(self._grace_s, self._parts.most_grace_s)))
+        self._parts.add_child(StopOrder.RAY, child, grace_s=self._grace_s)
         self._child = child
 
     async def release(self, argv: Sequence[str], environ: Mapping[str, str], *, watch: Sequence[str] = ()) -> None:

@@ -192,21 +192,17 @@ class Node:
         """The environment of an engine that is started again, from that of its last start."""
         return {**environ, "VLLM_PORT": str(choose_port())}
 
-    @property
-    def _peer_folder(self) -> Path:
-        return self.node_dir / "tls"
-
     def make_peer_files(self, *, address: str) -> None:
         """Make a certificate for this node's Ray, which listens at `address`. Raises what `trust.peers` does."""
         from hpc_serve.trust.peers import make_peer_files
 
-        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self._peer_folder, addresses=(address,))
+        make_peer_files(Path(self.environ["HPC_SERVE_JOB_DIR"]), self.node_dir / "tls", addresses=(address,))
 
     def ray_environ(self, *, address: str) -> dict[str, str]:
         """Return the environment of Ray here, and of an engine over it. They read what `make_peer_files` makes."""
         from hpc_serve.trust.peers import PeerFiles
 
-        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self._peer_folder))
+        return ray_environ(self.child_environ(address=address), PeerFiles.in_folder(self.node_dir / "tls"))
 
 
 def ray_dir(node_dir: str) -> str:

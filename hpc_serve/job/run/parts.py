@@ -69,24 +69,9 @@ class Parts:
         """Have `stop` called when the parts are taken down."""
         self._stops[order].append(stop)
 
-    async def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        *,
-        order: StopOrder,
-        grace_s: float,
-        on_line: Callable[[str], None] = print_line,
-    ) -> Child:
-        """Start a child whose end ends the run. It has `grace_s` seconds to end after SIGTERM.
-
-        Raises PartFailedError if there is no such command.
-        """
-        child = await self.start_child(name, argv, environ, on_line=on_line)
+    def add_child(self, order: StopOrder, child: Child, *, grace_s: float) -> None:
+        """Have a child stopped when the parts are taken down. It has `grace_s` seconds to end after SIGTERM."""
         self.add(order, lambda: child.stop(min(grace_s, self.most_grace_s)))
-        self.end_with(child)
-        return child
 
     def end_with(self, child: Child) -> None:
         """Have the run end with a child's end."""

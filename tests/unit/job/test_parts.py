@@ -35,7 +35,9 @@ def outcome_of(code: str, *, is_starting: bool):
     async def run():
         run_end = RunEnd()
         parts = Parts(MARK, run_end, is_starting=lambda: is_starting)
-        await parts.start("engine", python(code), ENVIRON, order=StopOrder.ENGINE, grace_s=1)
+        child = await parts.start_child("engine", python(code), ENVIRON)
+        parts.add_child(StopOrder.ENGINE, child, grace_s=1)
+        parts.end_with(child)
         outcome = await asyncio.wait_for(run_end.wait(), 60)
         await parts.take_down()
         return outcome
@@ -59,7 +61,7 @@ def test_a_port_that_was_taken_is_tried_again_until_the_service_was_ready(is_sta
 def test_a_command_that_is_not_there_is_named_with_advice():
     async def run():
         parts = Parts(MARK, RunEnd())
-        await parts.start("ray head", ["no-such-ray"], ENVIRON, order=StopOrder.RAY, grace_s=1)
+        await parts.start_child("ray head", ["no-such-ray"], ENVIRON)
 
     with pytest.raises(PartFailedError, match=r"no command no-such-ray .*HPC_SERVE_ENV") as caught:
         asyncio.run(run())
@@ -92,14 +94,8 @@ def test_a_taken_down_run_leaves_no_process():
     async def run():
         started = asyncio.Event()
         parts = Parts(MARK, RunEnd())
-        await parts.start(
-            "engine",
-            python(code),
-            ENVIRON,
-            order=StopOrder.ENGINE,
-            grace_s=1,
-            on_line=lambda line: started.set(),
-        )
+        child = await parts.start_child("engine", python(code), ENVIRON, on_line=lambda line: started.set())
+        parts.add_child(StopOrder.ENGINE, child, grace_s=1)
         await asyncio.wait_for(started.wait(), 60)
         # While a program replaces another, /proc shows no environment for a moment.
         await asyncio.to_thread(wait_for, lambda: len(list(marked_pids(MARK))) == 2, 60, what="both processes")
