@@ -62,10 +62,11 @@ because of this measurement."""
 
 def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
-    from hpc_serve.plan.model.families import FAMILIES
+    from hpc_serve.plan.catalog import architectures
 
     measured = {}
-    for name in sorted(set(FAMILIES) - set(OTHER_NAMES)):
+    whole = {name for name, about in architectures().items() if not about.get("is_draft_head")}
+    for name in sorted(whole - set(OTHER_NAMES)):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             found = measure(name)
         print(name, "not in transformers" if found is None else found["parameters"], file=sys.stderr)

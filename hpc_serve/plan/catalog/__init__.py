@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ class CatalogModel:
     source: tuple[str, ...]
 
 
-@lru_cache(maxsize=1)
 def speed_accuracy() -> dict[str, Any]:
     """By arrivals and kind of accelerator, and by class: published measurements, and how near they are."""
-    found: dict[str, Any] = _load(SPEED_ACCURACY.name)
+    found: dict[str, Any] = load_data(SPEED_ACCURACY.name)
     return found
 
 
@@ -51,7 +50,7 @@ def models() -> dict[str, CatalogModel]:
             note=entry.get("note"),
             source=tuple(entry["source"]),
         )
-        for entry in _load("models.json")["models"]
+        for entry in load_data("models.json")["models"]
     }
 
 
@@ -97,7 +96,7 @@ def _index() -> dict[str, CatalogModel]:
 def accelerator_entries() -> dict[str, dict[str, Any]]:
     """Every known accelerator's facts, by its name and its aliases."""
     index: dict[str, dict[str, Any]] = {}
-    for entry in _load("accelerators.json")["accelerators"]:
+    for entry in load_data("accelerators.json")["accelerators"]:
         for name in (entry["name"], *entry["aliases"]):
             index[name] = entry
     return index
@@ -121,23 +120,25 @@ def accelerator_entry(name: str) -> dict[str, Any]:
     raise InvalidRequestError(f"{name!r} is not an accelerator in the catalogue. {hint}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigKeys:
-    """Fields of configs that change no weight, as transformers has them: of every model, and by architecture."""
-
-    generic: frozenset[str]
-    no_weight_changes: Mapping[str, frozenset[str]]
+def architectures() -> Mapping[str, Mapping[str, Any]]:
+    """Return what is known of each architecture by its name in a config; `_about` in the file explains the keys."""
+    found: Mapping[str, Mapping[str, Any]] = load_data("architectures.json")["architectures"]
+    return found
 
 
-@lru_cache(maxsize=1)
-def config_keys() -> ConfigKeys:
-    """What the tests' support/config_keys.py measured."""
-    found = _load("config_keys.json")
-    return ConfigKeys(
-        generic=frozenset(found["generic"]),
-        no_weight_changes={name: frozenset(keys) for name, keys in found["no_weight_changes"].items()},
-    )
+def config_fields() -> Mapping[str, Any]:
+    """Return the fields of configs whose values are checked, and those that change no size of any model."""
+    found: Mapping[str, Any] = load_data("config_fields.json")
+    return found
 
 
-def _load(filename: str) -> Any:
+def config_keys() -> Mapping[str, Any]:
+    """Return the fields that change no weight in transformers, `generic` and by architecture: measured by the tests."""
+    found: Mapping[str, Any] = load_data("config_keys.json")
+    return found
+
+
+@cache
+def load_data(filename: str) -> Any:
+    """Return what a JSON file of this package holds."""
     return json.loads(Path(__file__).with_name(filename).read_text(encoding="utf-8"))

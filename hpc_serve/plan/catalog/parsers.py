@@ -6,13 +6,12 @@ what a person asks for.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+
+from hpc_serve.plan.catalog import load_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +43,15 @@ def families() -> tuple[tuple[re.Pattern[str], Parsers], ...]:
     """What the last part of a name must match, and the parsers of what does."""
     return tuple(
         (re.compile(entry["names"]), Parsers(tools=entry.get("tools"), reasoning=entry.get("reasoning")))
-        for entry in _data()["families"]
+        for entry in load_data("parsers.json")["families"]
     )
 
 
 def tool_parsers() -> Mapping[str, tuple[str, ...]]:
     """Return the parsers of tool calls that vLLM has, each with the tokens that it needs in a tokenizer."""
-    return {name: tuple(tokens) for name, tokens in _data()["tokens"]["tools"].items()}
+    return {name: tuple(tokens) for name, tokens in load_data("parsers.json")["tokens"]["tools"].items()}
 
 
 def reasoning_parsers() -> Mapping[str, tuple[str, ...]]:
     """Return the parsers of reasoning that vLLM has, each with the tokens that it needs in a tokenizer."""
-    return {name: tuple(tokens) for name, tokens in _data()["tokens"]["reasoning"].items()}
-
-
-@lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("parsers.json").read_text(encoding="utf-8"))
-    return found
+    return {name: tuple(tokens) for name, tokens in load_data("parsers.json")["tokens"]["reasoning"].items()}

@@ -1,30 +1,21 @@
-"""The architectures that the planner knows, and how a model is built from a Hugging Face config.
+"""Builds a model from a Hugging Face config, by what catalog/architectures.json says of its architecture.
 
-A family (families.py) describes one decoder layer. This module adds embeddings, output head and vision tower. An
-architecture that is not listed is an error that names it, never a guess.
+The file names the function that describes one decoder layer, as "file.function": a plan loads the files of its model
+alone. This module adds embeddings, output head and vision tower. An architecture that is not listed is an error that
+names it, never a guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.plan.catalog import architectures
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
-from hpc_serve.plan.model.families import (
-    BESIDE,
-    DRAFT_HEADS,
-    FAMILIES,
-    FIELDS,
-    FINAL_NORMS,
-    ON_EVERY_STAGE,
-    TIED_UNLESS_SAID,
-    TOWER_FIELDS,
-    TOWERS,
-    function_named,
-)
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
@@ -103,11 +94,12 @@ def model_from_config(
     for an architecture or a quantization that the planner does not know, and, unless `allow_unknown_keys`, for a field
     that looks like a size and that it does not know.
     """
-    architecture, family = _family(config, name, is_draft=is_draft)
+    architecture = _known_architecture(config, name, is_draft=is_draft)
+    about = architectures()[architecture]
     config = CheckedConfig(config)
     text = _text_config(config)
-    if architecture in FIELDS:
-        function_named(FIELDS[architecture])(text)
+    if "fields" in about:
+        function_named(about["fields"])(text)
     chosen = _dtype(config, text, dtype)
     plain = plain_scheme(chosen)
     declared = next((found for one in (config, text) for key in _QUANTIZATION if (found := one.get(key))), None)
@@ -115,17 +107,17 @@ def model_from_config(
     builder = LayerBuilder(text, scheme, chosen)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     if tied is None:
-        tied = architecture in TIED_UNLESS_SAID
+        tied = about.get("is_tied", False)
     rows, width = builder.vocab_size, builder.hidden_size
     tower, images = Block(), None
-    if architecture in TOWERS and config.get("vision_config"):
-        for key, default in TOWER_FIELDS.get(architecture, {}).items():
+    if "tower" in about and config.get("vision_config"):
+        for key, default in about.get("tower_fields", {}).items():
             config["vision_config"].setdefault(key, config.get(key, default))
-        tower, images = function_named(TOWERS[architecture])(config["vision_config"], builder.hidden_size)
-    if architecture in BESIDE:
-        tower = Block(weights=(*tower.weights, *function_named(BESIDE[architecture])(builder).weights))
-    final = builder.norms(*FINAL_NORMS.get(architecture, ("norm",)))
-    layers = _layers(builder, family)
+        tower, images = function_named(about["tower"])(config["vision_config"], builder.hidden_size)
+    if "beside" in about:
+        tower = Block(weights=(*tower.weights, *function_named(about["beside"])(builder).weights))
+    final = builder.norms(*about.get("final_norms", ("norm",)))
+    layers = _layers(builder, function_named(about["layer"]))
     experts, expert_size = _experts(layers)
     model = ModelSpec(
         name=name,
@@ -143,7 +135,7 @@ def model_from_config(
         final=block(final),
         head=None if tied else Vocabulary(name="lm_head", rows=rows, width=width, scheme=scheme.head),
         everywhere=tower,
-        on_every_stage=ON_EVERY_STAGE.get(architecture, frozenset()),
+        on_every_stage=frozenset(about.get("on_every_stage", ())),
         intermediate_size=builder.intermediate_size,
         rotary_bytes=_rotary_bytes(builder),
         num_experts=experts,
@@ -161,17 +153,27 @@ def model_from_config(
     return replace(model, unknown_keys=unknown) if unknown else model
 
 
-def _family(config: Mapping[str, Any], name: str, *, is_draft: bool) -> tuple[str, Family]:
-    """The architecture that a config names, and how its layers are built. Raises InvalidRequestError for another."""
+def function_named(name: str) -> Callable[..., Any]:
+    """Return the function that architectures.json names.
+
+    >>> function_named("dense.llama").__name__
+    'llama'
+    """
+    file, function = name.split(".")
+    found: Callable[..., Any] = getattr(import_module(f"hpc_serve.plan.model.{file}"), function)
+    return found
+
+
+def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool) -> str:
+    """Return the architecture that a config names. Raises InvalidRequestError for one that is not known."""
     architecture = _named(config)
-    known = {**FAMILIES, **DRAFT_HEADS} if is_draft else FAMILIES
-    family = known.get(architecture)
-    if family is None:
+    known = [one for one, about in architectures().items() if is_draft or not about.get("is_draft_head")]
+    if architecture not in known:
         raise InvalidRequestError(
             f"{name} is of architecture {architecture[:80]}, which this planner does not know, and it does not guess. "
             f"It knows {', '.join(sorted(known))}."
         )
-    return architecture, function_named(family)
+    return architecture
 
 
 def _named(config: Mapping[str, Any]) -> str:

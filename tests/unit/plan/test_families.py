@@ -13,9 +13,10 @@ import pytest
 from benchmarks.accuracy import published_configs
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
+from hpc_serve.plan.catalog import architectures
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.kv_cache import cache_layout, full_context_bytes
-from hpc_serve.plan.model import families
+from hpc_serve.plan.model.architectures import function_named
 from hpc_serve.plan.speed.work import model_work
 
 HERE = Path(__file__).parent
@@ -285,10 +286,10 @@ def test_kimi_k3_keeps_states_in_three_of_four_layers() -> None:
 
 
 def test_every_function_that_a_table_names_is_there() -> None:
-    tables = (families.FAMILIES, families.DRAFT_HEADS, families.TOWERS, families.BESIDE, families.FIELDS)
-    named = {name for table in tables for name in table.values()}
+    keys = ("layer", "tower", "beside", "fields")
+    named = {about[key] for about in architectures().values() for key in keys if key in about}
     assert len(named) >= 60
-    assert all(callable(families.function_named(name)) for name in named)
+    assert all(callable(function_named(name)) for name in named)
 
 
 def test_a_plan_loads_the_files_of_its_family_alone() -> None:
