@@ -126,6 +126,12 @@ def architectures() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
+def ordinary_layers() -> Mapping[str, Mapping[str, Any]]:
+    """Return the descriptions of ordinary decoder layers by name."""
+    found: Mapping[str, Mapping[str, Any]] = load_data("architectures.json")["layers"]
+    return found
+
+
 def config_fields() -> Mapping[str, Any]:
     """Return the fields of configs whose values are checked, and those that change no size of any model."""
     found: Mapping[str, Any] = load_data("config_fields.json")

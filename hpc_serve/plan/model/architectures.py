@@ -1,14 +1,15 @@
 """Builds a model from a Hugging Face config, by what catalog/architectures.json says of its architecture.
 
-The file names the function that describes one decoder layer, as "file.function": a plan loads the files of its model
-alone. This module adds embeddings, output head and vision tower. An architecture that is not listed is an error that
-names it, never a guess.
+The file names the function that describes one decoder layer, as "file.function", or describes an ordinary layer itself.
+A plan loads the files of its model alone. This module adds embeddings, output head and vision tower. An architecture
+that is not listed is an error that names it, never a guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from hpc_serve.plan.catalog import architectures
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
 from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.quantization import quantization_from_config
 from hpc_serve.plan.model.scheme import plain_scheme
 from hpc_serve.plan.model.spec import DecoderLayer, ModelSpec
@@ -154,11 +156,13 @@ def model_from_config(
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """Return the function that architectures.json names.
+    """Return the function that architectures.json names: a layer that the file describes, or file.function.
 
-    >>> function_named("dense.llama").__name__
-    'llama'
+    >>> function_named("special.llama4").__name__
+    'llama4'
     """
+    if "." not in name:
+        return partial(ordinary_layer, name=name)
     file, function = name.split(".")
     found: Callable[..., Any] = getattr(import_module(f"hpc_serve.plan.model.{file}"), function)
     return found

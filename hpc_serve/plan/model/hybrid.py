@@ -8,7 +8,7 @@ from __future__ import annotations
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.layers import LayerBuilder, block
-from hpc_serve.plan.model.moe import qwen_moe_half
+from hpc_serve.plan.model.moe import experts_or_dense, qwen_moe_half
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Part, Weight, round_up
 
@@ -36,7 +36,9 @@ def _qwen_hybrid(builder: LayerBuilder, index: int, prefix: str, names: tuple[st
     else:
         mixer, cache = _gated_delta_net(builder, f"{prefix}.linear_attn", names)
     weights = block(
-        mixer, qwen_moe_half(builder, index, prefix), builder.norms("input_layernorm", "post_attention_layernorm")
+        mixer,
+        qwen_moe_half(builder, index, f"{prefix}.mlp"),
+        builder.norms("input_layernorm", "post_attention_layernorm"),
     )
     return DecoderLayer(block=weights, cache=cache)
 
@@ -109,12 +111,10 @@ def lfm2_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
     """LFM2 with experts after the first layers."""
     prefix = f"model.layers.{index}.feed_forward"
     mixer, cache = _lfm2_mixer(builder, index)
-    if index < builder.get("num_dense_layers", 0):
-        half = builder.mlp(prefix, builder.intermediate_size)
-    else:
-        count = builder.require("num_experts")
-        half = builder.router(prefix, count, correction=bool(builder.get("use_expert_bias", True)))
-        half += builder.experts(prefix, count, builder.require("moe_intermediate_size"))
+    correction = ("use_expert_bias", True)
+    half = experts_or_dense(
+        builder, index, prefix, count="num_experts", dense_before="num_dense_layers", correction=correction
+    )
     return DecoderLayer(block=block(mixer, half, builder.norms("operator_norm", "ffn_norm")), cache=cache)
 
 

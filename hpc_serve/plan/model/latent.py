@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.model.dense import llama
 from hpc_serve.plan.model.layers import LayerBuilder, block
 from hpc_serve.plan.model.moe import deepseek_half
+from hpc_serve.plan.model.ordinary import ordinary_layer
 from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
 from hpc_serve.plan.model.weights import Block, Part, Weight
 
@@ -60,7 +60,7 @@ def mistral3(builder: LayerBuilder, index: int) -> DecoderLayer:
     """The decoder of Mistral 3's models with images: Mistral's own, or from Small 4 on DeepSeek's."""
     if builder.get("model_type") == "mistral4":
         return deepseek(builder, index)
-    return llama(builder, index)
+    return ordinary_layer(builder, index, name="llama")
 
 
 def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:

@@ -299,5 +299,5 @@ def test_a_plan_loads_the_files_of_its_family_alone() -> None:
         "print(*sorted(one.rsplit('.')[-1] for one in sys.modules if one.startswith('hpc_serve.plan.model.')))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "dense" in loaded
-    assert not {"moe", "latent", "hybrid", "kimi", "compressed", "towers"} & set(loaded)
+    assert "ordinary" in loaded
+    assert not {"special", "latent", "hybrid", "kimi", "compressed", "towers"} & set(loaded)
