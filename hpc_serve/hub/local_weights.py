@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -115,6 +114,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
     """What is wrong with which of the files: empty, unreadable, or shorter than a safetensors header says."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most commands read no files
+
     with ThreadPoolExecutor(_READERS) as readers:  # each is a round trip to a shared filesystem
         return tuple(f"{path.name} {words}" for path, words in zip(files, readers.map(_damage, files)) if words)
 

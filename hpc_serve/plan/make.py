@@ -20,7 +20,6 @@ from hpc_serve.plan.memory.loaded import loaded_model, option_notes
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.speed import estimates_by_concurrency
 from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic
-from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
 
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
 
@@ -146,7 +145,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
         if asked.target is not None:
             if asked.engines_per_node == 1:
                 inputs = replace(inputs, cluster=replace(inputs.cluster, is_whole=False))
-            cluster, engine, workload, speed = _for_target(inputs, traffic, parse_speed_target(asked.target))
+            cluster, engine, workload, speed = _for_target(inputs, traffic, asked.target)
             reasons += speed
             traffic = replace(traffic, concurrency=workload.concurrency)
             inputs = replace(inputs, engine=engine)
@@ -258,13 +257,15 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
 
 
 def _for_target(
-    inputs: PlanInputs, traffic: Traffic, target: SpeedTarget
+    inputs: PlanInputs, traffic: Traffic, asked: str
 ) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
     """The machines, sizes and replicas that meet the target, and why.
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
     """
-    cluster, workload = inputs.cluster, inputs.workload
+    from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
+
+    target, cluster, workload = parse_speed_target(asked), inputs.cluster, inputs.workload
     if workload.replicas is not None:
         raise InvalidRequestError("--target chooses the number of replicas: leave out --replicas, or --target.")
     try:

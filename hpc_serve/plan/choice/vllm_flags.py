@@ -17,37 +17,12 @@ from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.vllm.arguments import read_arguments, value_of
 from hpc_serve.vllm.options import load_data
 
-_FIELDS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_memory_bytes",
-    "block_size",
-    "gpu_memory_utilization",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "enforce_eager",
-    "enable_expert_parallel",
-    "async_scheduling",
-    *("enable_lora", "max_loras", "max_lora_rank", "fully_sharded_loras", "lora_target_modules"),
-    *("cpu_offload_gb", "enable_prefix_caching", "language_model_only", "limit_mm_per_prompt"),
-    *("speculative_config", "kv_transfer_config", "kv_offloading_size", "compilation_config", "optimization_level"),
-    *("disable_hybrid_kv_cache_manager", "mamba_ssm_cache_dtype"),
-    *("enable_eplb", "eplb_config", "runner", "hf_overrides"),
-)
+_NOT_VLLMS = ("vllm_version", "use_v1", "uncounted")
+_OPTIONS = [option for option in fields(EngineConfig) if option.name not in _NOT_VLLMS]
+_FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
-_SWITCHES = (
-    *("enforce_eager", "enable_expert_parallel", "async_scheduling", "enable_lora", "fully_sharded_loras"),
-    *("enable_prefix_caching", "language_model_only", "disable_hybrid_kv_cache_manager", "enable_eplb"),
-)
-_DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
-_JSON = (
-    *("limit_mm_per_prompt", "speculative_config", "kv_transfer_config"),
-    *("compilation_config", "eplb_config", "hf_overrides"),
-)
+_PLAIN = ("int | None", "float | None", "str | None")
+_LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size")
 _ONLINE = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
@@ -66,33 +41,24 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
         *("--pipeline-parallel-size", str(layout.pipeline_parallel_size)),
         *("--max-model-len", str(max_model_len)),
     ]
-    for name in (
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-        "max_loras",
-        "max_lora_rank",
-        "cpu_offload_gb",
-        "kv_offloading_size",
-        "optimization_level",
-    ):
-        value = getattr(engine, name)
-        if value is not None:
-            args += [_flag(name), str(value)]
-    for name in ("dtype", "kv_cache_dtype", "mamba_ssm_cache_dtype", "runner"):
-        if getattr(engine, name) != "auto":
-            args += [_flag(name), getattr(engine, name)]
+    given = {
+        option: getattr(engine, option.name) for option in _OPTIONS if option.name not in (*_LAYOUT, "quantization")
+    }
+    for option, value in given.items():
+        if option.type in _PLAIN and value is not None:
+            args += [_flag(option.name), str(value)]
+    for option, value in given.items():
+        if option.type == "str" and value != option.default:
+            args += [_flag(option.name), value]
     method = _quantization_flag(engine, model)
     if method:
         args += [_flag("quantization"), method]
-    for name in _SWITCHES:
-        if getattr(engine, name) is not None and getattr(engine, name) != _DEFAULTS[name]:
-            args.append(_flag(name) if getattr(engine, name) else _flag(f"no_{name}"))
-    for name in _JSON:
-        if getattr(engine, name):
-            args += [_flag(name), json.dumps(getattr(engine, name))]
+    for option, value in given.items():
+        if option.type in ("bool", "bool | None") and value is not None and value != option.default:
+            args.append(_flag(option.name) if value else _flag(f"no_{option.name}"))
+    for option, value in given.items():
+        if option.type.startswith("Mapping") and value:
+            args += [_flag(option.name), json.dumps(value)]
     if engine.lora_target_modules:
         args += [_flag("lora_target_modules"), *engine.lora_target_modules]
     return tuple(args)

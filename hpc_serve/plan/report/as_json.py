@@ -6,12 +6,13 @@ from typing import Any
 
 from hpc_serve.plan.choice.candidates import Candidate
 from hpc_serve.plan.choice.contexts import LayoutContexts
-from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.choice.minimum import MinimumGpus
 from hpc_serve.plan.choice.planner import NoLayoutError, ServePlan
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
+from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.model.spec import ModelSpec
 
+_LAYOUT_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "num_nodes", "gpus_per_node")
+_MINIMUM_KEYS = ("weights", "full_context", "usable")
 _MEMORY_KEYS = (
     "total_bytes",
     "requested_bytes",
@@ -25,53 +26,44 @@ _MEMORY_KEYS = (
 
 
 def plan_json(plan: ServePlan, model: ModelSpec) -> dict[str, Any]:
-    """A plan under stable keys. Sizes are bytes on the GPU of the tightest rank."""
+    """Return a plan under stable keys. Sizes are bytes on the GPU of the tightest rank."""
     return {
         **_about(model, plan.accelerator),
         "fits": True,
-        **_sizes(plan.layout),
+        **_named(plan.layout, _LAYOUT_KEYS),
         "replicas": plan.replicas,
         "max_model_len": plan.max_model_len,
-        "minimum_gpus": _minimum(plan.minimum_gpus),
-        "memory": {key: getattr(plan.memory, key) for key in _MEMORY_KEYS},
-        "kv_bytes_per_token": plan.memory.kv_bytes_per_token,
+        "minimum_gpus": _named(plan.minimum_gpus, _MINIMUM_KEYS),
+        **_memory(plan.memory),
         "kv_cache_tokens": plan.memory.kv_cache_tokens,
         "max_concurrency": plan.memory.max_concurrency,
         "vllm_args": list(plan.vllm_args),
         "reasons": list(plan.reasons),
-        "candidates": [_candidate(candidate) for candidate in plan.candidates],
-        "remedies": [str(remedy) for remedy in plan.suggestions],
+        **_candidates(plan),
     }
 
 
 def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -> dict[str, Any]:
-    """The same keys where nothing fits. The layout is null, and `memory` is that of the nearest candidate."""
+    """Return the same keys where nothing fits. The layout is null, and `memory` is that of the nearest candidate."""
     nearest = next((candidate.memory for candidate in error.candidates if candidate.memory), None)
     return {
         **_about(model, gpu),
         "fits": False,
-        "tensor_parallel_size": None,
-        "pipeline_parallel_size": None,
-        "replicas": None,
-        "num_nodes": None,
-        "gpus_per_node": None,
-        "max_model_len": None,
-        "minimum_gpus": _minimum(error.minimum_gpus),
-        "memory": {key: getattr(nearest, key) for key in _MEMORY_KEYS} if nearest else None,
-        "kv_bytes_per_token": nearest.kv_bytes_per_token if nearest else None,
+        **dict.fromkeys((*_LAYOUT_KEYS[:2], "replicas", *_LAYOUT_KEYS[2:], "max_model_len")),
+        "minimum_gpus": _named(error.minimum_gpus, _MINIMUM_KEYS),
+        **_memory(nearest),
         "kv_cache_tokens": 0,
         "max_concurrency": 0.0,
         "vllm_args": [],
         "reasons": str(error).splitlines(),
-        "candidates": [_candidate(candidate) for candidate in error.candidates],
-        "remedies": [str(remedy) for remedy in error.suggestions],
+        **_candidates(error),
     }
 
 
 def contexts_json(found: LayoutContexts) -> dict[str, Any]:
     """The longest contexts of one layout. 0: none."""
     return {
-        **_sizes(found.layout),
+        **_named(found.layout, _LAYOUT_KEYS),
         "by_requests": [{"at_once": count, "max_model_len": length} for count, length in found.by_requests],
     }
 
@@ -86,22 +78,28 @@ def _about(model: ModelSpec, gpu: AcceleratorSpec) -> dict[str, Any]:
     }
 
 
-def _minimum(minimum: MinimumGpus) -> dict[str, Any]:
-    return {"weights": minimum.weights, "full_context": minimum.full_context, "usable": minimum.usable}
-
-
-def _sizes(layout: Layout) -> dict[str, Any]:
+def _memory(memory: MemoryEstimate | None) -> dict[str, Any]:
     return {
-        "tensor_parallel_size": layout.tensor_parallel_size,
-        "pipeline_parallel_size": layout.pipeline_parallel_size,
-        "num_nodes": layout.num_nodes,
-        "gpus_per_node": layout.gpus_per_node,
+        "memory": _named(memory, _MEMORY_KEYS) if memory else None,
+        "kv_bytes_per_token": memory.kv_bytes_per_token if memory else None,
     }
+
+
+def _candidates(found: ServePlan | NoLayoutError) -> dict[str, Any]:
+    """Return the candidates, and the options with which one fits or more requests do."""
+    return {
+        "candidates": [_candidate(candidate) for candidate in found.candidates],
+        "remedies": [str(remedy) for remedy in found.suggestions],
+    }
+
+
+def _named(value: object, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: getattr(value, key) for key in keys}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
-        **_sizes(candidate.layout),
+        **_named(candidate.layout, _LAYOUT_KEYS),
         "verdict": candidate.verdict,
         "reason": candidate.reason,
     }

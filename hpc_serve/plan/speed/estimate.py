@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.speed.burst import burst_speed, share_ending_per_step
 from hpc_serve.plan.speed.decode import critical_batch, decode_speed
 from hpc_serve.plan.speed.steady import steady_speed
 from hpc_serve.plan.speed.step import EXPECTED, FITTED, IDEAL, Factors, Roofline, StepTime, link_rate
@@ -33,7 +32,6 @@ __all__ = [
     "link_rate",
     "requests_held",
     "running_requests",
-    "share_ending_per_step",
     "speed_column",
     "steady_speed",
 ]
@@ -128,5 +126,7 @@ def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
     if traffic.decode_only:
         return decode_speed(roofline, traffic, batch, factors)
     if traffic.arrivals == "burst":
+        from hpc_serve.plan.speed.burst import burst_speed
+
         return burst_speed(roofline, traffic, batch, factors)
     return steady_speed(roofline, traffic, batch, factors)

@@ -6,7 +6,7 @@ plan`, `render` and `submit` all ask for it here.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError, UnknownModelError
@@ -132,21 +132,14 @@ def _plan_request(request: ServeRequest) -> PlanRequest:
         "max_model_len": request.max_model_len,
     }
     engine = {**flags, **request.engine_options}
+    as_they_are: dict[str, Any] = {
+        option.name: getattr(request, option.name) for option in fields(PlanRequest) if hasattr(request, option.name)
+    }
     return PlanRequest(
-        model=request.model,
-        gpu=request.gpu,
-        gpu_memory_bytes=request.gpu_memory_bytes,
-        num_nodes=request.num_nodes,
-        gpus_per_node=request.gpus_per_node,
+        **as_they_are,
         engines_per_node=request.replicas_per_job,
         workload=Workload(max_model_len=engine.pop("max_model_len"), concurrency=request.concurrency),
         engine=EngineConfig(**engine),
-        target=request.target,
-        input_tokens=request.input_tokens,
-        output_tokens=request.output_tokens,
-        arrivals=request.arrivals,
-        longest_output_tokens=request.longest_output_tokens,
-        allow_unknown_config_keys=request.allow_unknown_config_keys,
     )
 
 
