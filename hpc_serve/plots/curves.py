@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic, estimate_speed, requests_held
+from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic, estimate_speed, held_at_once, requests_held
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult
@@ -40,7 +40,7 @@ class Drawn:
     def held(self, input_tokens: int) -> int:
         """The most requests with such prompts that run at once."""
         traffic = replace(self.traffic, input_tokens=input_tokens)
-        return max(1, int(min(requests_held(self.roofline, traffic, self.memory), self.roofline.max_num_seqs)))
+        return held_at_once(self.roofline, traffic, self.memory)
 
     def limit(self) -> str:
         """Why no more requests run at once."""

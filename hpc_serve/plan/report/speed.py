@@ -20,13 +20,14 @@ from hpc_serve.plan.speed.estimate import (
     Traffic,
     critical_batch,
     estimate_speed,
-    requests_held,
+    held_at_once,
     speed_column,
 )
 from hpc_serve.plan.speed.limits import limit_lines
 from hpc_serve.plan.speed.step import IDEAL
 
 _WORTH_WHILE = 0.5
+_SPEED_KEYS = ("ttft_s", "queue_s", "tpot_s", "requests_per_s", "output_tokens_per_s")
 _MEANING = {
     "flops": "of the FLOP/s, in dense matrices",
     "expert_flops": "of the FLOP/s, in routed experts",
@@ -48,7 +49,7 @@ def estimates_by_concurrency(
     is_ideal: bool = False,
 ) -> list[SpeedEstimate]:
     """Estimates for one request in flight, powers of four, the number asked for, and as many as are held."""
-    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
+    held = held_at_once(roofline, traffic, memory)
     counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
     if traffic.concurrency > 1:
         counts.add(traffic.concurrency)
@@ -134,7 +135,7 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, i
 
     That is the first power of two from which twice as many requests give less than half as many tokens/s more.
     """
-    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
+    held = held_at_once(roofline, traffic, memory)
 
     def at(count: int) -> Speed:
         return estimate_speed(roofline, replace(traffic, concurrency=count), memory, is_ideal=is_ideal).speed
@@ -157,7 +158,7 @@ def critical_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     batch = critical_batch(roofline)
     if batch is None:
         return "No critical batch: reading the weights takes longer than the FLOP/s at any batch."
-    held = max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
+    held = held_at_once(roofline, traffic, memory)
     text = f"The critical batch is {batch:,}: from there on FLOP/s take longer than reading the weights, both ideal."
     return f"{text} {held:,} are held at once" + (", so it is never reached." if held < batch else ".")
 
@@ -255,9 +256,7 @@ def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
         "arrivals": traffic.arrivals,
         "decode_only": traffic.decode_only,
         "figures": "ideal" if estimates[0].is_ideal else "expected",
-        "input_tokens": traffic.input_tokens,
-        "output_tokens": traffic.output_tokens,
-        "longest_output_tokens": traffic.longest_output_tokens,
+        **{name: getattr(traffic, name) for name in ("input_tokens", "output_tokens", "longest_output_tokens")},
         "factors": {name: getattr(EXPECTED, name) for name in _MEANING},
         "by_concurrency": [_estimate(estimate) for estimate in estimates],
     }
@@ -276,18 +275,11 @@ def _estimate(estimate: SpeedEstimate) -> dict[str, Any]:
 
 
 def _speed(speed: Speed) -> dict[str, Any]:
+    times = [name for name in StepTime.__dataclass_fields__ if name.endswith("_s")]
     return {
-        "ttft_s": speed.ttft_s,
-        "queue_s": speed.queue_s,
-        "tpot_s": speed.tpot_s,
-        "requests_per_s": speed.requests_per_s,
-        "output_tokens_per_s": speed.output_tokens_per_s,
-        "step": {**_step(speed.step), "total_s": speed.step.total_s},
+        **{name: getattr(speed, name) for name in _SPEED_KEYS},
+        "step": {name: getattr(speed.step, name) for name in (*times, "total_s")},
     }
-
-
-def _step(step: StepTime) -> dict[str, float]:
-    return {name: getattr(step, name) for name in StepTime.__dataclass_fields__ if name.endswith("_s")}
 
 
 def _ms(seconds: float) -> str:

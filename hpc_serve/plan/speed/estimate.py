@@ -29,6 +29,7 @@ __all__ = [
     "Traffic",
     "critical_batch",
     "estimate_speed",
+    "held_at_once",
     "link_rate",
     "requests_held",
     "running_requests",
@@ -114,6 +115,11 @@ def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
     length = math.ceil(traffic.mean_context)
     blocks = layout.blocks_per_request(length, roofline.max_num_batched_tokens)
     return max(0, memory.num_blocks - 1) / blocks if blocks else math.inf
+
+
+def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> int:
+    """Return the most requests of the traffic's mean length that run at once: by the cache, and by max_num_seqs."""
+    return max(1, int(min(requests_held(roofline, traffic, memory), roofline.max_num_seqs)))
 
 
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
