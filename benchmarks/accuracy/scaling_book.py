@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Literal
 
-from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config, resolve
+from hpc_serve.errors import DoesNotFitError
+from hpc_serve.plan import AcceleratorSpec, EngineConfig, ModelSpec, accelerator, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.hardware.tpu import (
     axis_bytes_per_s,
     chip_count,
     critical_batch,
     model_parallel_limit,
-    small_batch_limit,
-    smallest_slice,
 )
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
-from hpc_serve.plan.speed.estimate import IDEAL, Roofline, StepTime
+from hpc_serve.plan.speed.step import IDEAL, Roofline, StepTime
 
 V5E, V5P, H100 = accelerator("v5e"), accelerator("v5p"), accelerator("h100-80gb")
 BANDWIDTH = V5E.bandwidth_bytes_per_s or 0
@@ -34,6 +33,24 @@ INT8_CACHE: EngineConfig = EngineConfig(kv_cache_dtype="int8")
 FULL_STEP_S = CHIP_BYTES / BANDWIDTH
 PAGE_STEP_S = 0.019
 """The page rounds the 19.5 ms of `FULL_STEP_S` to this, and uses it in its next questions."""
+
+
+def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
+    """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
+    for name in accelerator.slices:
+        if chip_count(name) * accelerator.label_bytes >= size_bytes:
+            return name
+    raise DoesNotFitError(f"no slice of {accelerator.product} holds {size_bytes / 1e9:,.0f} GB.")
+
+
+def small_batch_limit(accelerator: AcceleratorSpec, intermediate_size: int, batch: float) -> float:
+    """The most chips for a small batch before the links take longer than loading weights.
+
+    F ÷ (B·β), where β = W_hbm ÷ W_ici.
+    """
+    assert accelerator.bandwidth_bytes_per_s
+    beta = accelerator.bandwidth_bytes_per_s / axis_bytes_per_s(accelerator)
+    return intermediate_size / (batch * beta)
 
 
 def spec(name: str) -> ModelSpec:

@@ -19,13 +19,14 @@ from benchmarks.accuracy.scaling_book import (
     SMALL,
     V5E,
     pooled,
+    smallest_slice,
     weights,
 )
 from benchmarks.accuracy.scaling_book import tensor_parallel as tensor
 from hpc_serve.plan import EngineConfig
-from hpc_serve.plan.hardware.tpu import chip_count, model_parallel_limit, smallest_slice
+from hpc_serve.plan.hardware.tpu import chip_count, model_parallel_limit
 from hpc_serve.plan.memory.kv_cache import full_context_bytes
-from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Roofline
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
 
 LIMIT_S = 0.015
 LARGE_TOKEN, SMALL_TOKEN = (full_context_bytes(model, INT8_CACHE, 1) for model in (LARGE, SMALL))

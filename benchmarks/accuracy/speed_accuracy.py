@@ -18,7 +18,7 @@ from benchmarks.accuracy.speed_scores import error, leave_one_out
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.engine import Arrivals
 from hpc_serve.plan.speed.classes import own_classes, wide_classes
-from hpc_serve.plan.speed.estimate import EXPECTED, Factors
+from hpc_serve.plan.speed.step import EXPECTED, Factors
 
 WITHIN_PER_CENT = 25
 LEAST_TTFT_ROWS = 20

@@ -17,7 +17,8 @@ from benchmarks.accuracy.speed_cases_later import load_later
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import ClusterSpec, Workload
 from hpc_serve.plan.make import FoundParts, PlanRequest, PlanResult, make_plan
-from hpc_serve.plan.speed.estimate import EXPECTED, SpeedEstimate
+from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.step import EXPECTED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any
 
 from hpc_serve.plan import MemoryEstimate, ModelSpec, model_from_config, resolve
-from hpc_serve.plan.speed.estimate import Factors, Roofline, SpeedEstimate, Traffic, estimate_speed, speed_column
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, speed_column
+from hpc_serve.plan.speed.step import Factors, Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 SHORTEST_OUTPUT = 10
 LONGEST_CONTEXT = 36_000

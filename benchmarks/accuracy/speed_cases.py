@@ -23,7 +23,9 @@ from benchmarks.accuracy.speed_case import (
 )
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import Roofline, Traffic, requests_held, running_requests
+from hpc_serve.plan.speed.estimate import requests_held, running_requests
+from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 MODELS = {
     "gpustack-deepseek": "deepseek-ai/DeepSeek-R1",

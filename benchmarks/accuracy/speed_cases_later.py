@@ -27,7 +27,9 @@ from hpc_serve.errors import HpcServeError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.engine import max_num_batched_tokens
-from hpc_serve.plan.speed.estimate import EXPECTED, Factors, Roofline, Traffic, requests_held, running_requests
+from hpc_serve.plan.speed.estimate import requests_held, running_requests
+from hpc_serve.plan.speed.step import EXPECTED, Factors, Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 ENGINE = "vLLM"
 UNKNOWN_VERSION = "0.11.0"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.accuracy.speed_case import Case
-from hpc_serve.plan.speed.estimate import EXPECTED, FITTED, Factors
+from hpc_serve.plan.speed.step import EXPECTED, FITTED, Factors
 
 NEUTRAL = replace(EXPECTED, flops=0.5, expert_flops=0.5, bandwidth=0.8, kernel_s=5e-6, sequence_s=20e-6)
 """Where every fit starts: guesses that use no row."""

@@ -16,7 +16,8 @@ from hpc_serve.bench.prediction import Prediction
 from hpc_serve.errors import HpcServeError
 from hpc_serve.plan.engine import EngineConfig, Workload
 from hpc_serve.plan.make import PlanRequest
-from hpc_serve.plan.speed.estimate import Speed, estimate_speed
+from hpc_serve.plan.speed.estimate import estimate_speed
+from hpc_serve.plan.speed.traffic import Speed
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.plans.planned_speed import planned_request, planned_tokens_per_s

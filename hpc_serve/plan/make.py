@@ -19,7 +19,9 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU, ClusterSpec
 from hpc_serve.plan.memory.loaded import loaded_model, option_notes
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.report.speed import estimates_by_concurrency
-from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic
+from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import Roofline, SpeedEstimate, Traffic, estimate_speed, held_at_once, requests_held
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once, requests_held
+from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 if TYPE_CHECKING:
     from hpc_serve.plan.make import PlanResult

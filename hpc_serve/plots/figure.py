@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.pages.charts import axis_number
-from hpc_serve.plan.speed.estimate import (
-    EXPECTED,
-    IDEAL,
-    Speed,
-    SpeedEstimate,
-    critical_batch,
-)
+from hpc_serve.plan.speed.decode import critical_batch
+from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL
+from hpc_serve.plan.speed.traffic import Speed
 from hpc_serve.plots.curves import Drawn, batches, drawn_of
 from hpc_serve.plots.labels import INK, PAPER, Label, Point, halo, label_points
 from hpc_serve.plots.memory import draw_memory

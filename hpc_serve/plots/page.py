@@ -18,7 +18,9 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.pages.frame import document, swatch, table
 from hpc_serve.plan.report.classes import class_texts
 from hpc_serve.plan.report.speed import accuracy_text, formula_text
-from hpc_serve.plan.speed.estimate import Speed, SpeedEstimate, Traffic, critical_batch
+from hpc_serve.plan.speed.decode import critical_batch
+from hpc_serve.plan.speed.estimate import SpeedEstimate
+from hpc_serve.plan.speed.traffic import Speed, Traffic
 from hpc_serve.plots.curves import Drawn, batches, drawn_of
 
 if TYPE_CHECKING:

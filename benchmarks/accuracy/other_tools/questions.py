@@ -18,7 +18,7 @@ from benchmarks.accuracy.speed_cases import load
 from benchmarks.accuracy.speed_cases_later import ENGINE, load_later
 from hpc_serve.plan import resolve
 from hpc_serve.plan.engine import gpu_memory_utilization, max_num_batched_tokens, max_num_seqs
-from hpc_serve.plan.speed.estimate import Factors
+from hpc_serve.plan.speed.step import Factors
 from hpc_serve.sizes import GIB
 
 FIGURES = ("weights", "cache", "token", "speed")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
 
 _LINKS_BY_DIMENSIONS = {2: 4, 3: 6}
@@ -47,14 +46,6 @@ def is_offered(accelerator: AcceleratorSpec, count: int) -> bool:
     return accelerator.kind != "tpu" or slice_with(accelerator, count) is not None
 
 
-def smallest_slice(accelerator: AcceleratorSpec, size_bytes: float) -> str:
-    """The smallest topology whose memory, by the label, holds so many bytes. Raises DoesNotFitError."""
-    for name in accelerator.slices:
-        if chip_count(name) * accelerator.label_bytes >= size_bytes:
-            return name
-    raise DoesNotFitError(f"no slice of {accelerator.product} holds {size_bytes / 1e9:,.0f} GB.")
-
-
 def critical_batch(accelerator: AcceleratorSpec, compute: str, bytes_per_weight: float) -> float:
     """The batch at which arithmetic on a matrix takes as long as loading it: C ÷ W_hbm × bytes ÷ 2."""
     assert accelerator.bandwidth_bytes_per_s
@@ -71,13 +62,3 @@ def axis_bytes_per_s(accelerator: AcceleratorSpec) -> float:
 def model_parallel_limit(accelerator: AcceleratorSpec, intermediate_size: int, over_axes: int) -> float:
     """The most chips for a large batch before the links take longer than arithmetic: F·axes ÷ (C ÷ W_ici)."""
     return intermediate_size * over_axes / (accelerator.dense_flops["bf16"] / axis_bytes_per_s(accelerator))
-
-
-def small_batch_limit(accelerator: AcceleratorSpec, intermediate_size: int, batch: float) -> float:
-    """The most chips for a small batch before the links take longer than loading weights.
-
-    F ÷ (B·β), where β = W_hbm ÷ W_ici.
-    """
-    assert accelerator.bandwidth_bytes_per_s
-    beta = accelerator.bandwidth_bytes_per_s / axis_bytes_per_s(accelerator)
-    return intermediate_size / (batch * beta)

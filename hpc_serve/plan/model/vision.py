@@ -5,15 +5,13 @@ Each pipeline stage holds the tower. Tensor parallelism divides it as it divides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from hpc_serve.plan.model.layers import block
 from hpc_serve.plan.model.spec import ImageEncoder
 from hpc_serve.plan.model.weights import Block, Linear, Part, Vector, Weight
-
-Tower: TypeAlias = Callable[[Mapping[str, Any], int], tuple[Block, ImageEncoder]]
 
 _PIXTRAL_IMAGE_SIZE = 1540
 _LLAMA4_TILES = 17

@@ -10,21 +10,11 @@ from typing import Any
 from hpc_serve.plan.catalog import speed_accuracy
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import (
-    EXPECTED,
-    FITTED,
-    Roofline,
-    Speed,
-    SpeedEstimate,
-    StepTime,
-    Traffic,
-    critical_batch,
-    estimate_speed,
-    held_at_once,
-    speed_column,
-)
+from hpc_serve.plan.speed.decode import critical_batch
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed, held_at_once, speed_column
 from hpc_serve.plan.speed.limits import limit_lines
-from hpc_serve.plan.speed.step import IDEAL
+from hpc_serve.plan.speed.step import EXPECTED, FITTED, IDEAL, Roofline, StepTime
+from hpc_serve.plan.speed.traffic import Speed, Traffic
 
 _WORTH_WHILE = 0.5
 _SPEED_KEYS = ("ttft_s", "queue_s", "tpot_s", "requests_per_s", "output_tokens_per_s")

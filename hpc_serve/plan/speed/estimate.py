@@ -12,30 +12,10 @@ from dataclasses import dataclass
 
 from hpc_serve.plan.memory.estimate import MemoryEstimate
 from hpc_serve.plan.memory.kv_cache import cache_layout
-from hpc_serve.plan.speed.decode import critical_batch, decode_speed
+from hpc_serve.plan.speed.decode import decode_speed
 from hpc_serve.plan.speed.steady import steady_speed
-from hpc_serve.plan.speed.step import EXPECTED, FITTED, IDEAL, Factors, Roofline, StepTime, link_rate
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors, Roofline
 from hpc_serve.plan.speed.traffic import Speed, Traffic
-
-__all__ = [
-    "EXPECTED",
-    "FITTED",
-    "IDEAL",
-    "Factors",
-    "Roofline",
-    "Speed",
-    "SpeedEstimate",
-    "StepTime",
-    "Traffic",
-    "critical_batch",
-    "estimate_speed",
-    "held_at_once",
-    "link_rate",
-    "requests_held",
-    "running_requests",
-    "speed_column",
-    "steady_speed",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,10 @@ from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.choice.candidates import Candidate, PlanInputs
 from hpc_serve.plan.choice.layout import Layout, layouts_on
 from hpc_serve.plan.memory.estimate import MemoryEstimate
-from hpc_serve.plan.speed.estimate import EXPECTED, Roofline, SpeedEstimate, Traffic, estimate_speed
+from hpc_serve.plan.speed.estimate import SpeedEstimate, estimate_speed
 from hpc_serve.plan.speed.limits import limit_lines
+from hpc_serve.plan.speed.step import EXPECTED, Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 _NODES = (1, 2, 4, 8, 16)
 _NO_BUBBLES = (

@@ -17,7 +17,7 @@ from benchmarks.accuracy.scaling_book import CONTEXT, SEED, TODAY, Entry, is_clo
 from benchmarks.accuracy.scaling_book_problems import SMALL_TOKEN, answers, first, second, third
 from hpc_serve.plan import EngineConfig
 from hpc_serve.plan.hardware.tpu import slice_with
-from hpc_serve.plan.speed.estimate import Roofline
+from hpc_serve.plan.speed.step import Roofline
 
 PAGE = json.loads((DATA / "scaling_book.json").read_text())
 BY_NAME = {entry.where: entry for entry in SEED}

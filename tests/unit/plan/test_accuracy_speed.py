@@ -17,7 +17,8 @@ from benchmarks.accuracy.speed_cases_later import later_medians, later_table, lo
 from benchmarks.accuracy.speed_scores import by_source, error, fit, leave_one_out, loss, median_errors, table
 from hpc_serve.plan.catalog import SPEED_ACCURACY
 from hpc_serve.plan.report.classes import class_texts, measured_classes
-from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Factors, speed_column
+from hpc_serve.plan.speed.estimate import speed_column
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Factors
 
 PAGE = " ".join((Path(__file__).parents[3] / "docs/evidence/accuracy.md").read_text(encoding="utf-8").split())
 Folds = dict[str, tuple[Factors, list[Case]]]

@@ -23,16 +23,10 @@ from hpc_serve.plan import (
 )
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import (
-    EXPECTED,
-    IDEAL,
-    Roofline,
-    Traffic,
-    estimate_speed,
-    link_rate,
-    speed_column,
-)
+from hpc_serve.plan.speed.estimate import estimate_speed, speed_column
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline, link_rate
 from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment, parse_speed_target
+from hpc_serve.plan.speed.traffic import Traffic
 from hpc_serve.plan.speed.work import compute_type, model_work
 
 H100 = accelerator("h100-80gb")

@@ -12,7 +12,9 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import Roofline, Traffic, estimate_speed
+from hpc_serve.plan.speed.estimate import estimate_speed
+from hpc_serve.plan.speed.step import Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 SMALL = ("--model", "8b", "--gpu", "l4", "--nodes", "1", "-tp", "2", "-pp", "1", "--max-model-len", "8192")
 

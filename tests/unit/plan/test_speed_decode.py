@@ -12,7 +12,10 @@ from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, MemoryEstimate, accelerator, estimate_memory, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
-from hpc_serve.plan.speed.estimate import IDEAL, Roofline, Traffic, critical_batch, estimate_speed
+from hpc_serve.plan.speed.decode import critical_batch
+from hpc_serve.plan.speed.estimate import estimate_speed
+from hpc_serve.plan.speed.step import IDEAL, Roofline
+from hpc_serve.plan.speed.traffic import Traffic
 
 
 def prepared(name: str, gpu_name: str, ranks: int = 1, engine: EngineConfig | None = None) -> tuple[Roofline, Any]:

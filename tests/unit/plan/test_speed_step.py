@@ -9,7 +9,7 @@ import pytest
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config, resolve
 from hpc_serve.plan.choice.layout import Layout
 from hpc_serve.plan.speed.burst import share_ending_per_step
-from hpc_serve.plan.speed.estimate import EXPECTED, IDEAL, Roofline
+from hpc_serve.plan.speed.step import EXPECTED, IDEAL, Roofline
 from hpc_serve.plan.speed.work import EXPERT_KERNELS, LATENT_KERNELS, LAYER_KERNELS
 
 H100 = accelerator("h100-80gb")

@@ -13,8 +13,8 @@ from hpc_serve.errors import DoesNotFitError
 from hpc_serve.plan import EngineConfig, Workload, model_from_config, resolve
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.hardware.cluster import cluster_named
-from hpc_serve.plan.speed.estimate import Traffic
 from hpc_serve.plan.speed.target import SpeedTarget, choose_deployment
+from hpc_serve.plan.speed.traffic import Traffic
 
 
 def inputs(name: str, gpu: str = "h100-80gb", num_nodes: int | None = None) -> PlanInputs:
