@@ -101,6 +101,16 @@ docs: ## the documentation site in site/, without a dead link or a page that the
 	@VENV=.venv-docs envs/venv.sh docs
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
+.PHONY: docs-look
+docs-look: docs ## the site in Chromium: 400, 800, 1,400 px, light and dark, links, search; ARGS="--pictures FOLDER" keeps pictures
+	@envs/packages.sh chromium
+	@VENV=.venv-browser envs/venv.sh browser
+	@.venv-browser/bin/python envs/browser/look.py site $(ARGS)
+
+.PHONY: samples
+samples: packages venv ## the printed samples of the documents and the recording, anew: real vLLM on the test cluster, four minutes
+	@$(PYTHON_AS_ROOT) -m tests.samples --cluster
+
 .PHONY: scripts
 scripts: venv ## render sbatch/*.sh anew, each by the command in its first lines
 	@for script in sbatch/*.sh; do \

@@ -1,9 +1,12 @@
-"""README is one page, and the menu of the documentation site takes folders whole."""
+"""README is one page, the menu takes folders whole, and the twelve questions are answered two clicks away."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+
+import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 pages = runpy.run_path(str(CHECKOUT / "envs" / "docs" / "hooks.py"))["pages"]
@@ -16,7 +19,7 @@ def test_readme_is_one_page() -> None:
 def test_a_page_opens_with_the_command_that_does_it() -> None:
     for folder in ("start", "guides", "understand"):
         for page in (CHECKOUT / "docs" / folder).glob("*.md"):
-            lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line]
+            lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line and line[:4] != "<!--"]
             assert lines[0].startswith("# "), page
             assert lines[1] in ("```bash", "```python"), page
 
@@ -29,3 +32,37 @@ def test_the_menu_has_the_pages_as_the_index_names_them_and_the_others_after_the
         (folder / f"{name}.md").write_text("# A page\n")
     names = ("index", "two", "one", "another", "zero")
     assert pages(folder) == [f"guides/{name}.md" for name in names]
+
+
+QUESTION = re.compile(r"^\| (?P<question>[^|]*\?[^|]*) \| (?P<ways>[^|]*\]\([^|]*) \|$", re.MULTILINE)
+WAY = re.compile(r"(?P<tab>[A-Z][a-z ]+), \[(?P<entry>[^]]+)\]\((?P<page>[\w./-]+)(?:#(?P<anchor>[\w-]+))?\)")
+
+
+def ways(page: str) -> dict[str, list[tuple[str, ...]]]:
+    """The questions of a page, each with its ways: tab, entry, page below docs/, anchor."""
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    return {
+        found["question"]: [
+            (way["tab"], way["entry"], way["page"].removeprefix("docs/"), way["anchor"] or "")
+            for way in WAY.finditer(found["ways"])
+        ]
+        for found in QUESTION.finditer(text)
+    }
+
+
+def test_contributing_and_the_home_page_have_the_same_twelve_questions() -> None:
+    assert len(ways("docs/index.md")) == 12
+    assert ways("CONTRIBUTING.md") == ways("docs/index.md")
+
+
+@pytest.mark.parametrize(("question", "found"), ways("CONTRIBUTING.md").items())
+def test_a_question_leads_to_a_page_by_its_tab_and_entry(question: str, found: list[tuple[str, ...]]) -> None:
+    assert found
+    tabs = dict(re.findall(r"^  - ([A-Z][\w ]+): (\w+)/$", (CHECKOUT / "mkdocs.yml").read_text(), re.MULTILINE))
+    for tab, entry, page, anchor in found:
+        assert page in pages(CHECKOUT / "docs" / tabs[tab])
+        title, *heads = re.findall(r"^#+ (.*)$", (CHECKOUT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert title.startswith(entry)
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads
+        }

@@ -314,15 +314,3 @@ def test_a_picture_of_an_unknown_kind_names_the_kinds_that_there_are(
 ) -> None:
     assert run(["plan", "8b", "--plot", str(tmp_path / "plan.bmp")]) == 2
     assert "does not end in .png, .svg, .pdf or .html" in capsys.readouterr().err
-
-
-def test_the_sample_in_the_readme_is_what_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stand_ins: object
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    sample = readme.split("```\n").pop(
-        next(n for n, part in enumerate(readme.split("```\n")) if ": 2 nodes x 8" in part)
-    )
-    lines = printed(capsys, "--model", "405b", "--gpu", "h100-80gb").splitlines()
-    assert sample.splitlines() == [line.rstrip() for line in lines]
