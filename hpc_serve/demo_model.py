@@ -79,7 +79,7 @@ SHAPES = {
         num_key_value_heads=2,
     ),
 }
-# What makes a small engine start quickly on a CPU: a small cache (bytes per GPU), and nothing compiled.
+# A small engine starts quickly on a CPU with a small cache (bytes per GPU) and nothing compiled.
 ENGINE_ARGS = """\
 # Appended to the engine's command line when this folder stands in for a model (HPC_SERVE_MODEL).
 --dtype bfloat16
@@ -237,7 +237,7 @@ def _write_weights(path: Path, shape: TinyShape, speakable: frozenset[int], seed
         if len(dimensions) == 1:
             data = _bfloat16(1.0) * dimensions[0]
         else:
-            # Louder scores at the end leave sampling little chance to pick a silenced token, whose score is zero.
+            # Louder scores at the end leave sampling little chance to pick a silenced token; its score is zero.
             loudness = 8.0 if name == "lm_head.weight" else 1.0
             data = _random_bfloat16(source, math.prod(dimensions), scale=loudness * dimensions[-1] ** -0.5)
         if name == "lm_head.weight":

@@ -1,4 +1,4 @@
-"""Times in words: those that were measured, and those that are not known well. Pure."""
+"""Times in words: measured times, and times that are not known well. Pure."""
 
 from __future__ import annotations
 

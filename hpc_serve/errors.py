@@ -4,7 +4,7 @@
       InvalidRequestError            2   what was asked for cannot be (bad value, unknown model, bad site file)
         UnknownModelError            2
         SiteFileError                2
-      DoesNotFitError                3   the model does not fit the machines, or the layout is one vLLM refuses
+      DoesNotFitError                3   the model does not fit the machines, or vLLM refuses the layout
       SchedulerError                 4   Slurm is missing, does not answer, or said no
         SchedulerUnavailableError    4
         SubmissionRefusedError       4
@@ -49,7 +49,7 @@ class SiteFileError(InvalidRequestError):
 
 
 class DoesNotFitError(HpcServeError):
-    """The model does not fit the machines asked for, or the layout is one that vLLM refuses."""
+    """The model does not fit the machines asked for, or vLLM refuses the layout."""
 
     exit_code = 3
 
@@ -113,8 +113,8 @@ class WaitTimeoutError(HpcServeError, TimeoutError):
 class StreamBrokenError(HpcServeError):
     """A stream broke after it had begun, and cannot go on at another replica; the text says why.
 
-    `text` and `token_ids` are what had come of the answer (of the first, where there are several), `chunks` the events
-    of the stream as they came, `replica` the name of the last engine's record.
+    `text` and `token_ids` are the answer as far as it had come; of several answers, the first. `chunks` are the events
+    of the stream as they came. `replica` is the name of the last engine's record.
     """
 
     def __init__(

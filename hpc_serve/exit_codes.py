@@ -1,4 +1,4 @@
-"""What the exit code of a job's script means, in words. Who ended it, and what follows, is decided by the callers."""
+"""The meaning of a job script's exit code, in words. Callers decide who ended the job, and what follows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAST_SIGNAL = 64
 
 
 def exit_code_words(code: int) -> str:
-    """What a code says beyond its number; "" for one that says nothing.
+    """Return the meaning of a code; "" for a code without one.
 
     >>> exit_code_words(137), exit_code_words(3)
     ('ended by SIGKILL', '')

@@ -1,7 +1,7 @@
 """Finds secrets in text: keys, tokens, certificates, passwords. Logs are shown, and bug reports written, without them.
 
 Values that are known are taken out wherever they stand; others by their form, or by the name before them. Too much is
-better than too little. What goes into a report at all is decided by who writes it.
+better than too little. The writer of a report decides what goes into it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def redact_lines(lines: Iterable[str], secrets: Iterable[str] = ()) -> Iterator[
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """The values of an environment whose names say that they are secret."""
+    """Return the values of an environment with names that say that they are secret."""
     return [
         value for name, value in environ.items() if _NAME_OF_SECRET.search(name) and not _NO_SECRET.fullmatch(value)
     ]

@@ -27,7 +27,7 @@ class AnswerReader:
 
     @property
     def latency_s(self) -> float:
-        """From the start to the last piece."""
+        """Return the seconds from the start to the last piece."""
         return self._last_s - self._start_s
 
     @property

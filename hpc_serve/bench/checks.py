@@ -1,7 +1,7 @@
 """Checks of answers by a function of the person who measures: `--check FILE.py:FUNCTION`.
 
-It is called after each run, with the body of a request and the text of its answer. It returns what is wrong in a few
-words, or nothing. What an answer should be is its matter alone.
+The function is called after each run, with the body of a request and the text of its answer. It returns the fault in a
+few words, or nothing. The function alone decides what an answer should be.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_check(words: str) -> Check:
 
 
 def wrong_answers(run: Run, check: Check) -> dict[int, str]:
-    """What is wrong with answers, by the place of the request. A check that fails is wrong itself, and says so."""
+    """Return the faults of answers, by the place of the request. A check that raises is a fault of its own."""
     found = {}
     for outcome in run.outcomes:
         if not outcome.is_answered:

@@ -1,7 +1,7 @@
-"""What the plan expects of a run: of a replica with its part of the requests in flight, times the replicas.
+"""Predicts a run from the plan: one replica with its part of the requests in flight, times the replicas.
 
-With the accelerator's name the plan is made again for the lengths of the run. Without it there are the figures that
-`submit` wrote down, which are of one length. Where neither will do, the prediction says why.
+If the accelerator is named, the plan is made again for the lengths of the run. Otherwise the figures that `submit`
+wrote down count; they are of one length. If neither will do, the prediction says why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_serve.submit.plans.planning import plan_for
 
 
 def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> Prediction:
-    """What is expected of a run; `gpu` names the accelerator as `plan --gpu` takes it."""
+    """Return the prediction of a run; `gpu` names the accelerator as `plan --gpu` takes it."""
     asked = {(request.input_len, request.output_len) for request in run.requests}
     if run.max_concurrency is None or not math.isinf(run.request_rate):
         return Prediction(reason="the plan counts requests in flight, and this run has a rate: see --max-concurrency.")
@@ -50,7 +50,7 @@ def predict(store: ServiceStore, run: Run, *, gpu: str | None) -> Prediction:
 def _written_down(
     records: Sequence[EndpointRecord], jobs: Sequence[SubmittedJob], lengths: tuple[int, int], in_flight: int
 ) -> Prediction:
-    """From the figures that the jobs carry, if they are of requests of these lengths."""
+    """Return the prediction by the figures that the jobs carry, if those are of requests of these lengths."""
     figures: dict[str, Mapping[str, float]] = {job.job_id: job.predicted for job in jobs}
     rates = []
     for record in records:
@@ -73,7 +73,7 @@ def _written_down(
 def _planned_anew(
     records: Sequence[EndpointRecord], gpu: str, input_len: int, output_len: int, in_flight: int
 ) -> Prediction:
-    """From a plan of each replica's layout on that accelerator."""
+    """Return the prediction by a plan of each replica's layout on this accelerator."""
     speeds: dict[tuple[int, ...], Speed] = {}
     for record in records:
         if (layout := _layout(record)) in speeds:

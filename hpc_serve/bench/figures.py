@@ -108,7 +108,7 @@ def tpot_s(outcome: RequestResult) -> float:
 
 
 def spread(values_s: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> Spread:
-    """Of times in seconds; all 0 without any, as vLLM has it."""
+    """Return the spread of times in seconds; all figures are 0 without any time, as in vLLM."""
     values = sorted(values_s) or [0.0]
     return Spread(
         mean=1e3 * statistics.fmean(values),

@@ -1,7 +1,7 @@
 """Reads files of requests, by the names and in the formats of `vllm bench serve`: custom, sharegpt, burstgpt.
 
-Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer, whose tokens the
-engine counts.
+Pure: text in, samples out. A sample without a number of tokens to answer has the text of an answer; the engine counts
+its tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_samples(name: str, text: str, source: str) -> list[Sample]:
 
 
 def choose(samples: list[Sample], count: int | None, seed: int) -> list[Sample]:
-    """So many samples in an order by chance, some of them again if there are fewer; all of them without a number."""
+    """Return `count` samples in random order, repeated if there are too few; all of them if `count` is None."""
     chance = random.Random(f"samples {seed}")
     shuffled = list(samples)
     chance.shuffle(shuffled)

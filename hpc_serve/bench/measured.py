@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def notes(self) -> list[str]:
-        """What must be said beside the figures, in sentences."""
+        """The remarks that belong beside the figures, as sentences."""
         if not self.wrong:
             return notes_on(self.run)
         first = self.wrong[min(self.wrong)]

@@ -1,4 +1,4 @@
-"""What must be said beside the figures of a run: that they are not the service's own, or not of what was asked for."""
+"""Remarks beside the figures of a run: this program was the limit, or the requests were not as asked for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _own_share(run: Run) -> list[str]:
 
 
 def _lengths(run: Run) -> list[str]:
-    """Answers and prompts whose lengths are not those asked for."""
+    """Name answers and prompts that are longer or shorter than asked for."""
     notes = []
     asked = [(run.requests[outcome.place], outcome) for outcome in run.outcomes if outcome.is_answered]
     wrong = [

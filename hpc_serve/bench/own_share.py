@@ -1,7 +1,7 @@
 """Watches this program while it measures: how busy its event loop is, and how late it wakes.
 
-A loop without time left stamps what comes late, and takes that for the service's time. What is too much is decided in
-`notes`.
+A loop without time left stamps what comes late, and takes that for the service's time. `notes` decides how much is too
+much.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEP_S = 0.05
 
 
 class OwnShareMeter:
-    """Of the event loop that runs, from `start` to `stop`."""
+    """Measures the event loop that runs, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Runs as one HTML page that needs nothing else: tables, curves of throughput and latency, times of requests.
 
-What they show is decided in `figures`, how they are drawn in pages/.
+`figures` decides what they show, pages/ how they are drawn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def page(runs: Sequence[Measured]) -> str:
 
 
 def _readable(date: str) -> str:
-    """A date as `vllm bench serve` writes it, for people; what is none stays as it is."""
+    """Return a date of `vllm bench serve` as people write it; other text is returned unchanged."""
     with contextlib.suppress(ValueError):
         return datetime.datetime.strptime(date, "%Y%m%d-%H%M%S").isoformat(sep=" ")
     return date
@@ -111,7 +111,7 @@ def _run(number: int, one: Measured) -> Iterator[Markup]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Markup:
-    """A table whose first row is its heading."""
+    """Return a table; its first row is the heading."""
     heading, *body = rows
     is_word = [not cell.replace(",", "").replace(".", "").replace("-", "").isdecimal() for cell in (body or rows)[0]]
     return table(heading, body, are_numbers=[not word for word in is_word])

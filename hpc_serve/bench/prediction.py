@@ -1,4 +1,4 @@
-"""What the plan expects of a run, in the figures that are measured."""
+"""The plan's prediction of a run, in the figures that are measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is expected of all replicas together: tokens per second, and of one request milliseconds.
+    """The prediction for all replicas together in tokens per second, and for one request in milliseconds.
 
-    Without figures, `reason` says why there is no prediction.
+    If there are no figures, `reason` says why.
     """
 
     output_rate: float | None = None

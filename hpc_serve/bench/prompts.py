@@ -1,7 +1,7 @@
 """Prompts of a given length, made by chance from a seed: the same seed gives the same requests.
 
 Prompts of completions are ids of ordinary tokens, so that their lengths are exact without a tokenizer here. A chat is
-text, whose length the engine has to count (`texts`).
+text, and the engine must count its length (`texts`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def random_requests(vocabulary: Sequence[int], lengths: Iterable[Lengths], seed:
 def shared_prefix_requests(
     vocabulary: Sequence[int], lengths: Lengths, count: int, seed: int, *, prefix_len: int, num_prefixes: int
 ) -> list[BenchRequest]:
-    """Completions whose prompts begin with one of `num_prefixes` prefixes, equally often and in an order by chance."""
+    """Return completions in random order whose prompts begin equally often with each of `num_prefixes` prefixes."""
     _check(vocabulary)
     if not 0 < prefix_len < lengths.input_len:
         raise InvalidRequestError(

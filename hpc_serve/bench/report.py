@@ -55,7 +55,7 @@ def run_lines(measured: Measured) -> Iterator[str]:
 
 
 def prediction_lines(prediction: Prediction | None, figures: Figures) -> Iterator[str]:
-    """What was expected, and what was measured by it."""
+    """Yield lines with the prediction beside the measured figures."""
     if prediction is None:
         return
     if prediction.reason:

@@ -1,8 +1,8 @@
 """A run as JSON, under the keys of `vllm bench serve --save-result`, so that what reads its files reads ours.
 
 Ours come after them: the service, how requests were split, the same figures of each replica, what was predicted, and
-how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`, and so is
-one run in a file of that name, since what reads sweeps looks for it.
+how busy this program was. Several runs are a list of such objects, as the summary.json of `vllm bench sweep`. One run
+in a file of this name is a list too, since programs that read sweeps look for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHAT = "/v1/chat/completions"
 
 
 def run_json(measured: Measured, *, is_detailed: bool = False) -> dict[str, Any]:
-    """One run. With `is_detailed` it holds each request, as with vLLM's --save-detailed."""
+    """Return one run. If `is_detailed`, it holds each request, as with vLLM's --save-detailed."""
     run, figures, prediction = measured.run, measured.figures, measured.prediction
     is_chat = bool(run.requests) and run.requests[0].path == _CHAT
     rate = "inf" if math.isinf(run.request_rate) else run.request_rate

@@ -1,7 +1,7 @@
 """The service that is measured, through the client's own transport: verified connections, its pool, its retries.
 
-A stream that breaks is a failure here and is not continued: what follows would be another replica's time. With
-`equally` replicas take turns, whatever each can take; otherwise the pool chooses, as for any client.
+A stream that breaks is a failure here and is not continued, since the rest would be another replica's time. If requests
+are split `equally`, replicas take turns; otherwise the pool chooses, as for any client.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class BenchError(HpcServeError):
 
 
 class BenchWatch(ServiceWatch):
-    """A watch of a service whose replicas take turns while `takes_turns`."""
+    """A watch of a service; its replicas take turns while `takes_turns`."""
 
     takes_turns = False
     _turns = itertools.count()
 
     def pick(self, tried: Set[str] = frozenset()) -> ReplicaAddress | None:
-        """The replica whose turn it is among those that were not tried; else the one that the pool chooses."""
+        """Return the next replica that was not tried; if they take no turns, the replica that the pool chooses."""
         if not self.takes_turns:
             return super().pick(tried)
         names = sorted(replica.name for replica in self.pool.others(tried))
@@ -50,7 +50,7 @@ class BenchWatch(ServiceWatch):
 
 
 class BenchService:
-    """One service, for one event loop. `replicas` are the names of those that are ready."""
+    """One service, for one event loop. `replicas` are the names of the replicas that are ready."""
 
     def __init__(self, store: ServiceStore, name: str, split: Split) -> None:
         self.name = name
@@ -69,7 +69,7 @@ class BenchService:
 
     @property
     def last_replica(self) -> str:
-        """Who answered last in this task."""
+        """The name of the replica that answered last in this task."""
         return self._watch.last_replica.name or ""
 
     def take_turns(self, takes_turns: bool) -> None:
@@ -102,7 +102,7 @@ class BenchService:
 
 
 def refusal(data: bytes) -> str:
-    """What the body of a refusal says, in one line."""
+    """Return the reason in the body of a refusal, as one line."""
     try:
         return error_text(json.loads(data))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Makes one run after the other: each service, each workload, each pace; every run with prompts of its own.
+"""Makes one run after the other: each service, each workload, each pace. Every run has new prompts.
 
 A cache of prefixes would answer prompts of the run before. Before a run each replica answers one request that does not
 count, as `vllm bench serve` sends one first: what is wrong with the requests is told then.
@@ -152,7 +152,7 @@ async def _run(
 
 
 async def _unless(stop: asyncio.Event, making: Coroutine[Any, Any, T]) -> T | None:
-    """What a coroutine returns; None, and it is cancelled, once it is to stop."""
+    """Return the coroutine's result; None, after cancelling it, once `stop` is set."""
     task, stopping = asyncio.create_task(making), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)

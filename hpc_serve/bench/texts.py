@@ -56,8 +56,8 @@ class EngineTexts:
 async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> tuple[str, int]:
     """The beginning of some words that has `length` tokens by `count`, and how many words that is.
 
-    It begins with `first` words and goes on by what they had too much or too little. What whole words do not fill,
-    single letters may.
+    It begins with `first` words and goes on by what they had too much or too little. Single letters fill the rest that
+    is shorter than a word.
     """
     most_below, least_above = 0, len(words) + 1
     number = min(max(first, 1), len(words))

@@ -1,4 +1,4 @@
-"""Common English words, of which prompts are made: most are one token of any tokenizer, and none is a special one."""
+"""Common English words for prompts. Most are one token of any tokenizer, and none is a special token."""
 
 _TEXT = """
 about above across after again against air all almost along also always among animal answer any apart appear

@@ -47,7 +47,7 @@ class BenchWorkload:
 
     @property
     def title(self) -> str:
-        """What it is called in tables."""
+        """The workload's name in tables."""
         if self.path is not None:
             return self.path.name
         return f"{self.dataset} {self.lengths}"
@@ -144,7 +144,7 @@ def _request(sample: Sample, workload: BenchWorkload) -> BenchRequest:
 
 
 async def _each(make: Callable[[S], Awaitable[T]], values: Sequence[S]) -> list[T]:
-    """What `make` makes of each value, some at once."""
+    """Return the result of `make` for each value; some calls run at once."""
     limit = asyncio.Semaphore(_AT_ONCE)
 
     async def one(value: S) -> T:

@@ -1,9 +1,8 @@
-"""Which of all that the logs of a job hold is the first cause: the root, not what followed from it.
+"""Chooses the first cause out of the evidence in a job's logs: the root, not its consequences.
 
-What a rule knows as a cause comes first; then an exception that ended a process, then a part that was killed; then
-symptoms, which another part may have brought about (a timeout of those who waited for a rank that died); last what only
-reports that something went wrong. Among equals the first in time counts, on whichever node. Which lines a rule knows
-is data in `rules`.
+A cause that a rule knows comes first. Then comes an exception that ended a process, then a part that was killed.
+Symptoms come next: another part may have caused them (a timeout of ranks that waited for a dead one). Mere reports of a
+failure come last. Among equals the first in time counts, on whichever node. The lines of each rule are data in `rules`.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class _Candidate:
 
 
 def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
-    """What may have ended the job, the first cause first. Lines that say the same are one finding."""
+    """Return the possible causes of the job's end, the first cause first. Lines that say the same are one finding."""
     candidates = sorted(
         (one for log in logs for one in _candidates(log)), key=lambda candidate: (candidate.rank, candidate.at)
     )
@@ -184,7 +183,7 @@ def _rank(raised: Raised) -> int:
 
 
 def _first_of_the_end(errors: Sequence[Match | Raised]) -> Iterator[Match | Raised]:
-    """Of each process, the first of the errors that stand close together at its end."""
+    """Yield for each process the first of the errors that stand close together at its end."""
     by_process: dict[str, list[Match | Raised]] = {}
     for one in sorted(errors, key=lambda error: error.line):
         by_process.setdefault(one.process, []).append(one)

@@ -1,7 +1,7 @@
-"""What one log holds that may explain a failure, collected line by line: matches of rules, exceptions, last lines.
+"""Collects from one log, line by line, what may explain a failure: matches of rules, exceptions, last lines.
 
-A log is read while it is written, so only a bounded number is kept of each. What a run said before its engine was
-ready, or before it began anew, did not end it and is forgotten. Which of it is the cause is decided in `causes`.
+A log is read while it is written, so only a bounded number is kept of each. Lines from before the engine was ready, or
+before the run began anew, did not end the run and are dropped. `causes` decides which evidence is the cause.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Match:
 
 
 class LogEvidence:
-    """What the log `source` holds. `note` takes its lines in order.
+    """The evidence of the log `source`. `note` takes its lines in order.
 
-    `is_record`: it is no log, but what hpc-serve or Slurm says of the job.
+    `is_record`: the text is no log, but the words of hpc-serve or Slurm about the job.
     """
 
     def __init__(self, source: str, *, is_record: bool = False) -> None:
@@ -130,7 +130,7 @@ class LogEvidence:
 
 
 def _keep(kept: list, value: object) -> None:  # type: ignore[type-arg]
-    """Add a value. Of too many, the middle is left out: a cause stands at the beginning, or at the end."""
+    """Add a value. If there are too many, the middle is left out: a cause stands at the beginning, or at the end."""
     if len(kept) >= _MOST_LINES:
         del kept[_MOST_LINES // 2]
     kept.append(value)

@@ -1,7 +1,7 @@
-"""What the beginning of a log line says: its level, its time, and the process that wrote it.
+"""Reads the beginning of a log line: its level, its time, and the process that wrote it.
 
-The forms are those of vLLM, Ray, torch, NCCL, uvicorn, Python's logging, Slurm and hpc-serve itself. What the rest of a
-line means is decided in `rules` and `tracebacks`.
+The forms are those of vLLM, Ray, torch, NCCL, uvicorn, Python's logging, Slurm and hpc-serve itself. `rules` and
+`tracebacks` decide what the rest of a line means.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SECONDS_A_MONTH, _SECONDS_A_DAY = 31 * 86_400, 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class LineHead:
-    """What a line begins with, and the `text` after it.
+    """The beginning of a line, and the `text` after it.
 
     `process` names who wrote the line; "" if the line does not say. `is_error` is True for a level that reports an
     error, False for one that does not, None for a line without a level. `at` counts seconds from the beginning of

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from hpc_serve.pages.frame import COLOURS, swatch
 
 _MOST_POINTS = 800
-_GAP_S = 35.0  # vLLM reports every ten seconds; where it does not, it had no work
+_GAP_S = 35.0  # vLLM reports every ten seconds while it has work
 _BARS = 24
 
 Point = tuple[float, float]

@@ -67,7 +67,7 @@ def table(
     numbers_from: int = 0,
     are_numbers: Sequence[bool] | None = None,
 ) -> Markup:
-    """A table whose columns from the given one on are numbers, or those that are said to be."""
+    """Return a table. The columns from the given one on are numbers, or the columns that are named."""
     right = are_numbers or [place >= numbers_from for place in range(len(headings))]
 
     def line(cells: Sequence[str], tag: str) -> Markup:
@@ -98,7 +98,7 @@ def _source(text: str) -> str:
 
 
 def _verbatim(text: str, tag: str) -> Markup:
-    """A script or style of this package, as it is: it must not end its own element."""
+    """Return a script or style of this package unchanged; it must not close its element."""
     assert f"</{tag}" not in text.lower()
     return Markup(text)
 

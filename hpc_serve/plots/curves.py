@@ -34,7 +34,7 @@ class Drawn:
 
     @property
     def formula(self) -> str:
-        """What the curves are of, in a few words."""
+        """The formula of the curves, in a few words."""
         if self.traffic.decode_only:
             return "decoding alone"
         return "steady arrivals" if self.traffic.arrivals == "steady" else "all requests at once"

@@ -216,7 +216,7 @@ def _legend(axes: Any, drawn: Drawn, *, columns: int = 5, at: tuple[int, int] = 
 
 
 def _breakdown(axes: Any, drawn: Drawn) -> None:
-    """The time of a decode step by cause, one bar for each batch. Of weights and FLOP/s the larger counts."""
+    """Draw the time of a decode step by cause, one bar for each batch. The larger of weights and FLOP/s counts."""
     held, traffic, factors = (
         drawn.held(drawn.traffic.input_tokens),
         drawn.traffic,

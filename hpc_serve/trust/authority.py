@@ -28,7 +28,7 @@ _LOCAL_NAME = "localhost"
 
 @dataclass(frozen=True, kw_only=True)
 class RunCertificate:
-    """What an endpoint shows (`certificate`, PEM, public) and the 0600 files that its server reads."""
+    """The certificate that an endpoint shows (PEM, public), and the 0600 files that its server reads."""
 
     certificate: str
     certificate_file: Path

@@ -1,4 +1,4 @@
-"""What other programs need to trust a home's endpoints: files of certificates, and the variables that name them.
+"""Lets other programs trust a home's endpoints: files of certificates, and the variables that name them.
 
 A variable like SSL_CERT_FILE replaces what a program trusts, so its file holds the system's authorities beside ours.
 Standard library alone.
@@ -63,7 +63,7 @@ def _write_with(certificate: str, path: Path, sources: Iterable[Path]) -> None:
 
 
 def _originals(chosen: Iterable[str], ours: Path) -> Iterator[Path]:
-    """The files that a person or site chose. Where that is ours, the variables were set here before."""
+    """Yield the files that a person or site chose. For a file of ours, yield the file that it was made from."""
     for path in map(Path, filter(None, chosen)):
         if path != ours:
             yield path

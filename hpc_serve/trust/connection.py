@@ -18,7 +18,7 @@ _WRONG_TIME = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_E
 
 
 class NotOurEngineError(ConnectionError):
-    """What answers at the address is not the engine of the record. It was sent nothing secret."""
+    """The program that answers at the address is not the engine of the record. It was sent nothing secret."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The steps of making a certificate with the `cryptography` package, which is imported only when one is made.
 
-What a certificate says, who signs it and where it lies is decided by `authority` (endpoints) and `peers` (Ray).
+`authority` (endpoints) and `peers` (Ray) decide what a certificate says, who signs it, and where it lies.
 """
 
 from __future__ import annotations

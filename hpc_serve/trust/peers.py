@@ -1,7 +1,7 @@
 """The certificates by which the processes of one run's Ray know each other.
 
-A run has an authority of its own, in its private folder and gone with it, so that no certificate of another run is
-accepted. Each launcher signs one certificate for its node. Where they are used is decided in `job/run/ray_cluster`.
+Each run has a separate authority in its private folder, and it goes with the folder. So no certificate of another run
+is accepted. Each launcher signs one certificate for its node. `job/run/ray_cluster` uses them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PeerFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> PeerFiles:
-        """Where `make_peer_files` puts them."""
+        """Return the paths at which `make_peer_files` writes them."""
         return cls(authority=folder / "authority.pem", certificate=folder / "node.pem", key=folder / "node.key")
 
 

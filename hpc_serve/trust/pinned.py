@@ -1,6 +1,6 @@
-"""The TLS of our own clients: it trusts one certificate, that of the run whose record names it, and nobody else's.
+"""The TLS of our own clients: it trusts one certificate alone, which the record of the run names.
 
-Whoever holds the certificate's key is the engine, whatever its address is: names are not compared. Standard library.
+The holder of the certificate's key is the engine at any address, so names are not compared. Standard library.
 """
 
 from __future__ import annotations
