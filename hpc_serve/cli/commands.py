@@ -1,4 +1,4 @@
-"""What commands with many options share: a help in groups, and vLLM's options among their own."""
+"""Commands with many options: a help in groups, and vLLM's options among ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNITS = {
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has its options in groups, in the order of the groups.
+    """A command that shows its options in groups, in the order of the groups.
 
     `groups` are the names of parameters by heading. Options of no group come last.
     """

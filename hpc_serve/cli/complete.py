@@ -1,7 +1,7 @@
 """`completion`, and the names that a shell completes: services of this home, models of site and catalogue.
 
-A shell waits for the answer at each press of Tab. So nothing is asked for over the network, and a filesystem that hangs
-gives no names.
+A shell waits for the answer at each press of Tab. Therefore nothing is asked for over the network, and a filesystem
+that hangs gives no names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `hpc-serve` command. It imports the file of a command only when that command is used.
 
-Here alone, errors become words on stderr and an exit code (errors.py). With --json, stdout holds the error as an object
-too.
+Here alone, errors become words on stderr and an exit code (errors.py). If --json is given, stdout holds the error as an
+object too.
 """
 
 from __future__ import annotations

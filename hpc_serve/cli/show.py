@@ -1,4 +1,4 @@
-"""What is shown of services. Text for people, JSON for scripts. stages.py shows those that start."""
+"""Shows services: text for people, JSON for scripts. stages.py shows services that start."""
 
 from __future__ import annotations
 

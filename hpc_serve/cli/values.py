@@ -50,7 +50,7 @@ class Context(_IntType):
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h. With `needs_unit` the letter must be there."""
+    """Seconds, or a number with s, m or h: 90, 90s, 10m, 1.5h. If `needs_unit`, the letter must be there."""
 
     name = "time"
 

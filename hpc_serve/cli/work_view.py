@@ -1,4 +1,4 @@
-"""What the engine of a replica does, and what its plan expects: lines for people, keys for scripts."""
+"""Shows the work of a replica's engine beside its plan's figures: lines for people, keys for scripts."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 or not at all, and read only if it belongs to us. Other modules decide what the files mean.
 
 Shared filesystems answer from caches: a file that was just listed may be gone (ENOENT), and a handle may belong to a
-file that was replaced (ESTALE). So files are opened without asking first, and opened again when the handle is stale.
+file that was replaced (ESTALE). Therefore files are opened without asking first, and opened again when the handle is
+stale.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_private_folder(path: Path, *, tighten: bool = True) -> Path:
-    """Make the folder `path` and its missing parents, 0700. With `tighten`, one that exists becomes 0700 too.
+    """Make the folder `path` and its missing parents, 0700. If `tighten`, a folder that exists becomes 0700 too.
 
     Returns `path`. Raises StoreError if it cannot be made, or if another user can change what is in it.
     """
@@ -129,7 +130,7 @@ def read_private(path: Path, *, secret: bool = False) -> str:
 
 
 def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:
-    """The names in a folder with their versions, the file that was written last first; none if it does not exist.
+    """Return the names in a folder with their versions, the newest file first; none if there is no such folder.
 
     Raises StoreError.
     """
@@ -153,7 +154,7 @@ def list_newest_first(path: Path) -> list[tuple[str, FileVersion]]:
 
 
 def list_folder(path: Path) -> list[str]:
-    """The names in a folder, sorted; none if it does not exist. Raises StoreError."""
+    """Return the names in a folder, sorted; none if there is no such folder. Raises StoreError."""
     try:
         return sorted(_retry_stale_handle(lambda: os.listdir(path), "list", path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A key in a private file: how one is made, and what counts as one. Who has to show it is decided elsewhere."""
+"""A key in a private file: how one is made, and what counts as one. Other modules decide who must show it."""
 
 from __future__ import annotations
 

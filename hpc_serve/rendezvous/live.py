@@ -1,7 +1,7 @@
-"""Reads the records of a service that may be of use to a client, again and again, at the cost of those that are live.
+"""Reads the records of a service that a client may use, again and again, at the cost of the live records alone.
 
-A record that says how its replica ended never changes again: it is read once, and passed over afterwards. What was
-written last is read first. Each file that is read is checked as `store` checks it.
+A record that says how its replica ended never changes again: it is read once, and passed over afterwards. The newest
+record is read first. Each file that is read is checked as `store` checks it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LiveRecords:
     def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], Set[str]]:
         """The files of records that may be live, the newest first, and the names of all. Raises StoreError.
 
-        Those in `wanted` are among the files, whatever is known of them.
+        Records in `wanted` are always among the files.
         """
         folder = self._store.service_dir(self._service)
         check_folder(folder)

@@ -50,7 +50,7 @@ def array_of(job_id: str) -> str:
 
 
 def check_log_path(path: str, called: str) -> None:
-    """Raises InvalidRequestError for a log folder whose name Slurm would read as a pattern.
+    """Raises InvalidRequestError for a log folder with a name that Slurm would read as a pattern.
 
     `--output` of sbatch and srun expand %N, %t and others, and take a backslash to end that.
     """
@@ -109,7 +109,7 @@ def run_name(job_id: str, restart: int, replica: int) -> str:
 
 
 def replica_name(job_id: str, replica: int, replicas_per_job: int) -> str:
-    """What people call a replica: its job's id, and its number in a job of several.
+    """Return a replica's name for people: its job's id, and its number if the job has several.
 
     >>> replica_name("123_4", 0, 1), replica_name("123_4", 2, 4)
     ('123_4', '123_4-2')
@@ -118,7 +118,7 @@ def replica_name(job_id: str, replica: int, replicas_per_job: int) -> str:
 
 
 def drain_file_name(job_id: str, restart: int, replica: int) -> str:
-    """The file in which that replica is asked to drain.
+    """Return the name of the file that asks a replica to drain.
 
     >>> drain_file_name("123_4", 1, 0)
     '123_4-r1-0.drain'

@@ -66,7 +66,7 @@ class PreflightReport:
 
 
 def preflight_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
-    """Where a replica's report is. Raises InvalidRequestError for names that cannot be files."""
+    """Return the path of a replica's report. Raises InvalidRequestError for names that cannot be files."""
     return store.service_dir(service) / preflight_file_name(job_id, restart, replica)
 
 

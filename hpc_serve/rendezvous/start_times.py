@@ -1,4 +1,4 @@
-"""What the starts of each model took in this home: one small file, so that the next start can say how long it takes.
+"""The durations of each model's starts in this home, in one small file: the next start is estimated from them.
 
 The head of a replica writes it once the replica is ready, and reads it when the next one begins. It is a help and no
 more: a file that is damaged counts as none, and of two heads that write at once one entry is lost.
@@ -89,7 +89,7 @@ def _key(start: PastStart) -> tuple[object, ...]:
 
 
 def _read(home: Path) -> list[PastStart]:
-    """What is written down and makes sense."""
+    """Return the starts that are written down and make sense."""
     with contextlib.suppress(HpcServeError, OSError):
         path = home / FILE
         return [one for one in from_json_text(_Starts, read_private(path), source=str(path)).starts if _is_sane(one)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DoctorCommand(click.Command):
-    """With --preflight it takes the options of `submit` in place of its own."""
+    """The command `doctor`; after --preflight it takes the options of `submit` instead."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

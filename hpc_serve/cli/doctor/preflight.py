@@ -71,7 +71,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
 
 
 def print_report(report: PreflightReport) -> None:
-    """A table of all checks, then what to do about those that did not pass."""
+    """Print a table of all checks, then the cure for each check that did not pass."""
     console = PlainConsole()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for heading in ("CHECK", "RESULT", "NODES"):

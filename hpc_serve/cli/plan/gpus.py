@@ -15,12 +15,12 @@ _ENGINES = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU", "Google": "TPU"}
 @click.argument("word", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def gpus_command(word: str | None, as_json: bool) -> None:
-    """List the accelerators that --gpu can name, or those whose name holds WORD.
+    """List the accelerators that --gpu can name; with WORD, only names that hold it.
 
     hpc-serve gpus h100
 
-    Memory is of one, as its driver shows it. PER NODE is what such nodes usually have; --gpus-per-node says otherwise.
-    The one that the site file names is marked with *.
+    MEMORY is of one accelerator, as its driver shows it. PER NODE is the usual number; --gpus-per-node says otherwise.
+    A * marks the accelerator that the site file names.
     """
     from hpc_serve.cli import show
     from hpc_serve.cli.tables import print_accelerators
@@ -49,7 +49,7 @@ def gpus_command(word: str | None, as_json: bool) -> None:
 
 
 def _described(entry: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
-    """An accelerator under stable keys; `memory_bytes` is None for CPUs, whose memory --gpu-memory says."""
+    """Return an accelerator under stable keys; `memory_bytes` is None for CPUs, because --gpu-memory says it."""
     from hpc_serve.sizes import GIB
 
     memory = int(entry["total_gib"] * GIB) if entry["total_gib"] else entry["label_bytes"]

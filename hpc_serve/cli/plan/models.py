@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @click.command("models")
 @click.argument("word", required=False)
-@click.option("--fits", is_flag=True, help="Those alone that fit one node of the site's GPUs, with their layout.")
+@click.option("--fits", is_flag=True, help="Only models that fit one node of the site's GPUs, with their layout.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def models_command(word: str | None, fits: bool, as_json: bool) -> None:
-    """List the site's own models and those of the catalogue, or those whose name holds WORD.
+    """List the site's own models and the models of the catalogue; with WORD, only names that hold it.
 
     hpc-serve models --fits
 
-    Any Hugging Face id or folder works as well: `--model` takes it as it is.
+    `--model` takes any Hugging Face id or folder as well.
     """
     from hpc_serve.cli import show
     from hpc_serve.cli.tables import print_models
@@ -65,7 +65,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
 
 
 def _layout_on(site: SiteProfile, model: str) -> str | None:
-    """The layout of a model on one node of the site's GPUs, in words; None where it does not fit."""
+    """Return the layout of a model on one node of the site's GPUs, in words; None if the model does not fit."""
     from hpc_serve.plan.make import PlanRequest
     from hpc_serve.submit.plans.planning import plan_for
 

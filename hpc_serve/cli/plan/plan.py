@@ -104,7 +104,7 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
 
 
 def _plan_request(options: Mapping[str, Any]) -> PlanRequest:
-    """What is asked of the plan; without --gpu, for the machines of the site file, as `submit` does."""
+    """Return the request for the plan; without --gpu it is for the machines of the site file, as in `submit`."""
     from hpc_serve.plan.choice.vllm_flags import read_fields
     from hpc_serve.plan.engine import EngineConfig, Workload
     from hpc_serve.plan.make import PlanRequest

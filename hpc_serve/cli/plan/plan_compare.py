@@ -1,4 +1,4 @@
-"""What `plan --compare` shows: the memory of each accelerator in one table, the speed in another.
+"""Shows `plan --compare`: the memory of each accelerator in one table, the speed in another.
 
 Plans and speeds were made before; this module only sets them side by side.
 """

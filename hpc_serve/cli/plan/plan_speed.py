@@ -1,4 +1,4 @@
-"""What `plan` shows of speed: a table by requests in flight, and the lines of --explain."""
+"""Shows the speed in `plan`: a table by requests in flight, and the lines of --explain."""
 
 from __future__ import annotations
 

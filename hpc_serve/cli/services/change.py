@@ -25,7 +25,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print what was d
     "replicas",
     metavar="JOB[_TASK][-K]",
     multiple=True,
-    help="This one alone, of the services named; K is its number in a job of several.",
+    help="End this replica alone, of the services named; K is its number in a job of several.",
 )
 @click.option("--now", is_flag=True, help="Do not wait for the requests under way.")
 @click.option(
@@ -42,8 +42,8 @@ def stop_command(
 
     hpc-serve stop 405b
 
-    A service that is ready takes no new requests, finishes those under way, and ends. It does not finish them
-    with --now, nor if it has begun to. A job of another HPC_SERVE_HOME is ended by its JOB and --now alone.
+    A ready service takes no new requests, finishes the requests under way, and ends. With --now it ends at once. To end
+    a job of another HPC_SERVE_HOME, give its JOB and --now.
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.services.service_bounds import note_stop_of
@@ -78,7 +78,7 @@ def stop_command(
 def _stop(
     store: ServiceStore, found: Sequence[ReplicaStatus], *, timeout_s: float, drain_s: float, err: bool
 ) -> list[ReplicaStatus]:
-    """End replicas, and say so, on stderr if `err`; return those that are over."""
+    """End replicas and print so, on stderr if `err`; return the replicas that are over."""
     from hpc_serve.submit.services.stop import stop
 
     for status in found:
@@ -102,9 +102,9 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float, 
 
     hpc-serve scale 405b 1:4
 
-    More are submitted with the script of its last submission. If there are too many, those that wait in the queue end
-    first, then those that start. One that is ready finishes its requests before. MIN:MAX is for a service that was
-    submitted with --replicas MIN:MAX or --idle-stop.
+    New replicas are submitted with the script of the last submission. If there are too many, replicas in the queue end
+    first, then replicas that start. A ready replica finishes its requests before it ends. MIN:MAX is for a service that
+    was submitted with --replicas MIN:MAX or --idle-stop.
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.services.scale import scale

@@ -23,8 +23,8 @@ def forget_command(targets: Sequence[str], ended: bool) -> None:
 
     hpc-serve forget --ended
 
-    All jobs of a SERVICE that are over are forgotten. Those that wait, start or serve stay. What nobody forgets is
-    shown for a day, with `status --all` for a week.
+    All jobs of a SERVICE that are over are forgotten. Jobs that wait, start or serve stay. `status` shows a job for a
+    day after its end, `status --all` for a week.
     """
     from hpc_serve.submit.services.forget import forget
     from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here

@@ -28,7 +28,7 @@ def follow_until_ready(
     replicas: int = 1,
     timeout_s: float | None = None,
 ) -> ReplicaStatus:
-    """Show the stages of a service until so many replicas are ready. Ctrl-C leaves it as it is.
+    """Show the stages of a service until `replicas` of them are ready. Ctrl-C does not end the service.
 
     Raises what `wait` raises.
     """

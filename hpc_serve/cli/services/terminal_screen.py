@@ -1,4 +1,4 @@
-"""A terminal of its own for a view that is drawn again and again, with keys read one by one.
+"""A separate screen for a view that is drawn again and again, with keys read one by one.
 
 The screen before, its cursor and the terminal's settings come back however the view ends, but by SIGKILL.
 """
@@ -41,9 +41,10 @@ class Screen:
         sys.stdout.flush()
 
     def key(self, *, until: Callable[[], bool], within_s: float) -> str:
-        """The next key; "" once `until` is true, or after so many seconds. Of a key that sends several, the first.
+        """Return the next key; "" once `until` is true, or after `within_s` seconds. A key that sends several
+        characters counts as the first.
 
-        q after a signal that ends the view, and where nobody is there to press keys.
+        It is q after a signal that ends the view, and if nobody can press keys.
         """
         ends_at_s = time.monotonic() + within_s
         while not self._signals and not until() and (left_s := ends_at_s - time.monotonic()) > 0:
@@ -54,7 +55,7 @@ class Screen:
 
 @contextlib.contextmanager
 def own_screen() -> Iterator[Screen]:
-    """A screen of its own. Ctrl-C, SIGTERM and SIGHUP are a key q; a second one is a KeyboardInterrupt."""
+    """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a key q; a second one is a KeyboardInterrupt."""
     keys = sys.stdin.fileno()
     settings = termios.tcgetattr(keys)
     # SIGINT too: a shell may have started us with Ctrl-C ignored.

@@ -31,7 +31,7 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What one look has found. `works` are of `replicas`, in their order."""
+    """The findings of one look. `works` are of `replicas`, in their order."""
 
     replicas: tuple[ReplicaStatus, ...] = ()
     works: tuple[ReplicaWork, ...] = ()
@@ -51,7 +51,7 @@ class Looks:
         self._works = WorkWatch(store.read_api_key)
 
     def look(self) -> Frame:
-        """How all is now. What cannot be read is one of the problems."""
+        """Return the state of all replicas now. A record that cannot be read is one of the problems."""
         from hpc_serve.submit.status.status_reader import read_status
 
         try:
@@ -76,7 +76,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
 
     hpc-serve top 405b
 
-    It looks every two seconds; tokens/s are those since the last look. Without a terminal it prints one look.
+    It looks every two seconds; tokens/s are counted since the last look. If stdout is no terminal, it prints one look.
     """
     from hpc_serve.cli.services.terminal_screen import has_screen
 

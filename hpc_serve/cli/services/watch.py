@@ -29,7 +29,7 @@ _LOOK_S = 1.0  # between the two looks at an engine that tell how fast it is
 
 @click.command("status")
 @click.argument("service", metavar="[SERVICE|JOB]", required=False, shell_complete=service_names)
-@click.option("--all", "everything", is_flag=True, help="Also what ended before the last day.")
+@click.option("--all", "everything", is_flag=True, help="Also show services that ended before the last day.")
 @click.option("--watch", "-w", "watched", is_flag=True, help="Go on showing it, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 def status_command(service: str | None, everything: bool, watched: bool, as_json: bool) -> None:
@@ -37,11 +37,11 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 
     hpc-serve status 405b
 
-    It shows what is not over and the ends of the last day; of a SERVICE without either, its last end.
+    It shows services that are not over and the ends of the last day. If a SERVICE has neither, it shows its last end.
 
     States: pending (in the queue), starting, ready (it has just answered), unresponsive, draining (it takes no new
-    requests), stopped, failed, unknown (the scheduler does not answer, and neither does the engine; or a job runs
-    whose records are not in this HPC_SERVE_HOME).
+    requests), stopped, failed, unknown (neither the scheduler nor the engine answers, or the records of a running job
+    are not in this HPC_SERVE_HOME).
     """
     from hpc_serve.cli import show
     from hpc_serve.submit.status.status_reader import find, read_status
@@ -80,7 +80,9 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
 
 @click.command("wait")
 @click.argument("service", shell_complete=service_names)
-@click.option("--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="So many of them [default: 1].")
+@click.option(
+    "--replicas", type=click.IntRange(min=1), default=1, metavar="N", help="Wait for N replicas [default: 1]."
+)
 @click.option("--timeout", type=Duration(), help="How long: seconds, or 10m, 2h [default: for ever].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready service as JSON.")
 def wait_command(service: str, replicas: int, timeout: float | None, as_json: bool) -> None:
@@ -88,7 +90,7 @@ def wait_command(service: str, replicas: int, timeout: float | None, as_json: bo
 
     hpc-serve wait 405b --timeout 2h
 
-    Exit code 6 if its job ended first, 7 if the time is over; Ctrl-C leaves the service as it is.
+    The exit code is 6 if the job ended first, and 7 if the time is over. Ctrl-C does not end the service.
     """
     from hpc_serve.cli import show
     from hpc_serve.cli.services.stages import follow_until_ready

@@ -121,7 +121,7 @@ def _write(path: Path, text: str, *, replace: bool) -> None:
 
 
 def _show(facts: ClusterFacts, settings: Sequence[Setting]) -> None:
-    """What was found, in a few lines."""
+    """Print the findings in a few lines."""
     from hpc_serve.submit.init.choose import choose_partition, describe
 
     decided = {setting.key: setting.value for setting in settings if setting.value is not None}

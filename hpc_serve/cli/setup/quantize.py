@@ -1,4 +1,4 @@
-"""`quantize`: a model's weights in 8 bit, made by a job of its own."""
+"""`quantize`: a separate job makes a model's weights 8 bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VENV = "~/hpc-serve-quantize"
 @click.option("--fp8", "scheme", flag_value="fp8", help="Of 8 bit floats: for GPUs from Ada, Hopper, MI300 on.")
 @click.option("--output", metavar="FOLDER", help="What is made [default: the model's name and -int8, here].")
 @click.option("--calibration", metavar="FILE", help="Texts to measure activations with, JSONL; int8 is better with it.")
-@click.option("--samples", type=int, default=512, metavar="N", help="How many of them [default: 512].")
+@click.option("--samples", type=int, default=512, metavar="N", help="Calibration samples [default: 512].")
 @click.option("--max-tokens", type=int, default=2048, metavar="N", help="Tokens of each, at most [default: 2048].")
 @click.option("--gpus", type=int, metavar="N", help="GPUs of the job [default: 1 with --calibration, else none].")
 @click.option("--venv", metavar="FOLDER", help=f"Has llm-compressor [default: HPC_SERVE_QUANTIZE_ENV, or {_VENV}].")

@@ -1,6 +1,6 @@
 """The request that the options of a command make, together with the site file and the environment.
 
-What is not said is taken from the site file, and after it from the planner's or Slurm's own defaults.
+Values that are not given come from the site file, then from the planner's or Slurm's own defaults.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def engine_words(options: Mapping[str, Any], site: SiteProfile) -> tuple[tuple[s
 
 
 def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]:
-    """The machines asked for, by PlanRequest's names. With --gpu, nothing that the site file says of its own GPUs."""
+    """Return the machines asked for, by PlanRequest's names. If --gpu is given, the site file's words on GPUs do not
+    count.
+    """
     own = options["gpu"] is None
     if own and site.gpu is None:
         click.get_current_context().meta["gpu_is_assumed"] = True
@@ -74,7 +76,7 @@ def machines_of(options: Mapping[str, Any], site: SiteProfile) -> dict[str, Any]
 
 
 def assumed_gpu_note() -> str | None:
-    """What to say where nobody named the GPU of the nodes that the running command plans for."""
+    """Return the note for a plan of nodes if nobody named their GPU."""
     if "gpu_is_assumed" not in click.get_current_context().meta:
         return None
     return (

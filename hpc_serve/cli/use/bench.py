@@ -51,7 +51,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--max-concurrency", metavar="N,…", help=f"Requests under way at once [{_USUAL_CONCURRENCY} without a rate]."
 )
-@click.option("--request-rate", metavar="R,…", help="Requests per second, whether or not those before are answered.")
+@click.option("--request-rate", metavar="R,…", help="Requests per second, sent without waiting for earlier answers.")
 @click.option("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, help="Of a rate: 1 is Poisson [1].")
 @click.option("--split", type=click.Choice(["client", "equally"]), default="client", help="Over replicas [client].")
 @click.option("--prefix-len", type=click.IntRange(1), default=256, help="prefix_repetition: shared tokens [256].")
@@ -66,7 +66,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     shell_complete=gpu_names,
     help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].",
 )
-@click.option("--check", metavar="FILE.py:FUNCTION", help="Count answers of which this function says what is wrong.")
+@click.option("--check", metavar="FILE.py:FUNCTION", help="Count the answers in which this function finds a fault.")
 @click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
 @click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")
 @click.option("--html", type=_FILE, help="Write a page with tables and curves.")
@@ -128,7 +128,7 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
 
 
 def _sweep(services: tuple[str, ...], options: dict[str, Any]) -> Sweep:
-    """What is to be run. Raises click.UsageError, InvalidRequestError."""
+    """Return the runs to make. Raises click.UsageError, InvalidRequestError."""
     from hpc_serve.bench.prompts import parse_lengths
     from hpc_serve.bench.sweep import Pace, Sweep
     from hpc_serve.bench.workload import BenchWorkload

@@ -51,8 +51,9 @@ def measure(store: ServiceStore, sweep: Sweep) -> tuple[list[Run], HpcServeError
 
 
 def print_runs(runs: Sequence[Measured], *, is_full: bool) -> None:
-    """One run with all its figures; several as a table, and what must be said of each. With `is_full` all figures of
-    each of them stand above the table."""
+    """Print one run with all its figures, or several as a table, and the remarks on each. If `is_full`, all figures of
+    each run stand above the table.
+    """
     lines: list[str] = []
     if len(runs) == 1:
         lines += run_lines(runs[0])

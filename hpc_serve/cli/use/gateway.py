@@ -28,7 +28,9 @@ _WITH_KEY = """printf 'header = "Authorization: Bearer %s"' {key} | curl --confi
 @click.option("--socket", "socket_path", type=click.Path(path_type=Path), help="Listen on this Unix socket.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port, with a key; 0 for any free one.")
 @click.option("--host", help="With --port: the address to listen on; TLS for any but this host's own [127.0.0.1].")
-@click.option("--share", type=click.Path(path_type=Path), help="With --host: the folder of what others need to ask.")
+@click.option(
+    "--share", type=click.Path(path_type=Path), help="With --host: a folder for the files that others need to ask."
+)
 @click.option("--key-file", type=click.Path(path_type=Path), help="The key's file, made if it is missing (0600).")
 @click.option("--wait", type=Duration(), default=60.0, help="How long a request waits for a replica [60s].")
 @click.option("--wake", is_flag=True, help="A request wakes a service that is asleep.")
@@ -59,8 +61,8 @@ def gateway_command(
     hpc-serve gateway --port 8080
 
     A request goes to the service that its `model` names, by the service's name or the model's. It is repeated, and its
-    stream continued, at another replica, as by hpc_serve.client. Without --port it listens on a Unix socket that only
-    you can reach; a port asks for a key. With --host and --share FOLDER, colleagues who can read FOLDER can ask.
+    stream continued, at another replica, as by hpc_serve.client. It listens on a Unix socket that only you can reach,
+    or on --port, which asks for a key. --host and --share FOLDER let colleagues ask who can read FOLDER.
     """
     from hpc_serve.gateway import key as keys
     from hpc_serve.gateway import listening, server, sharing

@@ -32,8 +32,8 @@ def env_command(service: str | None, wait: float | None, as_json: bool) -> None:
     The certificates are the system's and that of your services. SSL_CERT_FILE, REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE and
     NODE_EXTRA_CA_CERTS name files of them in the folder of your services.
 
-    Without a name the one service that is ready is meant. The address is that of one replica, as it is now. Programs
-    in Python should use hpc_serve.client.connect(), which follows the service when it moves.
+    If no SERVICE is named, it is the only one that is ready. The address is the current address of one replica.
+    Programs in Python should use hpc_serve.client.connect(), which follows the service when it moves.
     """
     from hpc_serve.cli import show
     from hpc_serve.client import endpoint
@@ -66,8 +66,8 @@ def chat_command(
 
     hpc-serve chat 405b "Why is the sky blue?"
 
-    The question is PROMPT, or what comes through a pipe; on a terminal without either it is a conversation. Without a
-    name the one service that is ready is meant: `hpc-serve chat "Why is the sky blue?"`.
+    The question is PROMPT, or text from a pipe; on a terminal without either it is a conversation. If no SERVICE is
+    named, it is the only one that is ready: `hpc-serve chat "Why is the sky blue?"`.
     """
     import hpc_serve.client
 
