@@ -31,7 +31,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """The results of orders, with the first and the last moment by time.perf_counter."""
+    """What came of orders, and from when to when, by time.perf_counter."""
 
     outcomes: tuple[RequestResult, ...]
     began_s: float

@@ -1,4 +1,4 @@
-"""The requests of a run and their results, as values."""
+"""What is asked in a run, and what came of each request: values alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestResult:
-    """The result of a request. Times are in seconds; `start_s` is by a clock that counts from no known moment.
+    """What came of a request. Times in seconds; `start_s` is a clock's that counts from no known moment.
 
     `latency_s` ends with the last token, `itls_s` are the times between the pieces of the answer. `queue_s` is how long
-    it waited here for its turn. `replica` is the name of the replica that answered, "" if none did. The request was
-    sent `sent` times. A request that was answered has no `error`.
+    it waited here for its turn. `replica` is who answered, "" if none did; it was sent `sent` times. Without an `error`
+    it was answered.
     """
 
     place: int
@@ -59,9 +59,9 @@ class OwnShare:
 class Run:
     """One run: what was asked of whom, at which pace, and what came of it.
 
-    `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` are the replicas
-    that were ready when the run began. `requests` are all that were to be sent. If the run was `interrupted`, the
-    outcomes lack the requests that had no answer by then.
+    `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` are those that were
+    ready when it began. `requests` are all that were to be sent; if the run was `interrupted`, outcomes lack those that
+    had no answer by then.
     """
 
     service: str

@@ -52,8 +52,7 @@ _PLAN_OPTIONS = (
         "gpu_memory_bytes",
         type=Size(),
         metavar="SIZE",
-        help="Memory of one GPU, as its driver shows it (79.2GiB); for CPUs, "
-        "the part of a socket's memory that the job may use [default: known].",
+        help="Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
     ),
     click.option("--nodes", "num_nodes", type=int, metavar="N", help="Number of nodes [default: as few as fit]."),
     click.option(
@@ -64,7 +63,7 @@ _PLAN_OPTIONS = (
         type=int,
         default=1,
         metavar="N",
-        help="Requests at once, of full length or as given here; a request without room in the cache waits.",
+        help="Requests at once, of full length or as long as said here; those that the cache cannot hold wait.",
     ),
     click.option("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs that share each layer."),
     click.option("--pipeline-parallel-size", "-pp", type=int, metavar="N", help="Stages the layers are dealt to."),
@@ -72,7 +71,7 @@ _PLAN_OPTIONS = (
         "--max-model-len",
         type=Context(),
         metavar="TOKENS",
-        help="Longest context: 131072, 128k; auto: the longest that fits the machines [default: the model's].",
+        help="Longest context: 131072, 128k; auto: as long as fits those machines [default: the model's].",
     ),
     click.option(
         "--target",
@@ -96,7 +95,7 @@ _PLAN_OPTIONS = (
         "--longest-output-tokens",
         type=click.IntRange(min=1),
         metavar="N",
-        help="In a burst: the longest answer; --output-tokens is the average.",
+        help="In a burst: answers differ in length, --output-tokens on average, at most so many.",
     ),
     click.option(
         "--allow-unknown-config-keys",
@@ -140,12 +139,12 @@ _JOB_OPTIONS = (
         type=int,
         default=1,
         metavar="K",
-        help="Replicas in each job: they divide its node's GPUs evenly [default: 1].",
+        help="So many of them in each job: they divide its node's GPUs evenly [default: 1].",
     ),
     click.option(
         "--keep-up",
         is_flag=True,
-        help="Go on across time limits: each job submits the next early enough, and ends once the next is ready.",
+        help="Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
     ),
     click.option(
         "--chain",
@@ -158,7 +157,7 @@ _JOB_OPTIONS = (
         "--overlap",
         "overlap_s",
         type=Duration(needs_unit=True),
-        help="With --chain: how long before a job's limit the next may begin [default: 30m, or half of it].",
+        help="With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
     ),
     click.option(
         "--tools",
