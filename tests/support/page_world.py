@@ -71,14 +71,22 @@ class PageWorld:
         (self.clone / "ShareGPT_V3_unfiltered_cleaned_split.json").write_text(json.dumps(talks))
 
     def __enter__(self) -> PageWorld:
-        for name, model in READY_AT_START.items():
-            self.begin(name, f"{90 + len(self.services)}", model)
+        try:
+            for name, model in READY_AT_START.items():
+                self.begin(name, f"{90 + len(self.services)}", model)
+        except BaseException:
+            self.close()
+            raise
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
         self.thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """End the engines."""
         for service in self.services.values():
             service.close()
 
