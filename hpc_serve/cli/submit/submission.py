@@ -1,4 +1,4 @@
-"""Shows a submission: text for people, JSON for scripts."""
+"""What is shown of a submission: text for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def submission_text(
     gpu_note: str | None = None,
     keeps_up: bool = False,
 ) -> str:
-    """Return the words on the submission, with the commands to type next."""
+    """What was submitted, and what to type next."""
     from hpc_serve.submit.services.elastic_sentence import bounds_sentence
 
     job, plan = submission.job, submission.plan
