@@ -21,7 +21,7 @@ from hpc_serve.errors import StoreError
 from hpc_serve.redact import redact
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
-from hpc_serve.submit.logs.log_files import known_secrets
+from hpc_serve.submit.logs.log_files import both_ends, known_secrets
 
 # Of each log, so much of its beginning and of its end.
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 4 * 2**20
@@ -64,16 +64,17 @@ def _members(diagnosis: Diagnosis, status: Mapping[str, Any], store: ServiceStor
 
 
 def _both_ends(path: Path) -> str:
-    """The text of a file; of a long one whole lines of both ends, since half a secret would not be known as one."""
+    """Return the text of a file; of a long one whole lines of both ends, since half a secret would not be found."""
+    parts: list[bytes] = []
+    last = 0
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size <= _HEAD_BYTES + _TAIL_BYTES:
-                return file.read().decode(errors="replace")
-            head = file.read(_HEAD_BYTES).rpartition(b"\n")[0]
-            file.seek(size - _TAIL_BYTES)
-            tail = file.read().partition(b"\n")[2]
-            return head.decode(errors="replace") + _LEFT_OUT + tail.decode(errors="replace")
+        for number, raw in both_ends(path, head_bytes=_HEAD_BYTES, tail_bytes=_TAIL_BYTES):
+            if number > last + 1:
+                while parts and not parts[-1].endswith(b"\n"):
+                    parts.pop()
+                parts.append(_LEFT_OUT.encode())
+            last = number
+            parts.append(raw)
     except OSError as error:
         return f"cannot be read: {error.strerror}\n"
+    return b"".join(parts).decode(errors="replace")

@@ -5,7 +5,8 @@ What the lines mean is decided in `hpc_serve.diagnose`; which files there are, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,12 @@ from hpc_serve.diagnose.causes import (
     tells_the_root,
 )
 from hpc_serve.diagnose.evidence import LogEvidence
-from hpc_serve.submit.logs.log_files import files_of, lines_of, places_of, ray_logs_of
+from hpc_serve.submit.logs.log_files import both_ends, files_of, places_of, ray_logs_of
 from hpc_serve.submit.status.job_status import never_starts
 
 # Of a longer log, so much of its beginning and of its end is read.
 _HEAD_BYTES = 8 * 2**20
 _TAIL_BYTES = 32 * 2**20
-_CHUNK_BYTES = 2**20
 _RECORD = "record"
 _WRONG = ("failed", "unresponsive", "unknown")
 _MAY_GO_WRONG = ("starting",)
@@ -89,42 +89,14 @@ def choose_replica(found: Sequence[ReplicaStatus]) -> ReplicaStatus:
     return (in_trouble or list(found))[-1]
 
 
-def read_log(path: Path) -> LogEvidence:
-    """What a log file holds that may explain a failure; nothing if it cannot be read. Of a long one, both ends."""
+def read_log(path: Path, *, head_bytes: int = _HEAD_BYTES, tail_bytes: int = _TAIL_BYTES) -> LogEvidence:
+    """Return what a log file holds that may explain a failure. Of a long file both ends are read."""
     log = LogEvidence(path.name)
-    for number, line in _numbered_lines(path):
-        for part in line.split("\r"):  # a progress bar ends each of its states with a carriage return
-            log.note(part, number)
+    with contextlib.suppress(OSError):  # gone, or of a filesystem that does not answer: the other logs may tell
+        for number, raw in both_ends(path, head_bytes=head_bytes, tail_bytes=tail_bytes):
+            for part in raw.decode(errors="replace").rstrip("\n").split("\r"):  # a progress bar's states end so
+                log.note(part, number)
     return log
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open("rb") as file:
-            number = 1
-            for raw in lines_of(file):
-                yield number, raw.decode(errors="replace").rstrip("\n")
-                number += raw.endswith(b"\n")
-                if file.tell() > _HEAD_BYTES:
-                    break
-            number += _skip_middle(path, file.tell())
-            file.seek(max(file.tell(), path.stat().st_size - _TAIL_BYTES))
-            for raw in lines_of(file):
-                yield number, raw.decode(errors="replace").rstrip("\n")
-                number += raw.endswith(b"\n")
-    except OSError:  # gone, or of a filesystem that does not answer: the other logs may tell
-        return
-
-
-def _skip_middle(path: Path, start: int) -> int:
-    """How many line ends stand between `start` and the part of a long file that is read again."""
-    end = path.stat().st_size - _TAIL_BYTES
-    count = 0
-    with path.open("rb") as file:
-        file.seek(start)
-        while (left := end - file.tell()) > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
-            count += chunk.count(b"\n")
-    return count
 
 
 def _unexplained(status: ReplicaStatus) -> Finding:

@@ -127,6 +127,24 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.readline(_LONGEST_LINE_BYTES), b"")
 
 
+def both_ends(path: Path, *, head_bytes: int, tail_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, each with its number from 1; of a long file the lines of both ends alone.
+
+    The number of the next line tells how many lines were left out. Raises OSError.
+    """
+    with path.open("rb") as file:
+        number, is_head = 1, True
+        for raw in lines_of(file):
+            yield number, raw
+            number += raw.endswith(b"\n")
+            if is_head and file.tell() > head_bytes:
+                is_head, tail_begins = False, os.fstat(file.fileno()).st_size - tail_bytes
+                while (left := tail_begins - file.tell()) > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
+                    number += chunk.count(b"\n")
+                    if left <= _CHUNK_BYTES:  # the rest of a line that began in the part left out
+                        number += next(lines_of(file), b"").endswith(b"\n")
+
+
 def follow(
     find_files: Callable[[], Sequence[Path]], *, first_lines: int, is_over: Callable[[], bool]
 ) -> Iterator[tuple[Path, str]]:

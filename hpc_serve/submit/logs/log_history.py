@@ -5,13 +5,13 @@ Times are by the clock of the node that wrote the log.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from hpc_serve.diagnose.lines import read_head
-from hpc_serve.submit.logs.log_files import lines_of
+from hpc_serve.submit.logs.log_files import both_ends
 from hpc_serve.vllm.report_line import EngineReport, read_report
 
 # Of a long log both ends are read.
@@ -24,13 +24,13 @@ Reports = tuple[tuple[float, EngineReport], ...]
 """Each with its time in seconds since the epoch, in the order of time."""
 
 
-def read_reports(path: Path, *, near: float) -> Reports:
-    """The reports of the last run in a log; none if it cannot be read.
+def read_reports(path: Path, *, near: float, head_bytes: int = _HEAD_BYTES, tail_bytes: int = _TAIL_BYTES) -> Reports:
+    """Return the reports of the last run in a log; none if it cannot be read.
 
     Lines have no year, and those times are taken that are next to `near`, in seconds since the epoch.
     """
     reports: dict[float, EngineReport] = {}
-    for line in _lines(path):
+    for line in _lines(path, head_bytes, tail_bytes):
         if _BEGINS in line:  # the log of a job that Slurm runs again has several runs
             reports.clear()
         elif (report := read_report(line)) is not None and (at := read_head(line).at) is not None:
@@ -48,27 +48,7 @@ def _since_epoch(at: float, near: float) -> float:
     return min(times, key=lambda one: abs(one - near))
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open("rb") as file:
-            yield from _decoded(_next_lines(file, _HEAD_BYTES))
-            size = path.stat().st_size
-            if file.tell() < size - _TAIL_BYTES:
-                file.seek(size - _TAIL_BYTES)
-                next(lines_of(file), b"")
-            yield from _decoded(_next_lines(file, _TAIL_BYTES))
-    except OSError:  # gone, or of a filesystem that does not answer
-        return
-
-
-def _next_lines(file: BinaryIO, least_bytes: int) -> Iterator[bytes]:
-    """The next lines, until they have so many bytes."""
-    end = file.tell() + least_bytes
-    for line in lines_of(file):
-        yield line
-        if file.tell() >= end:
-            return
-
-
-def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
-    return (line[:_LONGEST_LINE].decode(errors="replace").rstrip("\n") for line in lines)
+def _lines(path: Path, head_bytes: int, tail_bytes: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # gone, or of a filesystem that does not answer
+        for _, line in both_ends(path, head_bytes=head_bytes, tail_bytes=tail_bytes):
+            yield line[:_LONGEST_LINE].decode(errors="replace").rstrip("\n")

@@ -13,7 +13,6 @@ from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.diagnosis import diagnosis
 from hpc_serve.submit.diagnosis.bug_report import write_bundle
 from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
 from hpc_serve.submit.logs import log_files
@@ -112,15 +111,12 @@ def test_a_failure_without_a_word_says_what_the_record_says(tmp_path):
     )
 
 
-def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(diagnosis, "_HEAD_BYTES", 2_000)
-    monkeypatch.setattr(diagnosis, "_TAIL_BYTES", 3_000)
-    monkeypatch.setattr(diagnosis, "_CHUNK_BYTES", 700)
+def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path):
     path = tmp_path / "log"
     lines = [f"line {number}" for number in range(1, 20_001)]
     lines[2], lines[9_999], lines[19_989] = OOM, OOM.replace("CUDA", "HIP"), DEAD
     path.write_text("\n".join(lines) + "\n")
-    log = read_log(path)
+    log = read_log(path, head_bytes=2_000, tail_bytes=3_000)
     assert [match.line for match in log.matches] == [3]
     assert [one.line for one in log.raised] == [3, 19_990]
     assert log.last_lines[-1] == (20_000, "line 20000")

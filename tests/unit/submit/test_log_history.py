@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpc_serve.submit.logs import log_files, log_history
+from hpc_serve.submit.logs import log_files
 from hpc_serve.submit.logs.log_history import read_reports
 
 # As real vLLM 0.32 and the launcher wrote it, shortened; shards have no time of their own.
@@ -57,12 +57,11 @@ def test_a_run_over_the_end_of_a_year(tmp_path):
     assert second_at - first_at == 10
 
 
-def test_of_a_long_log_both_ends_are_read(log, monkeypatch):
+def test_of_a_long_log_both_ends_are_read(log):
     reports = LOG.splitlines(keepends=True)[-3:]
-    monkeypatch.setattr(log_history, "_HEAD_BYTES", len(reports[0]) - 1)
-    monkeypatch.setattr(log_history, "_TAIL_BYTES", 400)
     log.write_text(reports[0] + "noise\n" * 2000 + reports[2])
-    assert [one.generation_tokens_per_s for _, one in read_reports(log, near=NEAR)] == [124.2, 9.0]
+    found = read_reports(log, near=NEAR, head_bytes=len(reports[0]) - 1, tail_bytes=400)
+    assert [one.generation_tokens_per_s for _, one in found] == [124.2, 9.0]
 
 
 @pytest.mark.parametrize(
