@@ -6,7 +6,6 @@ What is asked for is request.py's; the job itself is program.py's.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from hpc_serve.quantize.request import QuantizeRequest, render_quantize_script
 from hpc_serve.rendezvous.files import make_log_dir, make_private_folder
 from hpc_serve.submit.logs.log_files import follow, tail
 from hpc_serve.submit.plans.weights import is_repository
-from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import process_start_time
+from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import GONE, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence
 
@@ -91,13 +90,10 @@ def submit(request: QuantizeRequest, home: Path) -> Submitted:
     scripts = make_private_folder(home / "quantize" / "scripts")
     if request.cluster == "local":
         done = executor.start_locally(script, scripts, log_dir)
-        assert done.pid is not None
-        end = _end_of_process(done.job_id, done.pid)
     else:
         done = executor.submit_to_slurm(script, scripts)
-        end = _end_of_job(done.job_id)
     log = log_dir / f"{done.job_id}.log"
-    return Submitted(job_id=done.job_id, output=Path(request.output), log=log, end=end)
+    return Submitted(job_id=done.job_id, output=Path(request.output), log=log, end=_end_of(done.job_id, done.pid))
 
 
 def lines_until_end(submitted: Submitted) -> Iterator[str]:
@@ -135,25 +131,16 @@ def _check_kind(found: FoundModel) -> None:
         )
 
 
-def _end_of_process(job_id: str, pid: int) -> Callable[[], JobState | None]:
-    started = process_start_time(pid)
+def _end_of(job_id: str, pid: int | None) -> Callable[[], JobState | None]:
+    """Return a function that says how a job has ended; `pid` is that of one on this machine."""
+    slurm = SchedulerView(max_age_s=_SCHEDULER_S)
+    started = process_start_time(pid) if pid is not None else None
 
     def end() -> JobState | None:
-        if started is not None and process_start_time(pid) == started:
-            return None
-        return JobState(job_id=job_id, state=GONE, source="process")
-
-    return end
-
-
-def _end_of_job(job_id: str) -> Callable[[], JobState | None]:
-    asked_s, ended = time.monotonic(), None
-
-    def end() -> JobState | None:
-        nonlocal asked_s, ended
-        if ended is None and time.monotonic() - asked_s >= _SCHEDULER_S:
-            found = scheduler.job_state(job_id)
-            asked_s, ended = time.monotonic(), found if found.is_over else None
-        return ended
+        if pid is None:
+            state = slurm.state(job_id)
+            return state if state.is_over else None
+        is_alive = started is not None and process_start_time(pid) == started
+        return None if is_alive else JobState(job_id=job_id, state=GONE, source="process")
 
     return end

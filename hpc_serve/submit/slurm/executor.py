@@ -1,8 +1,7 @@
-"""submitit's executors with our script in place of theirs. Private names of submitit are used in this file alone.
+"""submitit's executor with our script in place of its own; a script that runs on this machine without Slurm.
 
-The Slurm executor submits by submitit's own way: its file, sbatch, the job's id. The local executor starts the same
-kind of script on this machine, in a session of its own, for laptops and demos. tests/unit/submit/test_executor.py fails
-if submitit changes what is overridden here.
+The executor submits by submitit's own way: its file, sbatch, the job's id. Private names of submitit are used in this
+file alone. tests/unit/submit/test_executor.py fails if submitit changes what is overridden here.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError
-from submitit.local.local import LocalJob
 
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, StoreError, SubmissionRefusedError
 from hpc_serve.submit.slurm import scheduler
@@ -62,40 +59,6 @@ class ScriptSlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # subm
         return parse_sbatch(string.decode() if isinstance(string, bytes) else string)
 
 
-class ScriptLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]
-    """Runs one script on this machine, in a session of its own so that Ctrl-C here does not reach it.
-
-    Unlike submitit's, it sets no time limit and leaves CUDA_VISIBLE_DEVICES alone. Its output goes to
-    `log_dir/local-<pid>.log`.
-    """
-
-    def __init__(self, folder: Path, script_text: str, log_dir: Path) -> None:
-        super().__init__(folder)
-        self.script: Path | None = None
-        self._script_text = script_text
-        self._log_dir = log_dir
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._script_text
-
-    def _submit_command(self, command: str) -> Any:
-        uid = uuid.uuid4().hex
-        # Its name cannot hold the pid: bash may open it later than we know the pid.
-        self.script, log = self.folder / f"local_{uid}_submission.sh", self._log_dir / f".starting-{uid}.log"
-        self.script.write_text(self._make_submission_file_text(command, uid))
-        with open(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o600), "w") as output:
-            process = subprocess.Popen(
-                ["bash", str(self.script)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        job: Any = LocalJob(folder=self.folder, job_id=f"local-{process.pid}", process=process)
-        log.rename(self._log_dir / f"{job.job_id}.log")
-        return job
-
-
 def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ()) -> SubmittedScript:
     """Give the script to sbatch and keep it in `folder`, which is private. A refused one is not kept.
 
@@ -120,16 +83,28 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
 def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScript:
     """Run the script on this machine, in the background, and keep it in `folder`, which is private.
 
-    Raises StoreError.
+    It runs in a session of its own, so that Ctrl-C here does not reach it. Its output goes to
+    `log_dir/local-<pid>.log`. Raises StoreError.
     """
-    executor = ScriptLocalExecutor(folder, script_text, log_dir)
+    uid = uuid.uuid4().hex
+    # The log's first name cannot hold the pid: bash may open it later than we know the pid.
+    script, log = folder / f"local_{uid}_submission.sh", log_dir / f".starting-{uid}.log"
     try:
         with _private_files():
-            job = executor._submit_command("")
+            script.write_text(script_text)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    ["bash", str(script)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        job_id = f"local-{process.pid}"
+        log.rename(log_dir / f"{job_id}.log")
     except OSError as error:
         raise StoreError(f"the local job cannot be started: {error}") from error
-    assert executor.script is not None
-    return SubmittedScript(job_id=job.job_id, script=executor.script, pid=job._process.pid)
+    return SubmittedScript(job_id=job_id, script=script, pid=process.pid)
 
 
 def why_it_never_starts(job_id: str) -> str:

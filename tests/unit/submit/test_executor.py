@@ -1,4 +1,4 @@
-"""submitit's executors with our script: the hooks they rest on, sbatch's answers, and a local job's life."""
+"""submitit's executor with our script: the hooks it rests on, sbatch's answers, and a local job's life."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from submitit.core import core, utils
 from hpc_serve.errors import SchedulerError, SchedulerUnavailableError, SubmissionRefusedError
 from hpc_serve.rendezvous.files import make_private_folder
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.submit.slurm.executor import (
-    ScriptLocalExecutor,
-    ScriptSlurmExecutor,
-    start_locally,
-    submit_to_slurm,
-)
+from hpc_serve.submit.slurm.executor import ScriptSlurmExecutor, start_locally, submit_to_slurm
 from hpc_serve.submit.slurm.local import local_job_state, process_start_time, stop_local_job
 from hpc_serve.submit.slurm.slurm import GONE, UNKNOWN
 
@@ -62,8 +57,6 @@ def bin_folder(tmp_path, monkeypatch):
         (submitit.SlurmExecutor, "_make_submission_command", ["self", "submission_file_path"]),
         (submitit.SlurmExecutor, "_get_job_id_from_submission_command", ["string"]),
         (core.PicklingExecutor, "_submit_command", ["self", "command"]),
-        (submitit.LocalExecutor, "_submit_command", ["self", "command"]),
-        (submitit.LocalExecutor, "_make_submission_file_text", ["self", "command", "uid"]),
         (utils.JobPaths, "move_temporary_file", ["self", "tmp_path", "name", "keep_as_symlink"]),
     ],
 )
@@ -72,11 +65,10 @@ def test_submitit_still_has_what_we_override_or_call(owner, name, parameters):
 
 
 def test_our_hooks_are_the_ones_that_submitit_calls():
-    for ours, theirs in ((ScriptSlurmExecutor, submitit.SlurmExecutor), (ScriptLocalExecutor, submitit.LocalExecutor)):
-        hooks = [name for name in vars(ours) if name.startswith("_") and not name.startswith("__")]
-        hooks = [name for name in hooks if callable(getattr(ours, name))]
-        assert hooks
-        assert all(hasattr(theirs, name) for name in hooks)
+    hooks = [name for name in vars(ScriptSlurmExecutor) if name.startswith("_") and not name.startswith("__")]
+    hooks = [name for name in hooks if callable(getattr(ScriptSlurmExecutor, name))]
+    assert hooks
+    assert all(hasattr(submitit.SlurmExecutor, name) for name in hooks)
     assert issubclass(utils.FailedJobError, RuntimeError)
 
 
