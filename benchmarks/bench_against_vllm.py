@@ -31,7 +31,8 @@ from hpc_serve.client import endpoint
 from hpc_serve.demo_model import make_demo_model
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.wait import wait

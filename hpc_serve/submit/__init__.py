@@ -15,7 +15,8 @@ from hpc_serve.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hpc_serve.submit.plans.planning import plan_service
-    from hpc_serve.submit.request.request import Environment, JobSettings, ServeRequest
+    from hpc_serve.submit.request.environment import Environment, JobSettings
+    from hpc_serve.submit.request.request import ServeRequest
     from hpc_serve.submit.request.sbatch_options import SlurmOptions
     from hpc_serve.submit.services.services import Submission, submit
 
@@ -26,7 +27,8 @@ if not TYPE_CHECKING:
         __name__,
         {
             "plan_service": "plans.planning",
-            **dict.fromkeys(("Environment", "JobSettings", "ServeRequest"), "request.request"),
+            **dict.fromkeys(("Environment", "JobSettings"), "request.environment"),
+            "ServeRequest": "request.request",
             "SlurmOptions": "request.sbatch_options",
             **dict.fromkeys(("Submission", "submit"), "services.services"),
         },

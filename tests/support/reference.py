@@ -21,7 +21,7 @@ from hpc_serve.rendezvous.elastic import Decision, Elastic
 from hpc_serve.rendezvous.fields import field_types
 from hpc_serve.rendezvous.preflight import PreflightReport, Verdict
 from hpc_serve.rendezvous.successor import Successor
-from hpc_serve.submit.request.request import JobSettings, variable_of
+from hpc_serve.submit.request.environment import JobSettings, variable_of
 from hpc_serve.submit.site.site import SiteProfile
 from hpc_serve.variables import VARIABLES, Variable
 from tests.support.api_page import python_api

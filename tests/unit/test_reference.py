@@ -17,7 +17,7 @@ import pytest
 import hpc_serve
 from hpc_serve.cli import main
 from hpc_serve.client.replicas.status import ReplicaState
-from hpc_serve.submit.request.request import JobSettings, variable_of
+from hpc_serve.submit.request.environment import JobSettings, variable_of
 from hpc_serve.variables import VARIABLES
 from tests.support.markdown import examples
 from tests.support.reference import FOLDER, PAGES, STATES

@@ -12,7 +12,8 @@ import click
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.vllm.arguments import ARGS_FILE, read_args_file
 
 SERVICE = "demo"

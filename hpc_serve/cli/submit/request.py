@@ -18,7 +18,8 @@ from hpc_serve.cli.commands import with_plain_sizes
 from hpc_serve.cli.submit.options import SLURM_OPTIONS
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
-from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.request.environment import JobSettings
+from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 
 if TYPE_CHECKING:
     from hpc_serve.submit.site.site import SiteProfile
@@ -93,35 +94,25 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     site = read_site(environ, options["site"])
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     named, (engine_args, own) = model_of(options), engine_words(options, site)
-    model = own.model if own else named
     replicas, max_replicas = options["replicas"] or (None, None)
-    as_they_are = (
-        *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "concurrency"),
-        *("target", "input_tokens", "output_tokens", "arrivals", "longest_output_tokens"),
-        *("idle_stop_s", "replicas_per_job", "allow_unknown_config_keys"),
-    )
+    asked = {one.name: options[one.name] for one in OPTIONS} | machines_of(options, site)
+    asked |= {
+        "service": options["service"]
+        if options["service"] is not None
+        else default_service(own.name if own else named),
+        "replicas": replicas,
+        "log_dir": os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
+        "site": os.path.abspath(options["site"]) if options["site"] else None,
+    }
     return ServeRequest(
-        model=model,
-        service=options["service"] if options["service"] is not None else default_service(own.name if own else named),
-        **machines_of(options, site),
-        **{name: options[name] for name in as_they_are},
-        replicas=replicas,
+        model=own.model if own else named,
+        **asked,
         max_replicas=max_replicas,
-        backend=options["backend"],
-        cluster=options["cluster"],
-        engine_restarts=options["engine_restarts"],
-        keep_up=options["keep_up"],
-        chain=options["chain"],
-        overlap_s=options["overlap_s"],
-        tools=options["tools"],
         engine_args=engine_args,
-        allow_unknown_vllm_options=options["allow_unknown_vllm_options"],
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),
         settings=_job_settings(site, options["stage"], environ),
         env=expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"]),
-        log_dir=os.path.abspath(os.path.expanduser(log_dir)) if log_dir else None,
-        site=os.path.abspath(options["site"]) if options["site"] else None,
         templates_dir=site.templates_dir,
         jobs_can_submit=site.jobs_can_submit is not False,
         memory_folders=site.memory_folders,

@@ -16,7 +16,8 @@ from hpc_serve.hub.stand_in import find_stand_in
 from hpc_serve.plan import ServePlan
 from hpc_serve.plan.catalog.parsers import reasoning_parsers, tool_parsers
 from hpc_serve.submit.plans.weights import check_hub_weights
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.vllm.arguments import read_arguments, value_of
 

@@ -6,7 +6,7 @@ Whether the model fits is decided by the planner, whether the partition exists b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,78 +16,16 @@ from hpc_serve.plan.hardware.cluster import DEFAULT_GPU
 from hpc_serve.rendezvous.names import expanded_log_dir, validate_service_name
 from hpc_serve.submit.request.bounds import check_elastic, check_jobs_can_submit
 from hpc_serve.submit.request.chain import check_chain
+from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
+from hpc_serve.submit.request.option import option
 from hpc_serve.submit.request.replicas import check_replicas, check_shared_job
 from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
-from hpc_serve.vllm.allowed import check_arguments
+from hpc_serve.vllm.allowed import OVERRULE, check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 Backend = Literal["auto", "ray", "mp"]
 Cluster = Literal["slurm", "local"]
-EnvironmentKind = Literal["auto", "venv", "conda", "none", "apptainer", "pyxis", "podman-hpc", "charliecloud"]
-CONTAINERS: tuple[EnvironmentKind, ...] = ("apptainer", "pyxis", "podman-hpc", "charliecloud")
-"""The kinds that are an image."""
-
-_COUNTS = (
-    *("replicas", "replicas_per_job", "chain", "num_nodes", "gpus_per_node"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "max_model_len"),
-    *("concurrency", "input_tokens", "output_tokens", "longest_output_tokens"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """How a script gets a Python with hpc-serve and the engine in it.
-
-    `auto`: `$HPC_SERVE_ENV`, else `.venv` in the folder of submission; `venv`: the folder `path`; `conda`: the
-    environment `path` (name or folder); one of CONTAINERS: the image `path` under that runtime, which sees `binds` and
-    takes further `container_options`; `none`: what modules put on PATH. `modules` are loaded first, whatever the kind.
-    """
-
-    kind: EnvironmentKind = "auto"
-    path: str | None = None
-    modules: tuple[str, ...] = ()
-    binds: tuple[str, ...] = ()
-    container_options: tuple[str, ...] = ()
-
-    @property
-    def is_container(self) -> bool:
-        return self.kind in CONTAINERS
-
-    def __post_init__(self) -> None:
-        check_choice("environment kind", self.kind, EnvironmentKind)
-        if self.kind not in ("auto", "none") and not self.path:
-            raise InvalidRequestError(f"environment kind {self.kind} needs a path (or, for conda, a name).")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSettings:
-    """Settings that the in-job program finds in its environment; None leaves its default.
-
-    `interface` is the network interface between nodes, `tmpdir` the node-local root of private folders,
-    `cache_dir` a node-local folder for compile caches that outlive the job, which may take `cache_size`. `stage`: the
-    engine loads a copy of the model on its node, below `tmpdir` ("on") or in the folder that it names.
-    """
-
-    interface: str | None = None
-    tmpdir: str | None = None
-    cache_dir: str | None = None
-    cache_size: str | None = None
-    stage: str | None = None
-
-    def exports(self) -> dict[str, str]:
-        """Environment variables to set in the script, by name."""
-        named = {variable_of(setting.name): getattr(self, setting.name) for setting in fields(self)}
-        return {name: value for name, value in named.items() if value is not None}
-
-
-def variable_of(setting: str) -> str:
-    """The environment variable of one of the JobSettings.
-
-    >>> variable_of("tmpdir")
-    'HPC_SERVE_TMPDIR'
-    """
-    return f"HPC_SERVE_{setting.upper()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,41 +55,131 @@ class ServeRequest:
     """
 
     model: str
-    service: str
-    replicas: int | None = None
-    replicas_per_job: int = 1
+    service: str = option(
+        "Name of the service [default: the model's].", "NAME", default=MISSING, spelled=("--name", "--service")
+    )
+    replicas: int | None = option(
+        "Replicas, a job each, one array; 1:4: more while requests wait [default: as --target takes, or 1].",
+        "N|MIN:MAX",
+        kind="replicas",
+        least=1,
+    )
+    replicas_per_job: int = option(
+        "So many of them in each job: they divide its node's GPUs evenly [default: 1].", "K", default=1, least=1
+    )
+    chain: int = option(
+        "Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
+        "N",
+        default=1,
+        least=1,
+    )
+    overlap_s: float | None = option(
+        "With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
+        kind="time",
+        spelled=("--overlap",),
+    )
     max_replicas: int | None = None
-    idle_stop_s: float | None = None
-    gpu: str = DEFAULT_GPU
-    gpu_memory_bytes: int | None = None
-    num_nodes: int | None = None
-    gpus_per_node: int | None = None
-    tensor_parallel_size: int | None = None
-    pipeline_parallel_size: int | None = None
-    max_model_len: int | None = None
-    concurrency: int = 1
-    target: str | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    arrivals: Arrivals = "steady"
-    longest_output_tokens: int | None = None
-    backend: Backend = "auto"
-    cluster: Cluster = "slurm"
-    engine_restarts: int | None = None
-    keep_up: bool = False
-    tools: bool = False
-    chain: int = 1
+    idle_stop_s: float | None = option(
+        "End all jobs after so long without a request (30m); `hpc-serve wake` brings them back.",
+        kind="time",
+        spelled=("--idle-stop",),
+    )
+    num_nodes: int | None = option(
+        "Number of nodes [default: as few as fit].", "N", spelled=("--nodes",), least=1, of_plan=True
+    )
+    gpus_per_node: int | None = option(
+        "GPUs that a node has; the plan says how many are used.", "N", least=1, of_plan=True
+    )
+    gpu: str = option(
+        f"What the nodes have: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
+        "NAME",
+        default=DEFAULT_GPU,
+        unset=None,
+        of_plan=True,
+    )
+    gpu_memory_bytes: int | None = option(
+        "Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
+        "SIZE",
+        kind="size",
+        spelled=("--gpu-memory",),
+        of_plan=True,
+    )
+    tensor_parallel_size: int | None = option(
+        "GPUs that share each layer.", "N", spelled=("--tensor-parallel-size", "-tp"), least=1, of_plan=True
+    )
+    pipeline_parallel_size: int | None = option(
+        "Stages the layers are dealt to.", "N", spelled=("--pipeline-parallel-size", "-pp"), least=1, of_plan=True
+    )
+    max_model_len: int | None = option(
+        "Longest context: 131072, 128k; auto: as long as fits those machines [default: the model's].",
+        "TOKENS",
+        kind="tokens",
+        least=1,
+        of_plan=True,
+    )
+    concurrency: int = option(
+        "Requests at once, of full length or as long as said here; those that the cache cannot hold wait.",
+        "N",
+        default=1,
+        least=1,
+        of_plan=True,
+    )
+    target: str | None = option(
+        "throughput, tpot=50ms, ttft=2s: choose layout and replicas for it.", "WHAT", of_plan=True
+    )
+    input_tokens: int | None = option(
+        "Prompt of a request [default: 1024].", "N", kind="positive", least=1, of_plan=True
+    )
+    output_tokens: int | None = option(
+        "Answer of a request [default: 256].", "N", kind="positive", least=1, of_plan=True
+    )
+    arrivals: Arrivals = option(
+        "steady: always so many requests in flight; burst: all at once, then no more [default: steady].",
+        default="steady",
+        of_plan=True,
+    )
+    longest_output_tokens: int | None = option(
+        "In a burst: answers differ in length, --output-tokens on average, at most so many.",
+        "N",
+        kind="positive",
+        least=1,
+        of_plan=True,
+    )
+    backend: Backend = option(
+        "What joins the nodes: Ray, or vLLM's own start [default: ray for several nodes, else none].", default="auto"
+    )
+    cluster: Cluster = option("Slurm, or this machine alone.", default="slurm")
+    engine_restarts: int | None = option(
+        "How often an engine that was ready is started again in place when it ends or hangs [default: 3].",
+        "N",
+        least=0,
+    )
+    log_dir: str | None = option("Where logs go [default: the service's own folder].", "FOLDER")
+    site: str | None = option("Your site file [default: ~/.config/hpc-serve/site.yaml].", "FILE")
+    keep_up: bool = option(
+        "Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
+        default=False,
+    )
+    tools: bool = option(
+        "Let requests call tools, and part reasoning from answers: with the parsers that the catalogue knows.",
+        default=False,
+    )
+    allow_unknown_vllm_options: bool = option(
+        "Let options after -- pass that the pinned vLLM does not know: the job has another version, or a plugin.",
+        default=False,
+        spelled=(OVERRULE,),
+    )
+    allow_unknown_config_keys: bool = option(
+        "Plan although the model's config has sizes that the planner does not know, at your own risk.",
+        default=False,
+        of_plan=True,
+    )
     preflight_only: bool = False
-    overlap_s: float | None = None
     engine_args: tuple[str, ...] = ()
-    allow_unknown_vllm_options: bool = False
-    allow_unknown_config_keys: bool = False
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     environment: Environment = field(default_factory=Environment)
     settings: JobSettings = field(default_factory=JobSettings)
     env: Mapping[str, str] = field(default_factory=dict)
-    log_dir: str | None = None
-    site: str | None = None
     templates_dir: str | None = None
     memory_folders: tuple[str, ...] = ()
     offline_nodes: bool = False
@@ -182,13 +210,12 @@ class ServeRequest:
     def __post_init__(self) -> None:
         validate_service_name(self.service)
         check_elastic(self.replicas, self.max_replicas, self.idle_stop_s)
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1 and (name, value) != ("max_model_len", LONGEST_THAT_FITS):
-                option = name.removeprefix("num_").replace("_", "-")
-                raise InvalidRequestError(f"{option} is {value}: it must be at least 1.")
-        if self.engine_restarts is not None and self.engine_restarts < 0:
-            raise InvalidRequestError(f"engine-restarts is {self.engine_restarts}: it must be at least 0.")
+        for one in OPTIONS:
+            value, least = getattr(self, one.name), one.metadata["least"]
+            is_auto = (one.name, value) == ("max_model_len", LONGEST_THAT_FITS)
+            if value is not None and least is not None and value < least and not is_auto:
+                name = one.name.removeprefix("num_").replace("_", "-")
+                raise InvalidRequestError(f"{name} is {value}: it must be at least {least}.")
         check_choice("backend", self.backend, Backend)
         check_choice("cluster", self.cluster, Cluster)
         if self.cluster == "local" and self.environment.kind == "pyxis":
@@ -197,9 +224,9 @@ class ServeRequest:
         port = value_of(read_arguments(self.engine_args), "--port")
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
         check_shared_job(self.replicas_per_job, {"--port": port} | asked)
-        for option in [option for option, value in asked.items() if value]:
+        for name in [name for name, value in asked.items() if value]:
             check_jobs_can_submit(
-                option,
+                name,
                 self.cluster,
                 self.environment.path if self.environment.is_container else None,
                 site_lets_them=self.jobs_can_submit,
@@ -219,3 +246,7 @@ class ServeRequest:
                 raise InvalidRequestError(f"log-dir is {self.log_dir!r}: it must be an absolute path.")
             check_directive("log-dir", self.log_dir)
             expanded_log_dir(self.log_dir, {}, service=self.service, job_id="0")  # refuses other patterns
+
+
+OPTIONS = tuple(one for one in fields(ServeRequest) if "help" in one.metadata)
+"""The fields that are options of `submit`, in the order of a script's line "Rendered by"."""

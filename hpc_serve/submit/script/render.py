@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import hpc_serve
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.engine import LONGEST_THAT_FITS
 from hpc_serve.plan.hardware.accelerator import AcceleratorSpec
-from hpc_serve.plan.model.config_keys import ALLOW_UNKNOWN_KEYS
 from hpc_serve.rendezvous.names import log_dir_before_job
-from hpc_serve.sizes import format_size
-from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.request.option import option_words
+from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.submit.script.memory import memory_gib
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
-from hpc_serve.vllm.allowed import OVERRULE
 from hpc_serve.vllm.arguments import read_arguments
 
 if TYPE_CHECKING:
@@ -171,54 +168,18 @@ def _exports(request: ServeRequest) -> dict[str, str]:
 
 
 def render_argv(request: ServeRequest) -> tuple[str, ...]:
-    """The `hpc-serve render` command that gives this script again, with the same site file and environment."""
-    words = ["hpc-serve", "render", "--model", request.model]
-    named = {
-        "--name": request.service if request.service != request.model else None,
-        "--replicas": _asked_replicas(request),
-        "--replicas-per-job": request.replicas_per_job if request.replicas_per_job > 1 else None,
-        "--chain": request.chain if request.chain > 1 else None,
-        "--overlap": _seconds(request.overlap_s),
-        "--idle-stop": _seconds(request.idle_stop_s),
-        "--nodes": request.num_nodes,
-        "--gpus-per-node": request.gpus_per_node,
-        "--gpu": request.gpu,
-        "--gpu-memory": request.gpu_memory_bytes and format_size(request.gpu_memory_bytes),
-        "--tensor-parallel-size": request.tensor_parallel_size,
-        "--pipeline-parallel-size": request.pipeline_parallel_size,
-        "--max-model-len": "auto" if request.max_model_len == LONGEST_THAT_FITS else request.max_model_len,
-        "--concurrency": request.concurrency if request.concurrency > 1 else None,
-        "--target": request.target,
-        "--input-tokens": request.input_tokens,
-        "--output-tokens": request.output_tokens,
-        "--arrivals": request.arrivals if request.arrivals != "steady" else None,
-        "--longest-output-tokens": request.longest_output_tokens,
-        "--backend": request.backend if request.backend != "auto" else None,
-        "--cluster": request.cluster if request.cluster != "slurm" else None,
-        "--engine-restarts": request.engine_restarts,
-        "--log-dir": request.log_dir,
-        "--site": request.site,
-    }
-    for option, value in named.items():
-        if value is not None:
-            words += [option, str(value)]
-    flags = {
-        "--keep-up": request.keep_up,
-        "--tools": request.tools,
-        "--stage": request.settings.stage not in (None, "off"),
-        "--no-stage": request.settings.stage == "off",
-        OVERRULE: request.allow_unknown_vllm_options,
-        ALLOW_UNKNOWN_KEYS: request.allow_unknown_config_keys,
-    }
-    words += [option for option, is_set in flags.items() if is_set]
+    """Return the `hpc-serve render` command that gives this script again, with the same site file and environment."""
+    values = {one.name: getattr(request, one.name) for one in OPTIONS}
+    values["service"] = request.service if request.service != request.model else None
+    values["replicas"] = _asked_replicas(request)
+    given = {one.name: option_words(one, values[one.name]) for one in OPTIONS}
+    if request.settings.stage is not None:
+        given["tools"].append("--no-stage" if request.settings.stage == "off" else "--stage")
+    words = [word for some in given.values() for word in some]
     words += request.slurm.option_words()
     words += [word for name, value in request.env.items() for word in ("--env", f"{name}={value}")]
-    return (*words, *(("--", *request.engine_args) if request.engine_args else ()))
-
-
-def _seconds(duration_s: float | None) -> str | None:
-    """A duration as options take it. None stays None."""
-    return None if duration_s is None else f"{duration_s:.15g}s"
+    engine_args = ("--", *request.engine_args) if request.engine_args else ()
+    return ("hpc-serve", "render", "--model", request.model, *words, *engine_args)
 
 
 def _asked_replicas(request: ServeRequest) -> str | int | None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.rendezvous.ownership import check_chosen
 from hpc_serve.sizes import parse_size
+from hpc_serve.submit.request.environment import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.request.job_env import check_env
-from hpc_serve.submit.request.request import CONTAINERS, Environment, EnvironmentKind, JobSettings, variable_of
 from hpc_serve.submit.request.sbatch_options import SbatchOptions, SlurmOptions
 from hpc_serve.submit.site.yaml_files import read_yaml
 

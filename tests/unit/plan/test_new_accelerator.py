@@ -18,7 +18,8 @@ from hpc_serve.plan.memory.estimate import profile_runs
 from hpc_serve.plan.memory.overhead import nccl_bytes
 from hpc_serve.plan.speed.step import ASSUMED_LINK_BYTES_PER_S, link_rate
 from hpc_serve.sizes import GIB
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
 
 MODEL = model_from_config(resolve("8b").config, name="8b")

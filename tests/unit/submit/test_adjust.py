@@ -18,7 +18,8 @@ from hpc_serve.cli.main import run as run_command
 from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceNotFoundError, SubmissionRefusedError
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
 from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, read_elastic
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services.adjust import Adjuster
 from hpc_serve.submit.services.elastic import ReplicaBounds, Windows

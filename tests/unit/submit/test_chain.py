@@ -11,7 +11,8 @@ from hpc_serve.cli.main import run
 from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError, WaitTimeoutError
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import hand_over, services
 from hpc_serve.submit.services import stop as stopping

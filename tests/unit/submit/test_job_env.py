@@ -9,8 +9,9 @@ import pytest
 from hpc_serve.cli.main import run
 from hpc_serve.errors import InvalidRequestError, SiteFileError
 from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.job_env import check_env, expanded, parse_env
-from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_argv, render_script
 from hpc_serve.submit.site.site import load_site
 from hpc_serve.submit.site.site_files import read_site

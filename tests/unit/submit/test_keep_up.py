@@ -26,7 +26,8 @@ from hpc_serve.rendezvous.successor import (
     write_successor,
 )
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.submit.services import keep_up, service_keeper, services

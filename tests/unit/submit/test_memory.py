@@ -8,7 +8,8 @@ import pytest
 
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.request.environment import JobSettings
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 

@@ -18,7 +18,8 @@ from hpc_serve.errors import InvalidRequestError
 from hpc_serve.hub.hub import find_model
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import Environment, EnvironmentKind, JobSettings, ServeRequest
+from hpc_serve.submit.request.environment import Environment, EnvironmentKind, JobSettings
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_argv, render_script
 

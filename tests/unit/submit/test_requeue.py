@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from tests.cluster import wait_for

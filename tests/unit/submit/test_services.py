@@ -35,7 +35,8 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis import job_logs
 from hpc_serve.submit.logs.log_files import files_of
 from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import services, wait
 from hpc_serve.submit.services import stop as stopping

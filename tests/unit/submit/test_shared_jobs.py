@@ -19,7 +19,8 @@ from hpc_serve.plan.hardware.cluster import ClusterSpec, cluster_named, part_of_
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.submit.services import services

@@ -13,7 +13,8 @@ from hpc_serve.hub.hub_requests import check_access
 from hpc_serve.submit.plans import weights
 from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.plans.preflight import check_parsers, check_weights
-from hpc_serve.submit.request.request import JobSettings, ServeRequest
+from hpc_serve.submit.request.environment import JobSettings
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.render import render_script
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
