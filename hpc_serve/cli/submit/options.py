@@ -55,8 +55,8 @@ def _declared(one: Field[Any], hint: Any) -> Callable[[Function], Function]:
         return click.option(*spellings(one), one.name, is_flag=True, **words)
     is_choice = get_origin(hint) is Literal
     plain = click.Choice(get_args(hint)) if is_choice else int if int in (hint, *get_args(hint)) else str
-    words["type"] = _KINDS.get(about.get("kind", ""), plain)
-    return click.option(*spellings(one), one.name, default=unset_value(one) if "unset" in about else None, **words)
+    words["type"] = _KINDS.get(about["kind"], plain)
+    return click.option(*spellings(one), one.name, default=unset_value(one), **words)
 
 
 _HINTS = get_type_hints(ServeRequest)

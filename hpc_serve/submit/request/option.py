@@ -26,14 +26,15 @@ def option(
     spelled: tuple[str, ...] = (),
     least: int | None = None,
     of_plan: bool = False,
+    group: str = "",
 ) -> Any:
     """Declare a field that is an option of `submit` and `render`, and of `plan` if `of_plan`.
 
     `unset` is the command's value for an option left out, if it is not the field's default. A number is at least
-    `least`.
+    `least`. `group` tells where the `#SBATCH` line of an option of sbatch stands (script/render.py).
     """
     about = {"help": help, "metavar": metavar, "kind": kind, "spelled": spelled, "least": least, "of_plan": of_plan}
-    return field(default=default, metadata={**about, "unset": unset})
+    return field(default=default, metadata={**about, "unset": unset, "group": group})
 
 
 def spellings(one: Field[Any]) -> tuple[str, ...]:
@@ -51,9 +52,10 @@ def option_words(one: Field[Any], value: Any) -> list[str]:
     """Return the words of a command line that give this value; none for an option left out."""
     if value is None or value == unset_value(one):
         return []
-    if value is True:
-        return [spellings(one)[0]]
-    return [spellings(one)[0], _TEXTS.get(one.metadata["kind"], str)(value)]
+    name = spellings(one)[0]
+    if isinstance(value, bool):
+        return [name if value else name.replace("--", "--no-", 1)]
+    return [name, _TEXTS.get(one.metadata["kind"], str)(value)]
 
 
 _TEXTS: Mapping[str, Any] = {

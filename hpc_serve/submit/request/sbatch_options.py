@@ -6,10 +6,12 @@ Whether the partition exists is decided by Slurm.
 from __future__ import annotations
 
 import re
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, get_args
 
 from hpc_serve.errors import InvalidRequestError
+from hpc_serve.submit.request.option import option, option_words
 
 GpuDirective = Literal["gpus-per-node", "gres"]
 
@@ -34,9 +36,7 @@ def check_directive(name: str, value: str) -> str:
     return value
 
 
-def _sbatch(metavar: str, help: str, *, group: str = "") -> dict[str, str]:
-    """What a command's help says of an option. `group` tells where its `#SBATCH` line stands (render.py)."""
-    return {"metavar": metavar, "help": help, "group": group}
+_sbatch = partial(option, unset=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,39 +49,27 @@ class SbatchOptions:
     `--gres=gpu:8`; `gres_type` adds the site's name of the GPU.
     """
 
-    partition: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm partition.", group="where"))
-    account: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm account.", group="where"))
-    qos: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm QOS.", group="where"))
-    constraint: str | None = field(
-        default=None, metadata=_sbatch("FEATURES", "Features the nodes must have.", group="where")
+    partition: str | None = _sbatch("Slurm partition.", "NAME", group="where")
+    account: str | None = _sbatch("Slurm account.", "NAME", group="where")
+    qos: str | None = _sbatch("Slurm QOS.", "NAME", group="where")
+    constraint: str | None = _sbatch("Features the nodes must have.", "FEATURES", group="where")
+    reservation: str | None = _sbatch("Slurm reservation.", "NAME", group="where")
+    nodelist: str | None = _sbatch("Nodes that must be used.", "NODES", group="where")
+    exclude: str | None = _sbatch("Nodes that must not be used.", "NODES", group="where")
+    cpus_per_task: int | None = _sbatch("CPU cores of each node.", "N", group="share")
+    mem: str | None = _sbatch("Memory of each node, as Slurm writes it (200G; 0 is all).", "SIZE", group="share")
+    time: str | None = _sbatch(
+        "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", "TIME", default="12:00:00", group="share"
     )
-    reservation: str | None = field(default=None, metadata=_sbatch("NAME", "Slurm reservation.", group="where"))
-    nodelist: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must be used.", group="where"))
-    exclude: str | None = field(default=None, metadata=_sbatch("NODES", "Nodes that must not be used.", group="where"))
-    cpus_per_task: int | None = field(default=None, metadata=_sbatch("N", "CPU cores of each node.", group="share"))
-    mem: str | None = field(
-        default=None,
-        metadata=_sbatch("SIZE", "Memory of each node, as Slurm writes it (200G; 0 is all).", group="share"),
-    )
-    time: str | None = field(
-        default="12:00:00",
-        metadata=_sbatch("TIME", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS [default: 12:00:00].", group="share"),
-    )
-    signal: str | None = field(
+    signal: str | None = _sbatch(
+        "How long before the time limit the service drains [default: B:USR1@120].",
+        "B:USR1@S",
         default="B:USR1@120",
-        metadata=_sbatch(
-            "B:USR1@S", "How long before the time limit the service drains [default: B:USR1@120].", group="share"
-        ),
+        group="share",
     )
-    exclusive: bool | None = field(
-        default=None, metadata=_sbatch("", "Whole nodes [default: if several, or of TPUs or CPUs].")
-    )
-    requeue: bool | None = field(
-        default=None,
-        metadata=_sbatch(
-            "",
-            "Slurm may run the job again, also after an engine that fails for good [default: as the site has it].",
-        ),
+    exclusive: bool | None = _sbatch("Whole nodes [default: if several, or of TPUs or CPUs].")
+    requeue: bool | None = _sbatch(
+        "Slurm may run the job again, also after an engine that fails for good [default: as the site has it]."
     )
     gpu_directive: GpuDirective = field(
         default="gpus-per-node", metadata={"site_help": "How Slurm is asked for GPUs here: `gpus-per-node` or `gres`."}
@@ -93,14 +81,14 @@ class SbatchOptions:
 class SlurmOptions(SbatchOptions):
     """The options of one job. `extra` holds further `--name=value` words, one `#SBATCH` line each."""
 
-    job_name: str | None = field(default=None, metadata=_sbatch("NAME", "Name in the queue [default: hpc-serve-NAME]."))
+    job_name: str | None = _sbatch("Name in the queue [default: hpc-serve-NAME].", "NAME")
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, str) and option.name != "time":
-                check_directive(option.name.replace("_", "-"), value)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, str) and one.name != "time":
+                check_directive(one.name.replace("_", "-"), value)
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise InvalidRequestError(f"time is {self.time!r}: use minutes, HH:MM:SS or D-HH:MM:SS.")
         if self.signal is not None and (self.notice_s or 0) < _LEAST_NOTICE_S:
@@ -142,22 +130,15 @@ class SlurmOptions(SbatchOptions):
 
     def option_words(self) -> list[str]:
         """The options of `render` that give these again; the site's `gpu_directive` and `gres_type` have none."""
-        words = [f"--sbatch={word}" for word in self.extra]
-        for option in fields(self):
-            value, name = getattr(self, option.name), option.name.replace("_", "-")
-            if "help" in option.metadata and value is not None:
-                switch = {True: f"--{name}", False: f"--no-{name}"}
-                words += [switch[value]] if isinstance(value, bool) else [f"--{name}", str(value)]
-        return words
+        options = (one for one in fields(self) if "help" in one.metadata)
+        words = [word for one in options for word in option_words(one, getattr(self, one.name))]
+        return [*(f"--sbatch={word}" for word in self.extra), *words]
 
     def lines(self, group: str) -> list[str]:
         """`--name=value` of the options of one group that are set, in order."""
-        values = {option.name: getattr(self, option.name) for option in _of_group(group)}
+        options = (one for one in fields(self) if one.metadata.get("group") == group)
+        values = {one.name: getattr(self, one.name) for one in options}
         return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
-
-
-def _of_group(group: str) -> list[Field[Any]]:
-    return [option for option in fields(SlurmOptions) if option.metadata.get("group") == group]
 
 
 def _check_extra(word: str) -> None:
