@@ -33,6 +33,11 @@ demo: ## a tiny model, served by real vLLM on this machine, asked and stopped
 test: packages venv check ## everything, on a real Slurm of three hosts; ARGS="-k words" selects
 	@$(PYTHON_AS_ROOT) -m tests --require-cluster $(TWO_PROCESSES) $(COVERAGE) $(ARGS)
 
+.PHONY: test-long
+test-long: packages venv ## what `make test` thins: the wide sweeps with all cases, and every unit test under each further Python
+	@$(VENV)/bin/python -m pytest -p no:cacheprovider --long --numprocesses=2 $(ARGS) tests/unit
+	@envs/versions.sh $(VERSIONS)
+
 .PHONY: second-slurm
 second-slurm: SLURM = trixie
 second-slurm: packages venv ## the cluster's tests with the stub engine on Debian 13's Slurm, by debootstrap (300 MB): about 15 minutes
@@ -75,8 +80,8 @@ unit: packages venv ## the unit tests alone, of this Python; no root
 	@$(VENV)/bin/python -m pytest -p no:cacheprovider $(ARGS) tests/unit
 
 .PHONY: versions
-versions: ## the unit tests under each further Python of this machine, without an engine; VERSIONS="3.10 3.13" selects
-	@envs/versions.sh $(VERSIONS)
+versions: ## unit tests under each further Python of this machine, without an engine, of each its first case; VERSIONS="3.10 3.13" selects
+	@envs/versions.sh --first-cases $(VERSIONS)
 
 .PHONY: coverage
 coverage: ## the lines of hpc_serve that the last `make test` did not reach

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Runs the unit tests under each further Python that this machine has, without an engine: what needs vLLM, Ray or
 # matplotlib is skipped, and so are the accuracy studies, which are arithmetic alone. Python 3.11 is `make test`'s.
-# Usage: envs/versions.sh [VERSION ...]    default: 3.10 3.12 3.13 3.14
+# Usage: envs/versions.sh [--first-cases] [VERSION ...]    default: 3.10 3.12 3.13 3.14
+# With --first-cases a parametrised test runs with its first case alone: another Python takes the same way through all.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,6 +17,11 @@ find_version() {
     done
 }
 
+cases=()
+if [[ ${1-} == --first-cases ]]; then
+    cases=("$1")
+    shift
+fi
 [[ $# -gt 0 ]] || set -- 3.10 3.12 3.13 3.14
 ran=() missing=() failed=()
 for version in "$@"; do
@@ -28,7 +34,7 @@ for version in "$@"; do
     VENV=$venv PYTHON=$python envs/venv.sh unit
     echo "unit tests under $("$venv/bin/python" --version):"
     if "$venv/bin/python" -m tests -q --numprocesses=auto --maxprocesses=4 \
-        --ignore-glob='*/test_accuracy_*' tests/unit; then
+        --ignore-glob='*/test_accuracy_*' "${cases[@]}" tests/unit; then
         ran+=("$version")
     else
         failed+=("$version")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,9 +24,13 @@ KEEP = os.environ.get("HPC_SERVE_KEEP_CLUSTER") == "1"
 COVERED = "COVERED_CHECKOUT"
 TABLE = "table"
 
+T = TypeVar("T")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-cluster", action="store_true", help="fail, not skip, where the cluster cannot be")
+    parser.addoption("--long", action="store_true", help="the wide sweeps alone, with all cases (make test-long)")
+    parser.addoption("--first-cases", action="store_true", help="of each parametrised test its first case alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +39,25 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(os.environ[COVERED]) / ".coverage"
         folder.mkdir(exist_ok=True)
         folder.chmod(0o1777)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --long keep the sweeps alone; with --first-cases one case of each test."""
+    kept = items
+    if config.getoption("--long"):
+        kept = [item for item in kept if "thinned" in getattr(item, "fixturenames", ())]
+    if config.getoption("--first-cases"):
+        kept = list({item.nodeid.partition("[")[0]: item for item in reversed(kept)}.values())[::-1]
+    left_out = set(items).difference(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def thinned(request: pytest.FixtureRequest) -> Callable[[Iterable[T]], list[T]]:
+    """Take every sixth case of a wide sweep; with --long all cases."""
+    step = 1 if request.config.getoption("--long") else 6
+    return lambda cases: list(cases)[::step]
 
 
 @pytest.hookimpl(optionalhook=True)

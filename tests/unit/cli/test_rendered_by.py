@@ -65,13 +65,16 @@ def script_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str | Non
 
 
 @pytest.mark.parametrize("has_site", [False, True])
-def test_the_line_gives_the_same_script(has_site: bool, stand_ins, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_line_gives_the_same_script(
+    has_site: bool, thinned, stand_ins, tmp_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     chance, rendered, site = random.Random(10), 0, tmp_path / "mine.yaml"
     if has_site:
         site.write_text(SITE.format(folder=tmp_path))
         (tmp_path / "models.yaml").write_text(MODELS)
-    for _ in range(80):
+    tries = thinned(range(80))
+    for _ in tries:
         groups = chance.sample(CHOICES, chance.randint(1, 5))
         named = [word for group in sorted(groups, key=CHOICES.index) for word in chance.choice(group)]
         model = chance.choice(["8b", "70b", *(["mine"] if has_site else [])])
@@ -82,4 +85,4 @@ def test_the_line_gives_the_same_script(has_site: bool, stand_ins, tmp_path: Pat
         rendered += 1
         (line,) = re.findall(r"^# Rendered by hpc-serve [^:]*: hpc-serve render (.*)$", script, re.MULTILINE)
         assert script_of(shlex.split(line), capsys) == script, (words, line)
-    assert rendered >= 30
+    assert rendered >= len(tries) // 3

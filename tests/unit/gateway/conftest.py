@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hpc_serve.cli.main import run
 from tests.cluster import wait_for
 from tests.support.asgi_server import served
 from tests.support.patience import PATIENCE_S
@@ -168,3 +169,17 @@ def program(service) -> Iterator[Callable[..., Program]]:
     yield start
     for one in started:
         one.close()
+
+
+@pytest.fixture
+def refused(service, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Call `hpc-serve gateway` with words that it refuses before it serves; return its exit code and its words."""
+    for package in NEEDS:
+        pytest.importorskip(package, reason=f"the gateway needs {package}")
+    monkeypatch.setenv("HPC_SERVE_HOME", str(service.store.home))
+
+    def call(*words: str) -> tuple[int, str]:
+        code, told = run(["gateway", *words]), capsys.readouterr()
+        return code, told.out + told.err
+
+    return call

@@ -97,21 +97,21 @@ def test_two_side_by_side_and_one_is_killed(service, program):
     assert ask(first) == ANSWER
 
 
-def test_a_folder_that_others_can_look_into_is_refused(service, program, tmp_path):
+def test_a_folder_that_others_can_look_into_is_refused(refused, tmp_path):
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
-    one = program("--socket", str(folder / "g.sock"))
-    assert one.ended() == 2
-    assert "can be read by others" in one.said
+    code, told = refused("--socket", str(folder / "g.sock"))
+    assert code == 2
+    assert "can be read by others" in told
 
 
-def test_what_is_no_socket_is_not_replaced(service, program, tmp_path):
+def test_what_is_no_socket_is_not_replaced(refused, tmp_path):
     folder = tmp_path / "own"
     folder.mkdir(mode=0o700)
     (folder / "g.sock").write_text("notes")
-    one = program("--socket", str(folder / "g.sock"))
-    assert one.ended() == 2
-    assert "it is no socket" in one.said
+    code, told = refused("--socket", str(folder / "g.sock"))
+    assert code == 2
+    assert "it is no socket" in told
     assert (folder / "g.sock").read_text() == "notes"
 
 
@@ -235,36 +235,36 @@ def test_copies_stay_good_across_restarts(service, program, tmp_path):
 @pytest.mark.parametrize(
     ("open_to", "said"), [(0o755, "who reads it has the key"), (0o777, "can be changed"), (0o701, "open to everybody")]
 )
-def test_a_folder_that_everybody_reads_or_others_change_is_not_shared(service, program, tmp_path, open_to, said):
+def test_a_folder_that_everybody_reads_or_others_change_is_not_shared(refused, tmp_path, open_to, said):
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(open_to)
-    one = program("--port", "0", "--host", "0.0.0.0", "--share", str(folder))
-    assert one.ended() == 2
-    assert said in one.said
+    code, told = refused("--port", "0", "--host", "0.0.0.0", "--share", str(folder))
+    assert code == 2
+    assert said in told
     assert list(folder.iterdir()) == []
 
 
-def test_what_others_do_not_reach_is_not_shared(program, tmp_path):
+def test_what_others_do_not_reach_is_not_shared(refused, tmp_path):
     for words in ((), ("--port", "0"), ("--port", "0", "--host", "127.0.0.1")):
-        one = program("--share", str(tmp_path / "shared"), *words)
-        assert one.ended() == 2
-        assert "--share needs" in one.said
+        code, told = refused("--share", str(tmp_path / "shared"), *words)
+        assert code == 2
+        assert "--share needs" in told
 
 
-def test_a_key_file_that_others_read_is_refused(service, program, tmp_path):
+def test_a_key_file_that_others_read_is_refused(refused, tmp_path):
     key_file = tmp_path / "key"
     key_file.write_text("k" * 32)
     key_file.chmod(0o644)
-    one = program("--port", "0", "--key-file", str(key_file))
-    assert one.ended() == 5
-    assert "can be read by others" in one.said
-    assert "k" * 32 not in one.said
+    code, told = refused("--port", "0", "--key-file", str(key_file))
+    assert code == 5
+    assert "can be read by others" in told
+    assert "k" * 32 not in told
 
 
 @pytest.mark.parametrize("words", [("--socket", "/x/y", "--port", "0"), ("--host", "0.0.0.0"), ("no/name",)])
-def test_what_cannot_be_asked_for(program, words):
-    assert program(*words).ended() == 2
+def test_what_cannot_be_asked_for(refused, words):
+    assert refused(*words)[0] == 2
 
 
 def test_at_sigterm_it_finishes_what_is_under_way_and_takes_no_more(service, program, tmp_path):

@@ -238,9 +238,10 @@ def other_sizes(value: Any) -> list[Any]:
     return []
 
 
-def test_another_size_is_another_answer_or_is_refused() -> None:
+def test_another_size_is_another_answer_or_is_refused(thinned: Any) -> None:
     passed_over, checked = set(), 0
-    for config in configs():
+    chosen = thinned(configs())
+    for config in chosen:
         base = model_from_config(config, name="x")
         for path in paths(config):
             name, value = next(key for key in reversed(path) if isinstance(key, str)), at(config, path)
@@ -254,7 +255,7 @@ def test_another_size_is_another_answer_or_is_refused() -> None:
                     continue
                 if after == base and name not in NO_EFFECT:
                     passed_over.add((config["architectures"][0], name))
-    assert checked >= 1000
+    assert checked >= 10 * len(chosen)
     assert passed_over <= set(SOMETIMES_NO_EFFECT)
 
 
@@ -358,16 +359,16 @@ def tried() -> Iterator[tuple[dict[str, Any], tuple[Any, ...]]]:
         yield from ((config, path) for path in paths(config) if path[0] == "quantization_config")
 
 
-def test_nonsense_is_an_error_in_words() -> None:
-    refusals = []
-    for config, path in tried():
+def test_nonsense_is_an_error_in_words(thinned: Any) -> None:
+    refusals, places = [], thinned(tried())
+    for config, path in places:
         for value in NONSENSE:
             try:
                 model = model_from_config(changed(config, path, value), name="x")
                 assert model.weight_bytes >= model.parameters // 8, path
             except HpcServeError as error:
                 refusals.append(str(error))
-    assert len(refusals) >= 3000
+    assert len(refusals) >= 3 * len(places)
     assert all(error.strip() and len(error) < 2000 for error in refusals)
 
 
