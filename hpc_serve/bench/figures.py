@@ -17,7 +17,6 @@ from hpc_serve.bench.outcome import RequestResult, Run
 
 PERCENTILES = (50.0, 90.0, 99.0)
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOALS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.bench.answers import AnswerReader
-from hpc_serve.bench.outcome import BenchRequest, OwnShare, RequestResult
+from hpc_serve.bench.outcome import BenchRequest, RequestResult, Sent
 from hpc_serve.bench.own_share import OwnShareMeter
 from hpc_serve.bench.service import BenchService, refusal
 from hpc_serve.client.requests.transport import EXCHANGE
@@ -27,17 +27,6 @@ class Order:
     place: int
     request: BenchRequest
     at_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """What came of orders, and from when to when, by time.perf_counter."""
-
-    outcomes: tuple[RequestResult, ...]
-    began_s: float
-    ended_s: float
-    own_share: OwnShare
-    interrupted: bool
 
 
 async def send_all(
@@ -86,8 +75,7 @@ async def send_all(
         gc.unfreeze()
     return Sent(
         outcomes=tuple(sorted(outcomes, key=lambda outcome: outcome.place)),
-        began_s=began_s,
-        ended_s=ended_s,
+        duration_s=ended_s - began_s,
         own_share=meter.stop(),
         interrupted=len(outcomes) < len(orders),
     )

@@ -56,25 +56,30 @@ class OwnShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Sent:
+    """What came of the requests of a run. If it was `interrupted`, outcomes lack those that had no answer by then."""
+
+    outcomes: tuple[RequestResult, ...]
+    duration_s: float
+    own_share: OwnShare
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Sent):
     """One run: what was asked of whom, at which pace, and what came of it.
 
     `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` are those that were
-    ready when it began. `requests` are all that were to be sent; if the run was `interrupted`, outcomes lack those that
-    had no answer by then.
+    ready when it began. `requests` are all that were to be sent.
     """
 
     service: str
     model: str
     workload: str
     requests: tuple[BenchRequest, ...]
-    outcomes: tuple[RequestResult, ...]
-    duration_s: float
     max_concurrency: int | None
     request_rate: float
     burstiness: float
     split: Split
     replicas: tuple[str, ...]
-    own_share: OwnShare
-    interrupted: bool = False
     date: str = ""

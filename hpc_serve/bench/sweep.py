@@ -134,19 +134,16 @@ async def _run(
     watcher.began(service.name, workload, len(orders), pace)
     sent = await send_all(service, orders, max_concurrency=pace.max_concurrency, stop=stop, on_end=watcher.ended_one)
     return Run(
+        **vars(sent),
         service=service.name,
         model=service.model,
         workload=workload.title,
         requests=requests,
-        outcomes=sent.outcomes,
-        duration_s=sent.ended_s - sent.began_s,
         max_concurrency=pace.max_concurrency,
         request_rate=pace.request_rate,
         burstiness=pace.burstiness,
         split=service.split,
         replicas=replicas,
-        own_share=sent.own_share,
-        interrupted=sent.interrupted,
         date=date,
     )
 

@@ -24,17 +24,17 @@ _LIST_S = 1.0
 
 def service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The services that have a folder here."""
-    from hpc_serve.rendezvous.store import ServiceStore, default_home
+    from hpc_serve.rendezvous.store import own_store
 
-    found = _listed(lambda: ServiceStore(default_home(os.environ)).services())
+    found = _listed(lambda: own_store().services())
     return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
 def live_service_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The services that have a job which is not over, by what is written of them."""
-    from hpc_serve.rendezvous.store import ServiceStore, default_home
+    from hpc_serve.rendezvous.store import own_store
 
-    found = _listed(lambda: live_services(ServiceStore(default_home(os.environ))))
+    found = _listed(lambda: live_services(own_store()))
     return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 

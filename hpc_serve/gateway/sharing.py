@@ -6,7 +6,6 @@ is the gateway's own and vouches for nothing else.
 
 from __future__ import annotations
 
-import grp
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ from pathlib import Path
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.job.machine.network import LOOPBACK, reachable_addresses
 from hpc_serve.rendezvous.files import make_folders, make_private_folder, write_private
-from hpc_serve.rendezvous.ownership import require
+from hpc_serve.rendezvous.ownership import group_name, require
 from hpc_serve.trust.bundle import ADDING_VARIABLE, REPLACING_VARIABLES, with_systems
 from hpc_serve.trust.self_signed import ensure_self_signed
 
@@ -103,19 +102,12 @@ def _open_to_group(path: Path, group: int) -> None:
 def _readers(folder: Path, found: os.stat_result) -> str:
     quoted = shlex.quote(str(folder))
     if found.st_mode & stat.S_IRGRP:
-        who = f"you, group {_group(found.st_gid)} and whom an ACL names"
+        who = f"you, group {group_name(found.st_gid)} and whom an ACL names"
     else:
         who = f"you alone; to let a group in: chgrp GROUP {quoted} && chmod 2750 {quoted}, and start the gateway again"
     closed = next((above for above in folder.parents if not above.stat().st_mode & stat.S_IXOTH), None)
     below = f" It lies below {closed}, which is not open to everybody." if closed is not None else ""
     return f"Who can read it has the key: {who}.{below}"
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
 
 
 def _reached_by(host: str) -> str:

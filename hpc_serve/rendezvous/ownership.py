@@ -143,7 +143,7 @@ def _write_fault(path: Path, found: os.stat_result, *, sticky_counts: bool, coun
     if not mode & stat.S_IWGRP or (granted is not None and _is_own_group(found.st_gid)):
         return None
     hidden = "" if granted is not None else ", and maybe by others: its file system does not show its ACL"
-    return f"{path} can be changed by group {_group(found.st_gid)} {shown}{hidden}"
+    return f"{path} can be changed by group {group_name(found.st_gid)} {shown}{hidden}"
 
 
 def _foreign(grants: Iterable[acl.Grant], rights: int, found: os.stat_result) -> str | None:
@@ -164,7 +164,7 @@ def _foreign(grants: Iterable[acl.Grant], rights: int, found: os.stat_result) ->
         elif grant.kind == "group":
             number = found.st_gid if grant.who is None else grant.who
             if not _is_own_group(number):
-                return f"group {_group(number)}"
+                return f"group {group_name(number)}"
         elif grant.who not in (0, os.geteuid()):
             return _user(int(grant.who or 0))
     return None
@@ -243,7 +243,8 @@ def _user(number: int) -> str:
         return f"user {number}"
 
 
-def _group(number: int) -> str:
+def group_name(number: int) -> str:
+    """Return the name of a group; its number where this host knows no name."""
     try:
         return grp.getgrgid(number).gr_name
     except KeyError:

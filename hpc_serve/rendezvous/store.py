@@ -6,6 +6,7 @@ answers, and only the scheduler knows whether a job exists. claims.py decides wh
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -296,3 +297,8 @@ def _modified_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return time.time()
+
+
+def own_store() -> ServiceStore:
+    """Return the store of this process's home. Raises StoreError."""
+    return ServiceStore(default_home(os.environ))

@@ -12,7 +12,7 @@ import click
 from hpc_serve.cli.complete import service_names
 from hpc_serve.errors import ServiceFailedError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
     from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
@@ -62,7 +62,7 @@ def doctor_command(target: str, bundle: Path | None, as_json: bool) -> None:
     from hpc_serve.submit.plans.preflight_job import report_of
     from hpc_serve.submit.status.status_reader import find
 
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     found = find(store, target)
     status = with_batch_log(choose_replica(found))
     diagnosis = diagnose_replica(status)

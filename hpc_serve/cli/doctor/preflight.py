@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +18,7 @@ from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
 from hpc_serve.errors import HpcServeError, ServiceFailedError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
     from hpc_serve.rendezvous.preflight import PreflightReport
@@ -49,7 +48,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
     submission = services.submit(request)
     if note := assumed_gpu_note():
         click.echo(f"note: {note}", err=True)
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     ended = ""
     try:
         with Stages(request.service) as stages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
     from hpc_serve.cli.doctor.report_page import ReplicaReport
@@ -41,7 +40,7 @@ def report_command(target: str, output: str | None) -> None:
     from hpc_serve.cli.doctor.report_page import report_page
     from hpc_serve.rendezvous.files import write_private
 
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     page = report_page(f"hpc-serve: {target}", _reports(store, target), at=time.time())
     if output == "-":
         click.echo(page, nl=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import click
 
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration, Replicas
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -162,8 +161,3 @@ def wake_command(service: str, as_json: bool) -> None:
         click.echo(f"{service} is woken; hpc-serve wait {service}")
     else:
         click.echo(f"{service} needs no waking: {woken.note}.")
-
-
-def own_store() -> ServiceStore:
-    """Return the store of this home."""
-    return ServiceStore(default_home(os.environ))

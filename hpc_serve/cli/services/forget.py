@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus
@@ -31,7 +30,7 @@ def forget_command(targets: Sequence[str], ended: bool) -> None:
 
     if bool(targets) == ended:
         raise click.UsageError("Name services or jobs, or write --ended alone.")
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     found = list(read_status(store).everywhere) if ended else []
     for target in targets:
         named = replicas_here(store, find_report(store, target))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 from hpc_serve.cli.complete import live_service_names, live_services
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 _EVERY_S = 10.0
 _pause = time.sleep
@@ -42,7 +41,7 @@ def targets_command(
         return
     if output is None and (watch or scrape_config):
         raise click.UsageError(f"--output FILE: {'--watch' if watch else '--scrape-config'} needs the file's name.")
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     if scrape_config:
         assert output is not None
         click.echo(_scrape_config(store, services, output.absolute()), nl=False)

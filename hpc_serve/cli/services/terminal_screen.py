@@ -16,9 +16,11 @@ import tty
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-# A screen of its own, without a cursor, on which long lines are cut; then back.
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_HOME, _TO_LINE_END, _TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
+from rich.live import Live
+from rich.text import Text
+
+from hpc_serve.cli.console import PlainConsole
+
 _VSUSP_OFF = b"\0"
 
 
@@ -30,15 +32,14 @@ def has_screen() -> bool:
 class Screen:
     """The screen while it is ours."""
 
-    def __init__(self, keys: int, signals: list[int]) -> None:
+    def __init__(self, live: Live, keys: int, signals: list[int]) -> None:
+        self._live = live
         self._keys = keys
         self._signals = signals
 
     def draw(self, lines: list[str]) -> None:
         """Replace what is shown. The lines must fit."""
-        text = "".join(f"{line}{_TO_LINE_END}\r\n" for line in lines[:-1]) + "".join(lines[-1:]) + _TO_LINE_END
-        sys.stdout.write(f"{_HOME}{text}{_TO_SCREEN_END}")
-        sys.stdout.flush()
+        self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
     def key(self, *, until: Callable[[], bool], within_s: float) -> str:
         """Return the next key; "" once `until` is true, or after `within_s` seconds. A key that sends several
@@ -63,14 +64,11 @@ def own_screen() -> Iterator[Screen]:
         try:
             tty.setcbreak(keys, termios.TCSANOW)
             _without_suspend(keys)
-            sys.stdout.write(_ENTER)
-            sys.stdout.flush()
-            yield Screen(keys, signals)
+            with Live(console=PlainConsole(), screen=True, auto_refresh=False) as live:
+                yield Screen(live, keys, signals)
         finally:
-            termios.tcsetattr(keys, termios.TCSANOW, settings)
-            with contextlib.suppress(OSError):  # the terminal itself may be gone
-                sys.stdout.write(_LEAVE)
-                sys.stdout.flush()
+            with contextlib.suppress(termios.error):  # the terminal itself may be gone
+                termios.tcsetattr(keys, termios.TCSANOW, settings)
 
 
 def _without_suspend(keys: int) -> None:

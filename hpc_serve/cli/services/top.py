@@ -16,7 +16,7 @@ import click
 from hpc_serve.cli.complete import live_service_names
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
@@ -80,7 +80,7 @@ def top_command(services: Sequence[str], once: bool, as_json: bool) -> None:
     """
     from hpc_serve.cli.services.terminal_screen import has_screen
 
-    looks = Looks(ServiceStore(default_home(os.environ)), services)
+    looks = Looks(own_store(), services)
     if once or as_json or not has_screen():
         frame = looks.look()
         if any(work.in_flight for work in frame.works):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_serve.cli.complete import service_names
-from hpc_serve.cli.services.change import own_store
 from hpc_serve.cli.values import Duration
 from hpc_serve.printable import printable
 from hpc_serve.redact import redact_lines
+from hpc_serve.rendezvous.store import own_store
 
 if TYPE_CHECKING:
     from hpc_serve.client.replicas.status import ReplicaStatus

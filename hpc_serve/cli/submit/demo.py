@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.store import own_store
 from hpc_serve.sizes import GIB
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
@@ -41,7 +41,7 @@ def demo_command(keep: bool, folder: Path | None) -> None:
     from hpc_serve.submit.services.wait import wait
     from hpc_serve.submit.status.status_reader import find
 
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     for name, value in _CPU_ENGINE.items():
         os.environ.setdefault(name, value)
     submission = services.submit(_request(folder or store.ensure_service(SERVICE) / "model"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +90,9 @@ def bench_command(services: tuple[str, ...], **options: Any) -> int:
     from hpc_serve.bench.results import document, run_json
     from hpc_serve.cli import show
     from hpc_serve.cli.use import bench_view
-    from hpc_serve.rendezvous.store import ServiceStore, default_home
+    from hpc_serve.rendezvous.store import own_store
 
-    store = ServiceStore(default_home(os.environ))
+    store = own_store()
     goals = _goals(options["goals"])
     sweep = _sweep(services or (_only_service(store, options["wait"]),), options)
     check = load_check(options["check"]) if options["check"] is not None else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -261,8 +260,3 @@ def _submission(facts: ClusterFacts, partition: PartitionFacts | None) -> list[S
         why = f"AllocNodes of the partition is {partition.submit_hosts}: jobs on other hosts cannot submit the next."
         return [Setting(key="jobs_can_submit", value=False, why=why)]
     return [Setting(key="jobs_can_submit", example=False, why="May a job call sbatch here? --keep-up needs that.")]
-
-
-def undecided(settings: Sequence[Setting]) -> tuple[Setting, ...]:
-    """The settings that are questions."""
-    return tuple(setting for setting in settings if setting.value is None)

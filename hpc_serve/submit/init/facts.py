@@ -69,7 +69,6 @@ class Mount:
     folder: str
     source: str
     kind: str
-    size_kib: int
     free_kib: int
     mounted_on: str
 
@@ -105,7 +104,6 @@ class ClusterFacts:
     """
 
     host: str = ""
-    user: str = ""
     groups: tuple[str, ...] = ()
     config: Mapping[str, str] = field(default_factory=dict)
     partitions: tuple[PartitionFacts, ...] = ()

@@ -89,7 +89,6 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
     nodes = slurm_facts.parse_nodes(answers.read("scontrol show node"))
     return ClusterFacts(
         host=socket.gethostname(),
-        user=user,
         groups=_groups(),
         config=slurm_facts.parse_config(answers.read("scontrol show config")),
         partitions=slurm_facts.with_nodes(slurm_facts.merged(detailed, listed), nodes),

@@ -25,7 +25,6 @@ def parse_df(stdout: str, folders: Sequence[str]) -> tuple[Mount, ...]:
                 folder=folder,
                 source=match[1],
                 kind=match[2],
-                size_kib=int(match[3]),
                 free_kib=int(match[5]),
                 mounted_on=match[6],
             )

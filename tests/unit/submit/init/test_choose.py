@@ -25,7 +25,6 @@ from tests.unit.submit.init.printed import DF, IP, LMOD, QUOTA, SLURM_22_05, SLU
 def facts_of(printed: Printed, **more) -> ClusterFacts:
     return ClusterFacts(
         host="login1",
-        user="alice",
         groups=("users",),
         config=parse_config(printed.config),
         partitions=with_nodes(parse_partitions(printed.partition), parse_nodes(printed.node)),
