@@ -25,7 +25,7 @@ from hpc_serve.submit.logs.log_files import both_ends, known_secrets
 
 # Of each log, so much of its beginning and of its end.
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 4 * 2**20
-_LEFT_OUT = "\n… a part of this log was left out …\n"
+_LEFT_OUT = "… a part of this log was left out …\n"
 
 
 def write_bundle(
@@ -69,7 +69,8 @@ def _both_ends(path: Path) -> str:
     last = 0
     try:
         for number, raw in both_ends(path, head_bytes=_HEAD_BYTES, tail_bytes=_TAIL_BYTES):
-            if number > last + 1:
+            is_cut = bool(parts) and not parts[-1].endswith(b"\n")
+            if number > last + (not is_cut):
                 while parts and not parts[-1].endswith(b"\n"):
                     parts.pop()
                 parts.append(_LEFT_OUT.encode())

@@ -142,7 +142,7 @@ def both_ends(path: Path, *, head_bytes: int, tail_bytes: int) -> Iterator[tuple
                 while (left := tail_begins - file.tell()) > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
                     number += chunk.count(b"\n")
                     if left <= _CHUNK_BYTES:  # the rest of a line that began in the part left out
-                        number += next(lines_of(file), b"").endswith(b"\n")
+                        number += any(rest.endswith(b"\n") for rest in lines_of(file))
 
 
 def follow(

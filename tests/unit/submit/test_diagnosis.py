@@ -15,7 +15,6 @@ from hpc_serve.rendezvous.record import SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis.bug_report import write_bundle
 from hpc_serve.submit.diagnosis.diagnosis import choose_replica, diagnose_replica, read_log
-from hpc_serve.submit.logs import log_files
 from hpc_serve.submit.services.wait import failure_report
 from tests.support.stubs import make_submitted
 
@@ -123,9 +122,8 @@ def test_of_a_long_log_both_ends_are_read_and_lines_keep_their_numbers(tmp_path)
     assert read_log(tmp_path / "none").last_lines == read_log(tmp_path / "none").last_lines
 
 
-def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_files, "_LONGEST_LINE_BYTES", 500)
-    (tmp_path / "log").write_text(f"{'x' * 2_000}\n{OOM}\n")
+def test_lines_keep_their_numbers_behind_one_that_is_read_in_pieces(tmp_path):
+    (tmp_path / "log").write_text(f"{'x' * 3_000_000}\n{OOM}\n")
     assert [match.line for match in read_log(tmp_path / "log").matches] == [2]
 
 
@@ -183,3 +181,11 @@ def test_a_long_log_in_a_bundle_is_cut_between_lines(tmp_path, monkeypatch):
         text = tar.extractfile("hpc-serve-report/logs/7.log").read().decode()
     assert "planted" not in text
     assert "a part of this log was left out" in text
+
+
+def test_a_line_of_a_bundle_that_is_too_long_is_left_out(tmp_path):
+    (tmp_path / "7.log").write_text("a\n" + "x" * 1_100_000 + " HF_TOKEN=planted-" + "y" * 7_000_000 + "\nb\n")
+    write_bundle(tmp_path / "x.tar.gz", diagnose_replica(failed(tmp_path)), {}, ServiceStore(tmp_path / "home"), {})
+    with tarfile.open(tmp_path / "x.tar.gz") as tar:
+        text = tar.extractfile("hpc-serve-report/logs/7.log").read().decode()
+    assert text.splitlines() == ["a", "… a part of this log was left out …", "b"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.submit.logs import log_files as module
-from hpc_serve.submit.logs.log_files import follow, lines_of, log_files, tail
+from hpc_serve.submit.logs.log_files import both_ends, follow, lines_of, log_files, tail
 
 
 def test_the_batch_log_comes_first_and_nodes_in_their_order(tmp_path):
@@ -116,8 +116,18 @@ def test_a_line_without_end_comes_in_pieces_and_each_byte_once(no_line_ends):
     assert sum(one.read_bytes for one in opened) < 61_000
 
 
-def test_pieces_are_those_of_the_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LONGEST_LINE_BYTES", 4)
-    (tmp_path / "log").write_bytes(b"abcdefghij\nk\n")
+def test_pieces_are_those_of_the_line(tmp_path):
+    (tmp_path / "log").write_bytes(b"x" * 2_500_000 + b"\nk\n")
     with (tmp_path / "log").open("rb") as file:
-        assert list(lines_of(file)) == [b"abcd", b"efgh", b"ij\n", b"k\n"]
+        *pieces, last = lines_of(file)
+    assert (b"".join(pieces), last) == (b"x" * 2_500_000 + b"\n", b"k\n")
+    assert [piece.endswith(b"\n") for piece in pieces] == [False, False, True]
+
+
+def test_both_ends_are_whole_lines_with_their_numbers(tmp_path):
+    lines = [f"line {number}\n".encode() for number in range(1, 30_001)]
+    (tmp_path / "log").write_bytes(b"".join(lines))
+    found = list(both_ends(tmp_path / "log", head_bytes=100, tail_bytes=100))
+    assert all(lines[number - 1] == line for number, line in found)
+    assert (found[0][0], found[-1][0]) == (1, 30_000)
+    assert len(found) < 30
