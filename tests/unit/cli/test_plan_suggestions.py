@@ -72,7 +72,9 @@ def cases() -> Iterator[Options]:
 @pytest.mark.parametrize("name", MODELS)
 def test_suggestions_are_accepted_and_fit(name: str, thinned: Any) -> None:
     tried = 0
-    for options in thinned(one for one in cases() if one["--model"] == name):
+    asked = [one for one in cases() if one["--model"] == name]
+    some = thinned(asked)
+    for options in some:
         code, document, error = planned(options)
         assert code in (0, 2, 3), (options, error)
         for text in document.get("remedies", ()):
@@ -85,7 +87,7 @@ def test_suggestions_are_accepted_and_fit(name: str, thinned: Any) -> None:
             assert again in (0, 3), (options, machines, said)
             assert found["candidates"], (options, machines, found["reasons"])  # its layout was looked at
             tried += 1
-    assert tried >= 1
+    assert tried >= (5 if some == asked else 1)
 
 
 def test_a_slice_is_answered_with_a_slice() -> None:

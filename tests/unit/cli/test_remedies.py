@@ -89,7 +89,8 @@ def spellings(command: str) -> set[str]:
 def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thinned, stand_ins, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "10000")
     known, seen = spellings(command), set()
-    for asked in thinned(requests(command, count)):
+    tried = thinned(requests(command, count))
+    for asked in tried:
         run([command, *words_of(asked)])
         said = capsys.readouterr()
         for name in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub("`.*?`", "", said.err))) - known:
@@ -102,4 +103,4 @@ def test_remedies_are_taken_by_the_command_that_prints_them(command, count, thin
             run([command, *words_of(asked | advice)])
             assert capsys.readouterr().err.splitlines()[:1] != said.err.splitlines()[:1], (asked, advice, said.err)
         capsys.readouterr()
-    assert seen
+    assert len(seen) >= (5 if len(tried) == count else 1), seen

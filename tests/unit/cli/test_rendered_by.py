@@ -85,4 +85,4 @@ def test_the_line_gives_the_same_script(
         rendered += 1
         (line,) = re.findall(r"^# Rendered by hpc-serve [^:]*: hpc-serve render (.*)$", script, re.MULTILINE)
         assert script_of(shlex.split(line), capsys) == script, (words, line)
-    assert rendered >= len(tries) // 3
+    assert rendered >= len(tries) * 3 // 8

@@ -255,7 +255,7 @@ def test_another_size_is_another_answer_or_is_refused(thinned: Any) -> None:
                     continue
                 if after == base and name not in NO_EFFECT:
                     passed_over.add((config["architectures"][0], name))
-    assert checked >= 10 * len(chosen)
+    assert checked >= (1000 if len(chosen) == len(list(configs())) else 10 * len(chosen))
     assert passed_over <= set(SOMETIMES_NO_EFFECT)
 
 
@@ -368,7 +368,7 @@ def test_nonsense_is_an_error_in_words(thinned: Any) -> None:
                 assert model.weight_bytes >= model.parameters // 8, path
             except HpcServeError as error:
                 refusals.append(str(error))
-    assert len(refusals) >= 3 * len(places)
+    assert len(refusals) >= (3000 if len(places) == len(list(tried())) else 3 * len(places))
     assert all(error.strip() and len(error) < 2000 for error in refusals)
 
 
