@@ -65,7 +65,7 @@ class ServeRequest:
         least=1,
     )
     replicas_per_job: int = option(
-        "So many of them in each job: they divide its node's GPUs evenly [default: 1].", "K", default=1, least=1
+        "Replicas in each job: they divide its node's GPUs evenly [default: 1].", "K", default=1, least=1
     )
     chain: int = option(
         "Submit N jobs ahead, each to take over before the time limit of the one before; no job calls sbatch.",
@@ -74,7 +74,7 @@ class ServeRequest:
         least=1,
     )
     overlap_s: float | None = option(
-        "With --chain: how long before that limit the next may begin [default: 30m, or half of it].",
+        "With --chain: how long before a job's limit the next may begin [default: 30m, or half of it].",
         kind="time",
         spelled=("--overlap",),
     )
@@ -98,7 +98,8 @@ class ServeRequest:
         of_plan=True,
     )
     gpu_memory_bytes: int | None = option(
-        "Memory of one, as its driver shows it (79.2GiB); of a CPU socket, what the job may use [default: known].",
+        "Memory of one GPU, as its driver shows it (79.2GiB); for CPUs, the part of a socket's memory that the job may "
+        "use [default: known].",
         "SIZE",
         kind="size",
         spelled=("--gpu-memory",),
@@ -111,14 +112,14 @@ class ServeRequest:
         "Stages the layers are dealt to.", "N", spelled=("--pipeline-parallel-size", "-pp"), least=1, of_plan=True
     )
     max_model_len: int | None = option(
-        "Longest context: 131072, 128k; auto: as long as fits those machines [default: the model's].",
+        "Longest context: 131072, 128k; auto: the longest that fits the machines [default: the model's].",
         "TOKENS",
         kind="tokens",
         least=1,
         of_plan=True,
     )
     concurrency: int = option(
-        "Requests at once, of full length or as long as said here; those that the cache cannot hold wait.",
+        "Requests at once, of full length or as given here; a request without room in the cache waits.",
         "N",
         default=1,
         least=1,
@@ -139,7 +140,7 @@ class ServeRequest:
         of_plan=True,
     )
     longest_output_tokens: int | None = option(
-        "In a burst: answers differ in length, --output-tokens on average, at most so many.",
+        "In a burst: the longest answer; --output-tokens is the average.",
         "N",
         kind="positive",
         least=1,
@@ -157,7 +158,7 @@ class ServeRequest:
     log_dir: str | None = option("Where logs go [default: the service's own folder].", "FOLDER")
     site: str | None = option("Your site file [default: ~/.config/hpc-serve/site.yaml].", "FILE")
     keep_up: bool = option(
-        "Go on across time limits: each job submits the next early enough, and ends once that one is ready.",
+        "Go on across time limits: each job submits the next early enough, and ends once the next is ready.",
         default=False,
     )
     tools: bool = option(
