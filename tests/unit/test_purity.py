@@ -32,6 +32,8 @@ PURE = (
     "hpc_serve.submit.request.chain",
     "hpc_serve.submit.services.elastic",
     "hpc_serve.submit.services.handover",
+    "hpc_serve.submit.services.load",
+    "hpc_serve.submit.services.reconcile",
     "hpc_serve.submit.plans.planned_speed",
     "hpc_serve.submit.init.choose",
     "hpc_serve.submit.init.machine_facts",

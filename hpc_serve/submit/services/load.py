@@ -1,0 +1,138 @@
+"""What looks at the engines of a service say over time: whether requests wait, and what the replicas had to carry.
+
+Unknown is not idle: where one replica could not be asked, the times begin anew. Pure: what_is.py asks and tells when;
+reconcile.py decides what follows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_serve.errors import InvalidRequestError
+
+ADD_AFTER_S = 20.0
+LEAVE_AFTER_S = 600.0
+_VARIABLES = {"HPC_SERVE_ADD_AFTER_S": ADD_AFTER_S, "HPC_SERVE_LEAVE_AFTER_S": LEAVE_AFTER_S}
+# The times of a service that is looked at less often than this begin anew.
+_LONGEST_GAP_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """For how long requests must wait before replicas are added, and the others carry the load before one leaves."""
+
+    add_after_s: float = ADD_AFTER_S
+    leave_after_s: float = LEAVE_AFTER_S
+
+
+def windows_of(environ: Mapping[str, str]) -> Windows:
+    """The windows that the environment asks for. Raises InvalidRequestError."""
+    found = {}
+    for name, default in _VARIABLES.items():
+        try:
+            found[name] = float(environ.get(name) or default)
+        except ValueError:
+            raise InvalidRequestError(f"{name} is {environ[name]!r}: it must be a number of seconds.") from None
+    add_after_s, leave_after_s = found.values()
+    return Windows(add_after_s=add_after_s, leave_after_s=leave_after_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLoad:
+    """What a ready replica says: how many requests run and wait.
+
+    `counts` are the numbers of requests that it was ever sent, canaries apart, by the server process that counts them.
+    `under_way` of those are not answered yet.
+    """
+
+    running: int
+    waiting: int
+    under_way: int
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSummary:
+    """The load of a service until now. `is_known` says that each replica could be asked.
+
+    `surplus` requests wait without room for `surplus_s` seconds at least, `waiting` now. At most `peak` requests ran or
+    waited at once in the last window, of which `known_s` seconds were seen. There was none for `idle_s` seconds.
+    """
+
+    is_known: bool
+    most_running: int
+    waiting: int
+    surplus: int
+    surplus_s: float
+    peak: int
+    known_s: float
+    idle_s: float
+
+
+class LoadHistory:
+    """The looks at one service. Times are seconds of one monotonic clock.
+
+    `most_running` requests were seen to run on one replica at once, so that each is believed to carry as many.
+    """
+
+    def __init__(self, windows: Windows, now_s: float, *, most_running: int = 0) -> None:
+        self.most_running = most_running
+        self._windows = windows
+        self._names: frozenset[str] = frozenset()
+        self._was_known = False
+        self._looked_at_s = self._used_at_s = self._known_since_s = now_s
+        self._counts: dict[tuple[str, str], int] = {}
+        self._surplus: deque[tuple[float, int]] = deque()
+        self._peaks: deque[tuple[float, int]] = deque()
+
+    def note(
+        self, loads: Mapping[str, ReplicaLoad | None], now_s: float, *, is_coming: bool, is_complete: bool = True
+    ) -> LoadSummary:
+        """Take in a look that ended now: the load of each ready replica by its name; None: it could not be asked."""
+        if now_s - self._looked_at_s > _LONGEST_GAP_S:
+            self.begin_anew(now_s)
+            self._used_at_s = now_s
+        known = {name: load for name, load in loads.items() if load is not None}
+        is_known = is_complete and bool(loads) and len(known) == len(loads)
+        self.most_running = max((self.most_running, *(load.running for load in known.values())))
+        was_used = self._is_new(known) or any(load.under_way or load.running > 1 for load in known.values())
+        if was_used or not is_known:
+            self._used_at_s = now_s
+        if not (is_known and self._was_known):
+            self._known_since_s = now_s
+            self._peaks.clear()
+        self._peaks.append((now_s, sum(load.running + load.waiting for load in known.values())))
+        while self._peaks[0][0] < now_s - self._windows.leave_after_s:
+            self._peaks.popleft()
+        room = sum(max(0, self.most_running - load.running) for load in known.values() if not load.waiting)
+        waiting = sum(load.waiting for load in known.values())
+        if loads.keys() != self._names or is_coming or waiting <= room or not is_complete:
+            self._surplus.clear()
+        if waiting > room and not is_coming and is_complete:
+            self._surplus.append((now_s, waiting - room))
+        self._names, self._was_known, self._looked_at_s = frozenset(loads), is_known, now_s
+        return LoadSummary(
+            is_known=is_known,
+            most_running=self.most_running,
+            waiting=waiting,
+            surplus=min((waits for _, waits in self._surplus), default=0),
+            surplus_s=now_s - self._surplus[0][0] if self._surplus else 0.0,
+            peak=max(requests for _, requests in self._peaks),
+            known_s=now_s - self._known_since_s,
+            idle_s=now_s - self._used_at_s,
+        )
+
+    def begin_anew(self, now_s: float) -> None:
+        """Forget the windows, since something was decided."""
+        self._known_since_s = now_s
+        self._surplus.clear()
+        self._peaks.clear()
+
+    def _is_new(self, known: Mapping[str, ReplicaLoad]) -> bool:
+        """Whether a request has come since the last look."""
+        now = {(name, one): count for name, load in known.items() for one, count in load.counts.items()}
+        is_new = any(self._counts.get(key) != count for key, count in now.items())
+        self._counts |= now
+        return is_new

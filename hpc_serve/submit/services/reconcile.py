@@ -1,0 +1,303 @@
+"""Decides what brings a service from what is to what is wanted: which jobs to submit, to let drain, to end, and why.
+
+Pure: what_is.py finds out what is, carry_out.py does what is decided. A job counts as long as Slurm says that it waits
+or runs, or does not answer. It does not count once it drains, was told to end, or ends sooner than its successor would
+be ready. The number that is wanted is a field: load moves it within its bounds, idleness makes it 0, and a person
+changes it by `scale`, `wake` and `stop`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
+from hpc_serve.submit.request.bounds import shown_time
+from hpc_serve.submit.services.load import LoadSummary, Windows
+
+# pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
+JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]
+
+_START_FACTOR = 1.2  # starts of one service differ by how busy the filesystem is
+_MARGIN_S = 60.0  # sbatch's manual: the notice of --signal may come up to a minute early
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
+_WINDOWS = Windows()
+_SPARE = 0.8  # the others shall have room for what differs from one window to the next
+# Jobs that serve nobody yet end first.
+_SPARED_FIRST: tuple[JobStage, ...] = ("pending", "unclear", "starting", "ready")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job of a service, with `replicas` replicas. `requests` run or wait in it.
+
+    `ends_at` is its time limit in seconds since the epoch (None: not known, or none), `limit_s` the whole of it.
+    `start_s` is how long it took to be ready (None: never was), `waited_s` how long it waited in the queue.
+    `predecessor` is the job from which it takes over. `why_over` is a sentence, `has_failed` says whether it failed.
+    `is_settled` says that it has served for long enough that a later failure is not one of its start.
+    """
+
+    job_id: str
+    stage: JobStage
+    replicas: int = 1
+    requests: int = 0
+    submitted_at: float = 0.0
+    ends_at: float | None = None
+    limit_s: float = math.inf
+    waited_s: float = 0.0
+    start_s: float | None = None
+    predecessor: str = ""
+    has_failed: bool = False
+    why_over: str = ""
+    is_settled: bool = False
+    is_own: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return self.stage != "over"
+
+    def due_at(self, notice_s: float) -> float:
+        """When its successor is due: so long before its end as that will wait and start, the notice, and a margin.
+
+        The wait in the queue is this job's own, at most half of its limit. A run that was never ready has none.
+
+        >>> job = Job(job_id="1", stage="ready", ends_at=43200, limit_s=43200, waited_s=600, start_s=300)
+        >>> (43200 - job.due_at(120)) / 60
+        19.0
+        """
+        if self.ends_at is None or self.start_s is None:
+            return math.inf
+        return self.ends_at - notice_s - _START_FACTOR * self.start_s - min(self.waited_s, self.limit_s / 2) - _MARGIN_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIs:
+    """The jobs of a service, oldest first. `load` is None where nobody looked at the engines for a while.
+
+    A look that is not `is_complete` may have missed some: then no job is submitted or ended.
+    """
+
+    jobs: tuple[Job, ...] = ()
+    load: LoadSummary | None = None
+    is_complete: bool = True
+
+
+def pause_s(failures: int) -> float:
+    """How long to wait after so many failures.
+
+    >>> [pause_s(failures) for failures in (1, 2, 3, 9)]
+    [30.0, 60.0, 120.0, 600.0]
+    """
+    return min(_FIRST_PAUSE_S * 2.0 ** (max(failures, 1) - 1), _LONGEST_PAUSE_S)
+
+
+def counted(wanted: Wanted, what_is: WhatIs, now: float) -> list[Job]:
+    """The jobs that count: not those that drain, end, hand over, or only wait to take over from one that counts."""
+    staying = [
+        job
+        for job in what_is.jobs
+        if job.is_live and job.stage != "draining" and job.job_id not in wanted.ending and not _ends(job, wanted, now)
+    ]
+    ids = {job.job_id for job in staying}
+    before = {job.job_id: job.predecessor for job in what_is.jobs}
+
+    def is_ahead(job: Job) -> bool:
+        seen, job_id = {job.job_id}, job.predecessor
+        while job_id and job_id not in seen:
+            if job_id in ids:
+                return True
+            seen.add(job_id)
+            job_id = before.get(job_id, "")
+        return False
+
+    return [job for job in staying if not is_ahead(job)]
+
+
+def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
+    """What is wanted after these decisions, with those that are worth telling."""
+    for one in decisions:
+        if one.action == "count":
+            state: WantedState = "awake" if one.count else "asleep"
+            wanted = replace(wanted, count=one.count, state=state)
+        elif one.action == "end":
+            wanted = replace(wanted, ending=tuple(dict.fromkeys((*wanted.ending, *one.jobs))))
+        elif one.action == "submit":
+            wanted = replace(wanted, submitting=one.count, submitting_at=now)
+    return wanted.with_decisions(now, *(one for one in decisions if one.action != "wait"))
+
+
+def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
+    """What is wanted, with what became of the jobs that were added and of those that were told to end."""
+    jobs = {job.job_id: job for job in what_is.jobs}
+    for job_id in wanted.coming:
+        job = jobs.get(job_id)
+        if job is not None and job.is_live and not job.is_settled:
+            continue
+        wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
+        if job is not None and job.is_settled:
+            wanted = replace(wanted, failures=0, problem="", next_try_at=0.0)
+        elif job is not None and job.job_id not in wanted.ending and wanted.state == "awake":
+            wanted = failed(wanted, f"job {job_id}, which was added, {job.why_over}", now)
+    if wanted.problem and any(jobs[one].stage == "ready" for one in wanted.coming if one in jobs):
+        wanted = replace(wanted, problem="", next_try_at=0.0)
+    return replace(wanted, ending=tuple(one for one in wanted.ending if one in jobs and jobs[one].is_live))
+
+
+def failed(wanted: Wanted, problem: str, now: float) -> Wanted:
+    """What is wanted after one more failure: the next try waits, for twice as long each time."""
+    failures = wanted.failures + 1
+    return replace(wanted, failures=failures, problem=problem, next_try_at=now + pause_s(failures))
+
+
+def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _WINDOWS) -> list[Decision]:
+    """What to do now, in order, and why. Empty: all is as wanted."""
+    if wanted.state != "awake":
+        return _end_all(wanted, what_is)
+    here = counted(wanted, what_is, now)
+    decided = _move(wanted, what_is, here, windows)
+    if decided is not None and decided.count == 0:
+        return [decided, *_end_all(after(wanted, [decided], now), what_is)]
+    count = decided.count if decided is not None else wanted.count
+    found = [decided] if decided is not None else []
+    found += _hand_over(wanted, what_is, here, count, now)
+    found += _again(wanted, what_is)
+    have = sum(job.replicas for job in here)
+    cause: Cause = decided.cause if decided is not None else "missing"
+    if have < count:
+        found += _submit(wanted, what_is, count, have, now, cause, decided.why if decided is not None else "")
+    elif have > count and what_is.is_complete:
+        found += _spare(wanted, here, count, have, decided)
+    return found
+
+
+def _ends(job: Job, wanted: Wanted, now: float) -> bool:
+    return wanted.keep_up and now >= job.due_at(wanted.notice_s)
+
+
+def _end_all(wanted: Wanted, what_is: WhatIs) -> list[Decision]:
+    cause: Cause = "idle" if wanted.state == "asleep" else "person"
+    why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
+    live = [job for job in what_is.jobs if job.is_live and job.stage != "draining"]
+    draining = tuple(job.job_id for job in live if job.stage == "ready")
+    ending = tuple(job.job_id for job in live if job.stage != "ready" and _may_be_told(job, wanted))
+    found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
+    return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
+
+
+def _again(wanted: Wanted, what_is: WhatIs) -> list[Decision]:
+    """Tell jobs again that were told to end, and still wait in the queue."""
+    jobs = tuple(job.job_id for job in what_is.jobs if job.job_id in wanted.ending and job.stage == "pending")
+    return [Decision(action="end", cause="surplus", why="it was told to end, and waits", jobs=jobs)] if jobs else []
+
+
+def _may_be_told(job: Job, wanted: Wanted) -> bool:
+    """Whether to tell a job to end: not a second time, but where it still waits in the queue."""
+    return job.job_id not in wanted.ending or job.stage == "pending"
+
+
+# -- how many
+
+
+def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], windows: Windows) -> Decision | None:
+    """The number that the load, or its absence, makes of the one that is wanted; None: as it is."""
+    bounded = min(max(wanted.count, wanted.least), wanted.most)
+    if bounded != wanted.count:
+        return Decision(
+            action="count", cause="person", why=f"{wanted.least} to {wanted.most} are wanted", count=bounded
+        )
+    load = what_is.load
+    if load is None or not what_is.is_complete:
+        return None
+    have, per_job = sum(job.replicas for job in here), wanted.replicas_per_job
+    coming = any(job.stage != "ready" for job in here)
+    if load.surplus_s >= windows.add_after_s and not coming and have >= wanted.count:
+        holding = sum(job.replicas for job in what_is.jobs if job.is_live)
+        more = min(_most(wanted) - holding, math.ceil(load.surplus / max(1, load.most_running)))
+        if more > 0:
+            why = f"{_requests(load.waiting)} waited for {shown_time(load.surplus_s)}"
+            return Decision(action="count", cause="load", why=why, count=min(wanted.count + more, wanted.most))
+    if wanted.idle_stop_s is not None and load.is_known and load.idle_s >= wanted.idle_stop_s:
+        return Decision(action="count", cause="idle", why=f"no request for {shown_time(load.idle_s)}")
+    fewer = max(wanted.least, wanted.count - per_job)
+    left = sum(job.replicas for job in here if job.stage == "ready") - (0 if coming else per_job)
+    is_seen = load.is_known and load.known_s >= windows.leave_after_s
+    if fewer >= wanted.count or not is_seen or left < 1 or load.peak > _SPARE * load.most_running * left:
+        return None
+    others = "the other could" if left == 1 else "the others could"
+    most = f"{_requests(load.peak)} at once at most" if load.peak else "no request"
+    why = f"{others} have carried the load for {shown_time(load.known_s)}: {most}"
+    return Decision(action="count", cause="load", why=why, count=fewer)
+
+
+def _most(wanted: Wanted) -> int:
+    """The most replicas in whole jobs."""
+    return -(-wanted.most // wanted.replicas_per_job) * wanted.replicas_per_job
+
+
+# -- what is done
+
+
+def _submit(
+    wanted: Wanted, what_is: WhatIs, count: int, have: int, now: float, cause: Cause, why: str
+) -> list[Decision]:
+    if not what_is.is_complete:
+        return [Decision(action="wait", cause="unknown", why="Slurm, or a record, could not be asked")]
+    if wanted.is_submitting(now):
+        return [Decision(action="wait", cause=cause, why=f"{wanted.submitting} are being submitted")]
+    if now < wanted.next_try_at:
+        return [Decision(action="wait", cause="failed", why=f"{wanted.problem}; the next try waits")]
+    missing = count - have
+    ending = [job for job in what_is.jobs if job.is_live and _ends(job, wanted, now)]
+    followed = {job.predecessor for job in what_is.jobs if job.is_live}
+    leaving = [job for job in ending if job.job_id not in followed][: -(-missing // wanted.replicas_per_job)]
+    if leaving and not why:
+        names = ", ".join(job.job_id for job in leaving)
+        why = f"the time limit of {names} comes sooner than a later start would be ready"
+        jobs = tuple(job.job_id for job in leaving)
+        return [Decision(action="submit", cause="handover", why=why, jobs=jobs, count=missing)]
+    if not why:
+        why = f"there was {_replicas(have)}, of {count} that are wanted"
+    return [Decision(action="submit", cause=cause, why=why, count=missing)]
+
+
+def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int, now: float) -> list[Decision]:
+    """Let those drain whose time limit comes, and in whose place others are ready."""
+    ready = sum(job.replicas for job in here if job.stage == "ready")
+    ending = [job for job in what_is.jobs if job.stage == "ready" and _ends(job, wanted, now)]
+    ending = sorted((job for job in ending if job.job_id not in wanted.ending), key=lambda job: job.ends_at or 0.0)
+    spare = ready + sum(job.replicas for job in ending) - count
+    found = []
+    for job in ending:
+        if ready == 0 or spare < job.replicas:
+            break
+        spare -= job.replicas
+        follower = next((one.job_id for one in here if one.predecessor == job.job_id), "")
+        who = f"job {follower} has taken over" if follower else "the others serve, and its time limit comes"
+        found.append(Decision(action="drain", cause="handover", why=who, jobs=(job.job_id,)))
+    return found
+
+
+def _spare(wanted: Wanted, here: Sequence[Job], count: int, have: int, decided: Decision | None) -> list[Decision]:
+    """Those that can best be spared: what comes before what serves, the least loaded, the newest; the own job last."""
+    newest_first = list(reversed(here))
+    order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.stage), job.requests))
+    over, coming, serving = have - count, [], []
+    for job in order:
+        if job.replicas > over:
+            continue
+        over -= job.replicas
+        (serving if job.stage == "ready" else coming).append(job.job_id)
+    cause: Cause = decided.cause if decided is not None else "surplus"
+    why = decided.why if decided is not None else f"there were {have}, of {count} that are wanted"
+    found = [Decision(action="end", cause=cause, why=why, jobs=tuple(coming))] if coming else []
+    return found + ([Decision(action="drain", cause=cause, why=why, jobs=tuple(serving))] if serving else [])
+
+
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"
+
+
+def _replicas(number: int) -> str:
+    return "no replica" if number == 0 else "1 replica" if number == 1 else f"{number} replicas"

@@ -1,0 +1,421 @@
+"""What the reconciler decides, in a small world: a clock, jobs that wait, start, serve and end, and requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_serve.errors import InvalidRequestError
+from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.submit.services.load import LoadHistory, ReplicaLoad, Windows, windows_of
+from hpc_serve.submit.services.reconcile import Job, WhatIs, after, counted, noted, reconcile
+
+LOOK_S = 5.0
+LIMIT_S = 3600.0
+WINDOWS = Windows(add_after_s=20.0, leave_after_s=60.0)
+
+
+@dataclass
+class Simulated:
+    """A service and its Slurm. A job waits `queue_s`, starts for `start_s`, and drains for `drain_s`."""
+
+    wanted: Wanted
+    queue_s: float = 10.0
+    start_s: float = 30.0
+    drain_s: float = 10.0
+    now: float = 0.0
+    waiting: int = 0
+    jobs: dict[str, Job] = field(default_factory=dict)
+    until: dict[str, float] = field(default_factory=dict)
+    told: list[tuple[float, Decision]] = field(default_factory=list)
+    fails: set[str] = field(default_factory=set)
+    is_complete: bool = True
+    most_live: int = 0
+    least_ready: int | None = None
+    history: LoadHistory = field(default_factory=lambda: LoadHistory(WINDOWS, 0.0, most_running=2))
+
+    def begin(self) -> Simulated:
+        """Let the first jobs be ready."""
+        for _ in range(-(-self.wanted.count // self.wanted.replicas_per_job)):
+            self.submit()
+        self.run(self.queue_s + self.start_s + LOOK_S)
+        self.told.clear()
+        self.most_live = 0
+        self.least_ready = None
+        return self
+
+    def submit(self, predecessor: str = "") -> None:
+        name = str(101 + len(self.jobs))
+        job = Job(job_id=name, stage="pending", submitted_at=self.now, predecessor=predecessor)
+        self.jobs[name] = replace(job, replicas=self.wanted.replicas_per_job, limit_s=LIMIT_S, waited_s=self.queue_s)
+        self.until[name] = self.now + self.queue_s
+        self.wanted = replace(self.wanted, coming=(*self.wanted.coming, name), submitting=0)
+
+    def run(self, for_s: float) -> list[Decision]:
+        """Let so much time pass, a look each five seconds; returns what was decided meanwhile."""
+        before, end = len(self.told), self.now + for_s
+        while self.now < end:
+            self.now += LOOK_S
+            self._go_on()
+            self._look()
+        return [one for _, one in self.told[before:]]
+
+    def lose(self, job_id: str, why: str = "failed: the engine ended with 1") -> None:
+        self.jobs[job_id] = replace(self.jobs[job_id], stage="over", has_failed=True, why_over=why)
+
+    def stages(self) -> list[str]:
+        return [job.stage for job in self.jobs.values() if job.is_live]
+
+    def _go_on(self) -> None:
+        for name, job in self.jobs.items():
+            if job.stage == "over":
+                continue
+            if job.ends_at is not None and self.now >= job.ends_at:
+                self.jobs[name] = replace(job, stage="over", why_over="stopped")
+            elif job.stage == "ready":
+                self.jobs[name] = replace(job, is_settled=self.now >= self.until[name] + 600)
+            elif self.now >= self.until[name]:
+                self._next(name, job)
+
+    def _next(self, name: str, job: Job) -> None:
+        if job.stage == "pending":
+            self.until[name] = self.now + self.start_s
+            self.jobs[name] = replace(job, stage="starting", ends_at=self.now + LIMIT_S)
+        elif job.stage == "starting" and name in self.fails:
+            self.lose(name)
+        elif job.stage == "starting":
+            self.jobs[name] = replace(job, stage="ready", start_s=self.start_s)
+        elif job.stage == "draining":
+            self.jobs[name] = replace(job, stage="over", why_over="stopped")
+
+    def _look(self) -> None:
+        ready = [job for job in self.jobs.values() if job.stage == "ready"]
+        loads, waiting = {}, self.waiting
+        for job in ready:
+            share = min(waiting, 2)
+            waiting -= share
+            loads[job.job_id] = ReplicaLoad(running=share, waiting=0, under_way=share, counts={})
+        if ready and waiting:
+            first = ready[0].job_id
+            loads[first] = replace(loads[first], waiting=waiting)
+        is_coming = any(job.stage in ("pending", "starting") for job in self.jobs.values())
+        load = self.history.note(loads, self.now, is_coming=is_coming)
+        what_is = WhatIs(jobs=tuple(self.jobs.values()), load=load, is_complete=self.is_complete)
+        self.wanted = noted(self.wanted, what_is, self.now)
+        found = reconcile(self.wanted, what_is, self.now, WINDOWS)
+        self.wanted = after(self.wanted, found, self.now)
+        done = [one for one in found if one.action != "wait"]
+        if done:
+            self.history.begin_anew(self.now)
+        for one in done:
+            self.told.append((self.now, one))
+            self._do(one)
+        live = len(self.stages())
+        self.most_live = max(self.most_live, live)
+        ready_now = self.stages().count("ready")
+        self.least_ready = ready_now if self.least_ready is None else min(self.least_ready, ready_now)
+
+    def _do(self, one: Decision) -> None:
+        if one.action == "submit":
+            for place in range(-(-one.count // self.wanted.replicas_per_job)):
+                self.submit(one.jobs[place] if one.cause == "handover" and place < len(one.jobs) else "")
+        for name in one.jobs if one.action == "drain" else ():
+            self.jobs[name] = replace(self.jobs[name], stage="draining")
+            self.until[name] = self.now + self.drain_s
+        for name in one.jobs if one.action == "end" else ():
+            self.jobs[name] = replace(self.jobs[name], stage="over", why_over="stopped")
+
+
+def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
+    """A service whose first jobs are ready."""
+    wanted = Wanted(least=least, most=most or least, count=least, is_kept=True, notice_s=120.0, **fields)
+    return Simulated(wanted).begin()
+
+
+def told(found: list[Decision]) -> list[tuple[str, str]]:
+    return [(one.action, one.cause) for one in found]
+
+
+HANDED_OVER = [("submit", "handover"), ("drain", "handover")]
+
+
+class TestTimeLimit:
+    def test_a_successor_takes_over_in_time(self):
+        world = service(keep_up=True)
+        found = world.run(LIMIT_S)
+        assert told(found) == HANDED_OVER
+        assert found[0].why == "the time limit of 101 comes sooner than a later start would be ready"
+        assert found[1].why == "job 102 has taken over"
+        assert (world.least_ready, world.most_live) == (1, 2)
+
+    def test_five_limits(self):
+        world = service(keep_up=True)
+        assert told(world.run(5 * 3400)) == HANDED_OVER * 5
+        assert (world.least_ready, world.most_live) == (1, 2)
+
+    def test_each_of_three_is_replaced_by_one(self):
+        world = service(3, keep_up=True)
+        found = world.run(LIMIT_S)
+        assert sum(one.count for one in found if one.action == "submit") == 3
+        assert sorted(job for one in found if one.action == "drain" for job in one.jobs) == ["101", "102", "103"]
+        assert (world.least_ready, world.stages()) == (3, ["ready"] * 3)
+
+    def test_jobs_of_several_replicas(self):
+        world = service(1, 3, keep_up=True, replicas_per_job=2)
+        assert told(world.run(LIMIT_S)) == HANDED_OVER
+        assert (world.least_ready, world.stages()) == (1, ["ready"])
+
+    def test_a_successor_that_fails_is_followed_by_another(self):
+        world = service(keep_up=True)
+        world.fails = {"102", "103"}
+        found = world.run(LIMIT_S + 300)
+        assert told(found)[:3] == [("submit", "handover")] * 3
+        at = [at for at, one in world.told if one.action == "submit"]
+        assert at[1] - at[0] >= 30
+        assert at[2] - at[1] >= 60
+        assert world.stages() == ["ready"]
+
+    def test_without_keep_up_nothing_follows_before_the_end(self):
+        assert service().run(LIMIT_S - 60) == []
+
+    def test_a_job_without_a_time_limit_and_one_that_was_never_ready(self):
+        ready = Job(job_id="1", stage="ready", start_s=30.0)
+        starting = Job(job_id="2", stage="starting", ends_at=10.0)
+        wanted = Wanted(least=2, most=2, count=2, keep_up=True)
+        assert reconcile(wanted, WhatIs(jobs=(ready, starting)), 9.0) == []
+
+    def test_a_job_that_drains_at_slurms_notice_is_one_too_few(self):
+        """No successor could be submitted before, for example because the disk was full."""
+        world = service(keep_up=True)
+        world.jobs["101"] = replace(world.jobs["101"], stage="draining")
+        world.until["101"] = world.now + 300
+        assert told(world.run(60)) == [("submit", "missing")]
+
+    def test_jobs_submitted_ahead_do_not_count_while_the_one_before_counts(self):
+        jobs = (Job(job_id="1", stage="ready"), Job(job_id="2", stage="pending", predecessor="1"))
+        jobs += (Job(job_id="3", stage="pending", predecessor="2"),)
+        wanted = Wanted(least=1, most=1, count=1)
+        assert [job.job_id for job in counted(wanted, WhatIs(jobs=jobs), 0.0)] == ["1"]
+        assert reconcile(wanted, WhatIs(jobs=jobs), 0.0) == []
+        over = (replace(jobs[0], stage="over"), *jobs[1:])
+        assert [job.job_id for job in counted(wanted, WhatIs(jobs=over), 0.0)] == ["2"]
+
+
+class TestLoad:
+    def test_a_wave(self):
+        world = service(1, 4)
+        world.waiting = 7  # one replica runs two
+        assert told(world.run(60)) == [("count", "load"), ("submit", "load")]
+        assert world.told[0][1].why == "5 requests waited for 20 s"
+        assert world.wanted.count == 4
+        world.run(60)
+        assert world.stages() == ["ready"] * 4
+        world.waiting = 1
+        found = world.run(400)
+        assert set(told(found)) == {("count", "load"), ("drain", "load")}
+        assert found[0].why.startswith("the others could have carried the load for ")
+        assert world.stages() == ["ready"]
+
+    def test_nothing_leaves_that_is_needed(self):
+        world = service(3)
+        world.wanted = replace(world.wanted, least=1)
+        world.waiting = 5
+        assert world.run(600) == []
+
+    def test_no_more_than_the_most_in_whole_jobs(self):
+        world = service(1, 3, replicas_per_job=2)
+        world.waiting = 50
+        world.run(300)
+        assert world.stages() == ["ready"] * 2
+
+    def test_two_waves_over_a_time_limit(self):
+        world = service(1, 3, keep_up=True)
+        world.waiting = 50
+        world.run(200)
+        assert world.stages() == ["ready"] * 3
+        world.least_ready = None
+        world.run(LIMIT_S)
+        assert world.stages() == ["ready"] * 3
+        assert world.least_ready == 3
+
+
+class TestSleep:
+    def test_without_a_request_it_sleeps_and_wake_makes_it_the_least(self):
+        world = service(1, 4, idle_stop_s=300.0)
+        found = world.run(320)
+        assert told(found) == [("count", "idle"), ("drain", "idle")]
+        assert found[1].why == "no request for 5 min"
+        assert (world.wanted.state, world.wanted.count) == ("asleep", 0)
+        assert world.run(60) == []
+        assert world.stages() == []
+        world.wanted = replace(world.wanted, state="awake", count=world.wanted.least)
+        assert told(world.run(60)) == [("submit", "missing")]
+        assert world.stages() == ["ready"]
+
+    def test_one_that_comes_is_ended(self):
+        world = service(1, 4, idle_stop_s=40.0)
+        world.wanted = replace(world.wanted, count=2)
+        world.submit()
+        world.until["102"] = 10000
+        found = world.run(50)
+        assert ("end", "idle") in told(found)
+
+    def test_with_requests_it_does_not_sleep(self):
+        world = service(1, 4, idle_stop_s=60.0)
+        world.waiting = 1
+        assert world.run(600) == []
+
+
+class TestFailures:
+    def test_a_replica_that_failed_is_one_too_few(self):
+        world = service(2)
+        world.run(700)
+        world.lose("101")
+        assert told(world.run(LOOK_S)) == [("submit", "missing")]
+        world.run(60)
+        assert world.stages() == ["ready"] * 2
+
+    def test_those_that_fail_again_and_again_are_tried_more_slowly(self):
+        world = service(2)
+        world.run(700)
+        world.fails = {str(job) for job in range(103, 200)}
+        world.lose("101")
+        world.run(1200)
+        at = [at for at, one in world.told if one.action == "submit"]
+        gaps = [round(after - before) for before, after in pairwise(at)]
+        assert gaps == sorted(gaps)
+        assert len(at) < 8
+        assert world.wanted.problem.endswith("which was added, failed: the engine ended with 1")
+
+    def test_one_that_serves_for_a_while_clears_the_failures(self):
+        world = service()
+        world.wanted = replace(world.wanted, failures=4, problem="x")
+        world.run(700)
+        assert (world.wanted.failures, world.wanted.problem) == (0, "")
+
+    def test_a_job_that_slurm_says_is_over_is_forgotten(self):
+        """Cancelled while it was pending, or dead before it wrote a record."""
+        world = service()
+        world.submit()
+        world.wanted = replace(world.wanted, count=2, least=2, most=2)
+        world.lose("102", "stopped: cancelled")
+        world.run(60)
+        assert sum(one.action == "submit" for _, one in world.told) == 1
+
+    def test_while_slurm_does_not_answer_nothing_is_submitted_or_ended(self):
+        world = service(2)
+        world.lose("101")
+        world.is_complete = False
+        assert world.run(300) == []
+        world.wanted = replace(world.wanted, count=0, least=0)
+        assert world.run(60) == []
+        wanted = replace(world.wanted, count=2, least=2)
+        (one,) = reconcile(wanted, WhatIs(jobs=tuple(world.jobs.values()), is_complete=False), world.now)
+        assert (one.action, one.cause) == ("wait", "unknown")
+
+
+class TestPeople:
+    def test_another_number(self):
+        world = service(2)
+        world.wanted = replace(world.wanted, least=4, most=4)
+        assert told(world.run(LOOK_S)) == [("count", "person"), ("submit", "person")]
+        world.run(60)
+        world.wanted = replace(world.wanted, least=1, most=1)
+        assert told(world.run(LOOK_S)) == [("count", "person"), ("drain", "person")]
+        world.run(60)
+        assert world.stages() == ["ready"]
+
+    def test_what_comes_ends_before_what_serves(self):
+        jobs = (Job(job_id="1", stage="ready"), Job(job_id="2", stage="starting"), Job(job_id="3", stage="pending"))
+        wanted = Wanted(least=1, most=1, count=1)
+        assert [one.jobs for one in reconcile(wanted, WhatIs(jobs=jobs), 0.0)] == [("3", "2")]
+
+    def test_the_own_job_leaves_last_and_the_least_loaded_first(self):
+        jobs = (Job(job_id="1", stage="ready", is_own=True), Job(job_id="2", stage="ready", requests=1))
+        jobs += (Job(job_id="3", stage="ready", requests=5),)
+        wanted = Wanted(least=2, most=2, count=2)
+        (one,) = reconcile(wanted, WhatIs(jobs=jobs), 0.0)
+        assert (one.action, one.jobs) == ("drain", ("2",))
+
+    def test_a_job_that_arrives_after_stop_is_ended(self):
+        wanted = Wanted(least=1, most=1, count=0, state="stopped")
+        (one,) = reconcile(wanted, WhatIs(jobs=(Job(job_id="2", stage="pending"),)), 0.0)
+        assert (one.action, one.cause, one.jobs) == ("end", "person", ("2",))
+
+    def test_what_another_program_submits_is_waited_for(self):
+        wanted = Wanted(least=1, most=1, count=1, submitting=1, submitting_at=100.0)
+        (one,) = reconcile(wanted, WhatIs(), 150.0)
+        assert one.action == "wait"
+        (one,) = reconcile(wanted, WhatIs(), 281.0)  # it has died
+        assert one.action == "submit"
+
+    def test_one_that_was_told_to_end_and_still_waits_is_told_again(self):
+        job = Job(job_id="1", stage="pending")
+        wanted = Wanted(least=0, most=0, count=0, ending=("1",))
+        (one,) = reconcile(wanted, WhatIs(jobs=(job,)), 0.0)
+        assert (one.action, one.jobs) == ("end", ("1",))
+        assert reconcile(wanted, WhatIs(jobs=(replace(job, stage="starting"),)), 0.0) == []
+
+
+@pytest.mark.parametrize(("running", "waiting", "idle"), [(0, 0, True), (1, 0, True), (2, 0, False), (0, 3, False)])
+def test_idle_is_no_request_but_one_canary(running, waiting, idle):
+    history = LoadHistory(WINDOWS, 0.0)
+    for at in range(5, 100, 5):
+        load = ReplicaLoad(running=running, waiting=waiting, under_way=waiting, counts={"gate": 7})
+        seen = history.note({"a": load}, float(at), is_coming=False)
+    assert (seen.idle_s == 90) == idle
+
+
+def test_unknown_is_not_idle():
+    history = LoadHistory(WINDOWS, 0.0)
+    for at in range(5, 100, 5):
+        seen = history.note({"a": None}, float(at), is_coming=False)
+    assert (seen.is_known, seen.idle_s) == (False, 0.0)
+
+
+def test_a_request_between_two_looks_is_seen():
+    history = LoadHistory(WINDOWS, 0.0)
+    for at in range(5, 100, 5):
+        load = ReplicaLoad(running=0, waiting=0, under_way=0, counts={"gate": at})
+        seen = history.note({"a": load}, float(at), is_coming=False)
+    assert seen.idle_s == 0.0
+
+
+def test_after_a_pause_of_the_watcher_the_times_begin_anew():
+    history = LoadHistory(WINDOWS, 0.0)
+    free = ReplicaLoad(running=0, waiting=0, under_way=0, counts={})
+    history.note({"a": free}, 5.0, is_coming=False)
+    assert history.note({"a": free}, 500.0, is_coming=False).idle_s == 0.0
+
+
+def test_the_windows_of_the_environment():
+    assert windows_of({"HPC_SERVE_ADD_AFTER_S": "2"}) == Windows(add_after_s=2.0)
+    with pytest.raises(InvalidRequestError, match="HPC_SERVE_LEAVE_AFTER_S is 'soon': it must be a number of seconds"):
+        windows_of({"HPC_SERVE_LEAVE_AFTER_S": "soon"})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    waves=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    least=st.integers(1, 3),
+    more=st.integers(0, 3),
+    per_job=st.integers(1, 3),
+    lost=st.integers(0, 5),
+)
+def test_whatever_comes_the_number_stays_within_its_bounds(waves, least, more, per_job, lost):
+    world = service(least, least + more, keep_up=True, replicas_per_job=per_job)
+    most = -(-(least + more) // per_job)
+    for place, wave in enumerate(waves):
+        world.waiting = wave
+        if place == lost:
+            world.lose(next(name for name, job in world.jobs.items() if job.is_live))
+        world.run(400)
+        here = counted(world.wanted, WhatIs(jobs=tuple(world.jobs.values())), world.now)
+        assert -(-least // per_job) <= len(here) <= most
+    world.waiting = 0
+    world.run(LIMIT_S)
+    assert world.stages().count("ready") >= -(-least // per_job)
