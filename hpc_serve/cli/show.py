@@ -23,7 +23,7 @@ from hpc_serve.printable import json_text
 if TYPE_CHECKING:
     from hpc_serve.client.engine_work import ReplicaWork
     from hpc_serve.client.replicas.status import ReplicaStatus
-    from hpc_serve.rendezvous.elastic import Elastic
+    from hpc_serve.rendezvous.wanted import Wanted
     from hpc_serve.submit.status.job_status import StatusReport
 
 _COLOURS = {
@@ -64,19 +64,22 @@ def report_json(report: StatusReport, works: Sequence[ReplicaWork]) -> dict[str,
     return {
         "services": [status_json(status, work) for status, work in zip(report.replicas, works)],
         "problems": list(report.problems),
-        "elastic": {service: _elastic_json(elastic) for service, elastic in report.elastic.items()},
+        "wanted": {service: _wanted_json(wanted) for service, wanted in report.wanted.items()},
     }
 
 
-def _elastic_json(elastic: Elastic) -> dict[str, Any]:
-    keys = dataclasses.asdict(elastic)
-    return {name: keys[name] for name in ("state", "least", "most", "idle_stop_s", "decider", "problem", "decided")}
+def _wanted_json(wanted: Wanted) -> dict[str, Any]:
+    """What is wanted, and the last decisions, under stable keys."""
+    keys = dataclasses.asdict(wanted)
+    names = ("state", "least", "most", "count", "keep_up", "idle_stop_s", "replicas_per_job", "decider", "problem")
+    decided = [{**keys, "text": one.sentence} for one, keys in zip(wanted.decided, keys["decided"])]
+    return {**{name: keys[name] for name in names}, "next_try_at": wanted.next_try_at or None, "decided": decided}
 
 
 def print_counts(report: StatusReport) -> None:
     """How many replicas are ready of each service that has several which are not over, without those that only wait to
     take over from one of them; and what its jobs decided of their number."""
-    from hpc_serve.submit.services.elastic_sentence import elastic_sentence
+    from hpc_serve.submit.services.wanted_sentence import wanted_lines
     from hpc_serve.submit.status.job_status import without_successors
 
     live = without_successors(status for status in report.replicas if not status.is_over)
@@ -84,9 +87,9 @@ def print_counts(report: StatusReport) -> None:
         if count > 1:
             ready = sum(status.service == service and status.state == "ready" for status in live)
             click.echo(f"{service}: {ready}/{count} replicas ready")
-    for service, elastic in report.elastic.items():
-        if sentence := elastic_sentence(service, elastic, live, time.time()):
-            click.echo(sentence)
+    for service, wanted in report.wanted.items():
+        for line in wanted_lines(service, wanted, live, time.time()):
+            click.echo(line)
 
 
 def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[str, Any]:

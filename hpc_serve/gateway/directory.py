@@ -18,10 +18,10 @@ from hpc_serve.errors import HpcServeError, StoreError
 from hpc_serve.gateway.answers import Refusal
 from hpc_serve.gateway.front import Front
 from hpc_serve.gateway.settings import Settings
-from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.live import LiveRecords
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
+from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 
 LOOK_S = 10.0
 AGAIN_S = 1.0
@@ -203,7 +203,7 @@ class Directory:
                 found[service] = Found(names=tuple(names), states=tuple(map(_state_of, records)))
             elif entries.unreadable:
                 unreadable.add(service)
-            elif (elastic := read_elastic_or_none(self._store, service)) and elastic.state == "asleep":
+            elif (wanted := read_wanted_or_none(self._store, service)) and wanted.state == "asleep":
                 found[service] = Found(names=self._last_names(service), states=("asleep",))
         return found, unreadable
 

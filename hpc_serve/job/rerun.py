@@ -15,13 +15,11 @@ import sys
 from collections.abc import Sequence
 
 from hpc_serve.errors import HpcServeError
-from hpc_serve.job.engine.drain import WHILE_IT_DRAINED
 from hpc_serve.job.machine.allocation import read_allocation
 from hpc_serve.job.machine.log_setup import set_up_logging
 from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
-from hpc_serve.rendezvous.successor import successor_of
 
 _log = logging.getLogger("hpc_serve.job.rerun")
 
@@ -37,15 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = ServiceStore(default_home(os.environ))
         job_id, restart = allocation.job_id, allocation.restart
         found = store.read(options.service)
-        successor = successor_of(store, options.service, job_id=job_id, replica=0)
     except HpcServeError as error:
         _log.error("whether this job shall run again is not known, so Slurm is not asked: %s", error)
         return 1
     records = [record for record in found.records if (record.job_id, record.restart) == (job_id, restart)]
     ready = {record.job_id for record in found.records if record.state == "ready"}
-    next_job = next((follower for follower in followers_of([job_id], found.submitted) if follower in ready), "")
-    if successor is not None and successor.is_submitted:
-        next_job = successor.job_id
+    # A job of a chain waits for its time; a successor that was submitted for this job comes at once.
+    at_once = {job.job_id for job in found.submitted if not job.time_limit_s and job.end is None}
+    ended = {record.job_id for record in found.records if record.is_final}
+    followers = followers_of([job_id], found.submitted)
+    next_job = next((one for one in followers if one in ready or one in at_once - ended), "")
     if why_not := why_no_rerun(records, restart=restart, most=options.most, successor=next_job):
         _log.error("Slurm is not asked to run job %s again: %s", job_id, why_not)
         return 1
@@ -78,9 +77,7 @@ def was_ready(record: EndpointRecord) -> bool:
 
 def is_worth_rerun(record: EndpointRecord) -> bool:
     """Whether a replica that had been ready failed, or its launcher was killed, and nobody had asked it to end."""
-    if not was_ready(record) or record.state in ("stopped", "draining"):
-        return False
-    return WHILE_IT_DRAINED not in (record.reason or "")
+    return was_ready(record) and record.state not in ("stopped", "draining") and not record.drain_cause
 
 
 if __name__ == "__main__":

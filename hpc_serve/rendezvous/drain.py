@@ -6,8 +6,9 @@ draining is, and how long it may take in fact, is decided by the head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from hpc_serve.errors import RecordError, StoreError
 from hpc_serve.rendezvous.fields import MAY_BE_MISSING, from_json_text, to_json_text
@@ -16,17 +17,24 @@ from hpc_serve.rendezvous.names import drain_file_name
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
 
+# slurm: before the time limit or a preemption. handover: another replica has taken over. stop: a person ends it.
+# surplus: it is not needed. unknown: the file is there and cannot be read, for example as the disk was full.
+DrainCause = Literal["slurm", "handover", "stop", "surplus", "unknown"]
+_UNKNOWN_S = 100.0  # what the batch script leaves of a notice of two minutes
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequest:
-    """Who asks, and how many seconds the requests under way may take; with 0 the replica ends at once.
+    """Who asks, why, and how many seconds the requests under way may take; with 0 the replica ends at once.
 
-    `requested_at` is seconds since the epoch by the clock of who asks. The head counts by its own.
+    The batch script writes no cause: it asks when Slurm does. `requested_at` is seconds since the epoch by the clock of
+    who asks. The head counts by its own.
     """
 
     by: str
     deadline_s: float
     requested_at: float | None = field(default=None, metadata=MAY_BE_MISSING)
+    cause: DrainCause = field(default="slurm", metadata=MAY_BE_MISSING)
 
 
 def drain_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
@@ -45,14 +53,17 @@ def ask_to_drain(path: Path, request: DrainRequest) -> None:
 
 
 def read_drain_request(path: Path) -> DrainRequest | None:
-    """What is asked; None if nothing is, or if the folder cannot be read now. Raises RecordError."""
+    """Return what is asked; None if nothing is, or if the folder cannot be read now.
+
+    A file that is empty or damaged asks for a drain, too: its writer died, or had no room on the disk.
+    """
     try:
         request = from_json_text(DrainRequest, read_private(path), source=str(path))
     except (FileNotFoundError, StoreError):
         return None
-    if request.deadline_s < 0:
-        raise RecordError(f"{path} asks for a drain of {request.deadline_s} s; remove it.")
-    return request
+    except RecordError as error:
+        return DrainRequest(by=f"an unreadable request ({error})", cause="unknown", deadline_s=_UNKNOWN_S)
+    return replace(request, deadline_s=max(0.0, request.deadline_s))
 
 
 def forget_drain_request(path: Path) -> None:

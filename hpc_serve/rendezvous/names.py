@@ -135,15 +135,6 @@ def preflight_file_name(job_id: str, restart: int, replica: int) -> str:
     return record_file_name(job_id, restart, replica).removesuffix(".json") + ".preflight"
 
 
-def successor_file_name(job_id: str, replica: int) -> str:
-    """The file that says which job takes over from that replica. It is one for all runs of a job.
-
-    >>> successor_file_name("123_4", 0)
-    '123_4-0.successor'
-    """
-    return f"{validate_job_id(job_id)}-{replica}.successor"
-
-
 def forgotten_file_name(job_id: str) -> str:
     """Return the name of the file that says that a job is not to be shown any more. An id may be Slurm's `9_[0-2]`.
 

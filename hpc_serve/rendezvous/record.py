@@ -77,7 +77,8 @@ class EndpointRecord:
     shows to whoever connects.
     `cache` says whether the engine found code that an earlier start had compiled, and where. `loading` says by which
     strategy its weights are read, and why.
-    `replica` counts the `replicas_per_job` replicas of its job from 0.
+    `replica` counts the `replicas_per_job` replicas of its job from 0. `drain_cause` says why it drains, or drained
+    (rendezvous/drain.py).
     `signs` says that the engine's gate sends signs within its answers to clients that ask for them.
     """
 
@@ -119,6 +120,7 @@ class EndpointRecord:
     replicas_per_job: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata=MAY_BE_MISSING)
     start: StartRecord | None = field(default=None, metadata=MAY_BE_MISSING)
     signs: bool = field(default=False, metadata=MAY_BE_MISSING)
+    drain_cause: str = field(default="", metadata=MAY_BE_MISSING)
     version: int = VERSION
 
     @property

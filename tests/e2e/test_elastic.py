@@ -49,9 +49,9 @@ class Seen:
     def ready(self) -> int:
         """How many replicas are ready now."""
         told = json.loads(self._alice.hpc_serve_said("status", SERVICE, "--json"))
-        elastic = told["elastic"][SERVICE]
-        self.state = elastic["state"]
-        self.decided += [one["text"] for one in elastic["decided"] if one["text"] not in self.decided]
+        wanted = told["wanted"][SERVICE]
+        self.state = wanted["state"]
+        self.decided += [one["text"] for one in wanted["decided"] if one["text"] not in self.decided]
         self.most_jobs = max(self.most_jobs, len(self.jobs()))
         return sum(one["state"] == "ready" for one in told["services"])
 
@@ -61,8 +61,8 @@ class Seen:
         return self._alice.run(*argv).stdout.splitlines()
 
 
-def start_asking(alice: User, threads: int) -> subprocess.Popen:
-    argv = [sys.executable, str(ASKING), SERVICE, str(threads)]
+def start_asking(alice: User, threads: int, service: str = SERVICE) -> subprocess.Popen:
+    argv = [sys.executable, str(ASKING), service, str(threads)]
     program = alice.cluster.popen(argv, user="alice", env=dict(alice.environ))
     assert program.stdout.readline().strip() == "connected", program.stdout.read()
     return program

@@ -123,7 +123,7 @@ def test_one_replica_loses_nothing_across_time_limits(alice, limits, minutes, lo
     everything = sorted(jobs(alice, service).values(), key=lambda one: one["started_at"] or time.time())
     for one, after in zip(in_order, everything[1:], strict=False):
         assert (one["state"], one["exit_code"]) == ("stopped", 0), one["reason"]
-        assert one["reason"].startswith(f"hpc-serve keep-up: job {after['job_id']} has taken over"), one["reason"]
+        assert one["reason"].startswith(f"hpc-serve: job {after['job_id']} has taken over"), one["reason"]
         begun, end = times(alice, one["job_id"])
         overlap_s, start_s = end - times(alice, after["job_id"])[0], after["measured"]["start_s"]
         rows.append(
@@ -151,6 +151,11 @@ def queue_of(alice: User) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
+def problem_of(alice: User, service: str) -> str:
+    """What `status` says of the last job that was added and failed."""
+    return json.loads(alice.hpc_serve_said("status", service, "--json"))["wanted"][service]["problem"]
+
+
 def batch_log(alice: User, service: str, job_id: str) -> str:
     return (alice.home / ".hpc-serve" / "services" / service / "logs" / f"{job_id}.log").read_text()
 
@@ -171,12 +176,8 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     assert waiting == f"{int(first) + 1}_0"
     assert re.search(rf"successor +{waiting} pending", alice.hpc_serve_said("status", service))
     alice.cancel(waiting)
-    sentence = wait_for(
-        lambda: (said := jobs(alice, service)[first]["successor"]) and "trying again at" in said and said,
-        180,
-        what="a successor that is tried again",
-    )
-    assert str(sentence).startswith(waiting), sentence
+    sentence = wait_for(lambda: problem_of(alice, service), 180, what="a successor that is tried again")
+    assert str(sentence).startswith(f"job {waiting}, which was added, "), sentence
     again = wait_for(successor, 180, what="another successor")
     assert again != waiting
     alice.hpc_serve_said("stop", service)
@@ -184,7 +185,7 @@ def test_a_successor_that_fails_is_tried_again_and_stop_ends_the_chain(alice):
     assert ends.pop(waiting) in ("stopped", "failed")  # Slurm forgets a task that waited as it is cancelled
     assert set(ends.values()) == {"stopped"}
     wait_for(lambda: queue_of(alice) == "", 180, what="an empty queue")
-    assert "submitted the successor" in batch_log(alice, service, first)
+    assert f"submitted 1 {first}: the time limit of {first} comes" in batch_log(alice, service, first)
     alice.wait_until_gone(first)
     assert not list(Path(alice.home / ".hpc-serve" / "services" / service).glob("*.drain"))
 

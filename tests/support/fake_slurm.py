@@ -5,8 +5,10 @@ They answer in the words of a real Slurm (slurm_outputs/); the real one itself i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from hpc_serve.rendezvous.user import user_name
 
@@ -56,9 +58,10 @@ def _line(
     nodes: str = "n1",
     run_time: str = "0:10",
     partition: str = "gpu",
+    time_left: str = "1:00:00",
 ) -> str:
     begin_and_end = "N/A|N/A" if state == "PENDING" else "2026-11-21T05:04:02|2026-11-21T05:09:02"
-    times = f"{begin_and_end}|1:00:00|{run_time}|2026-11-21T05:04:00"
+    times = f"{begin_and_end}|{time_left}|{run_time}|2026-11-21T05:04:00"
     return f"{job_id}|{state}|{reason}|{nodes}|{times}|me|{partition}|{name}\n"
 
 
@@ -83,9 +86,13 @@ class FakeSlurm:
         name: str = "hpc-serve-x",
         run_time: str = "0:10",
         partition: str = "gpu",
+        time_left: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """What squeue lists of jobs that wait or run: (job id, state, reason)."""
-        lines = (_line(*job, name=name, run_time=run_time, partition=partition) for job in jobs)
+        """What squeue lists of jobs that wait or run: (job id, state, reason); with another time left than an hour."""
+        lines = (
+            _line(*job, name=name, run_time=run_time, partition=partition, time_left=time_left.get(job[0], "1:00:00"))
+            for job in jobs
+        )
         (self._folder / "queue").write_text("".join(lines))
 
     def name_in_queue(self, job_id: str, name: str) -> None:

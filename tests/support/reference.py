@@ -17,10 +17,9 @@ from hpc_serve.cli import main
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.rendezvous import record
 from hpc_serve.rendezvous.drain import DrainRequest
-from hpc_serve.rendezvous.elastic import Decision, Elastic
 from hpc_serve.rendezvous.fields import field_types
 from hpc_serve.rendezvous.preflight import PreflightReport, Verdict
-from hpc_serve.rendezvous.successor import Successor
+from hpc_serve.rendezvous.wanted import Decision, Wanted
 from hpc_serve.submit.request.environment import JobSettings, variable_of
 from hpc_serve.submit.site.site import SiteProfile
 from hpc_serve.variables import VARIABLES, Variable
@@ -48,7 +47,7 @@ RECORDS = (
         record.SubmittedJob,
         record.JobEnd,
     ),
-    *(DrainRequest, Successor, Elastic, Decision, PreflightReport, Verdict),
+    *(DrainRequest, Wanted, Decision, PreflightReport, Verdict),
 )
 
 

@@ -13,7 +13,7 @@ PAGES = tuple(str(path.relative_to(CHECKOUT)) for path in sorted(CHECKOUT.glob("
 DESIGN = ("ARCHITECTURE.md", *(page for page in PAGES if page.startswith("docs/design/")))
 # A file or a room below hpc_serve/.
 OF_THE_CODE = re.compile(r"`([\w/]+\.(?:py|json)|[a-z_]+(?:/[a-z_]+)*/)`")
-WRITTEN_WHEN_IT_RUNS = {"service.json", "start_times.json", "elastic.json", "config.json"}
+WRITTEN_WHEN_IT_RUNS = {"service.json", "start_times.json", "wanted.json", "config.json"}
 LINK = re.compile(r"\]\(([^)#:\s]+)[^)\s]*\)")
 
 

@@ -30,8 +30,6 @@ PURE = (
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.request.bounds",
     "hpc_serve.submit.request.chain",
-    "hpc_serve.submit.services.elastic",
-    "hpc_serve.submit.services.handover",
     "hpc_serve.submit.services.load",
     "hpc_serve.submit.services.reconcile",
     "hpc_serve.submit.plans.planned_speed",

@@ -9,6 +9,7 @@ import click
 
 from hpc_serve.cli.complete import service_names
 from hpc_serve.cli.values import Duration, Replicas
+from hpc_serve.errors import StoreError
 from hpc_serve.rendezvous.store import ServiceStore, own_store
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def stop_command(
     a job of another HPC_SERVE_HOME, give its JOB and --now.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.services.service_bounds import note_stop_of
+    from hpc_serve.submit.services.want import end_what_comes, want_stop_of
     from hpc_serve.submit.status.status_reader import elsewhere_sentence, find_report, replicas_here
 
     if not targets and not replicas:
@@ -66,8 +67,14 @@ def stop_command(
         live = [status for status in found if not status.is_over]
         if not live:
             click.echo(f"{target} is not running.", err=as_json)
-        note_stop_of(store, found)
+        try:
+            want_stop_of(store, found)
+        except StoreError as error:
+            click.echo(f"{error} The jobs are ended all the same.", err=True)
         ended += _stop(store, found, timeout_s=timeout, drain_s=0.0 if now else drain, err=as_json)
+        for service in dict.fromkeys(status.service for status in found):
+            for job_id in end_what_comes(store, service):
+                click.echo(f"{service} (job {job_id}), which was being submitted, is ended.", err=as_json)
         for status in foreign:
             click.echo(elsewhere_sentence(store, status), err=as_json)
     if as_json:
@@ -106,8 +113,7 @@ def scale_command(service: str, replicas: tuple[int, int | None], drain: float, 
     was submitted with --replicas MIN:MAX or --idle-stop.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.services.scale import scale
-    from hpc_serve.submit.services.service_bounds import set_bounds
+    from hpc_serve.submit.services.want import scale, set_bounds
     from hpc_serve.submit.status.status_reader import find_report, replicas_here
 
     def say(status: ReplicaStatus) -> None:
@@ -147,7 +153,7 @@ def wake_command(service: str, as_json: bool) -> None:
     They are submitted with the script of its last submission. Nothing is done while replicas wait, start or serve.
     """
     from hpc_serve.cli import show
-    from hpc_serve.submit.services.wake import wake
+    from hpc_serve.submit.services.want import wake
 
     woken = wake(own_store(), service)
     if as_json:

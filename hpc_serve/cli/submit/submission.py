@@ -65,7 +65,7 @@ def submission_text(
     keeps_up: bool = False,
 ) -> str:
     """What was submitted, and what to type next."""
-    from hpc_serve.submit.services.elastic_sentence import bounds_sentence
+    from hpc_serve.submit.services.wanted_sentence import bounds_sentence
 
     job, plan = submission.job, submission.plan
     layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
@@ -77,10 +77,13 @@ def submission_text(
     per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""
     each = f"{count} replicas{per_job}, each " if count > 1 else ""
     chain = [one.job_id for one in submission.jobs if one.predecessor]
+    wanted = submission.wanted
+    follows_load = wanted is not None and (wanted.least < wanted.most or wanted.idle_stop_s is not None)
+    what = "is there already, as" if submission.is_there else "submitted as"
     lines = [
-        f"{job.service}: submitted as job {submission.job_id} ({each}{machines}, {layout})",
+        f"{job.service}: {what} job {submission.job_id} ({each}{machines}, {layout})",
         f"  model   {job.model}",
-        *([f"  replicas {bounds_sentence(submission.elastic)}"] if submission.elastic is not None else []),
+        *([f"  replicas {bounds_sentence(wanted)}"] if wanted is not None and follows_load else []),
         *(["  keeps up across time limits: each job submits the next before its own ends"] if keeps_up else []),
         *([f"  ahead   {len(chain)} jobs take over in time: {', '.join(chain)}"] if chain else []),
         *([f"  queue   {queue}"] if (queue := _queue_words(own)) else []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class WaitPolicy:
             raise InvalidRequestError(f"wait is {wait!r}: give seconds (600), True for as long as it takes, or None.")
         self._clock = clock
         self._wait_s = 0.0 if not wait else math.inf if wait is True else float(wait)
-        self._since_s = clock()
+        self._since_s = self._absent_since_s = clock()
         self._was_coming = False
         self._unreadable_since_s: float | None = None
 
@@ -46,8 +47,8 @@ class WaitPolicy:
         self._unreadable_since_s = None
         if not self.waits:
             raise ServiceNotFoundError(not_found(status, list_services()))
-        waited_s = self._clock() - self._since_s
-        if not status.is_coming and (self._was_coming or waited_s >= min(ABSENT_GRACE_S, self._wait_s)):
+        waited_s, absent_s = self._clock() - self._since_s, self._clock() - self._absent_since_s
+        if not status.is_coming and (self._was_coming or absent_s >= min(ABSENT_GRACE_S, self._wait_s)):
             if status.newest_failure is not None:
                 raise ServiceFailedError(
                     f"{status.service} {summary(status)}. See more: hpc-serve logs {status.service}"
@@ -62,6 +63,12 @@ class WaitPolicy:
         is_starting = any(replica.state == "starting" for replica in status.replicas)
         step_s = min(STEP_S, STARTING_STEP_S) if is_starting else STEP_S
         return min(step_s, self._wait_s - waited_s)
+
+    def expect(self) -> None:
+        """The service was woken, or is being submitted: its job may be seen later. What was seen before is not held
+        against it."""
+        self._absent_since_s = self._clock()
+        self._was_coming = False
 
     def step_after_s(self, error: StoreError) -> float:
         """Seconds until a store that could not be read should be read again. Raises the error if it stays so."""
@@ -79,6 +86,11 @@ def _may_pass(error: StoreError) -> bool:
     return isinstance(error.__cause__ or error.__context__, OSError)
 
 
+def _may_sleep(status: ServiceStatus) -> bool:
+    """Whether nothing is known to come but jobs that published nothing, which may have ended."""
+    return all(replica.state == "pending" for replica in status.replicas if replica.is_coming)
+
+
 def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
     """Return once a ready replica is known; a service that is asleep is woken, if the watch's `waker` may.
 
@@ -94,8 +106,8 @@ def wait_for_replica(watch: ServiceWatch, policy: WaitPolicy) -> None:
             continue
         if status.ready:
             return
-        if not status.is_coming:
-            watch.waker.wake_if_asleep()
+        if _may_sleep(status) and watch.waker.wake_if_asleep(is_pending=status.is_coming):
+            policy.expect()
         time.sleep(policy.next_step_s(status, lambda: discover_services(watch.store)))
 
 
@@ -114,7 +126,9 @@ async def wait_for_replica_async(watch: ServiceWatch, policy: WaitPolicy) -> Non
             continue
         if status.ready:
             return
-        if not status.is_coming:
-            await anyio.to_thread.run_sync(watch.waker.wake_if_asleep)
+        if _may_sleep(status):
+            wake = functools.partial(watch.waker.wake_if_asleep, is_pending=status.is_coming)
+            if await anyio.to_thread.run_sync(wake):
+                policy.expect()
         step_s = await anyio.to_thread.run_sync(policy.next_step_s, status, lambda: discover_services(watch.store))
         await anyio.sleep(step_s)

@@ -14,12 +14,14 @@ import time
 
 from hpc_serve.client.replicas.fork import renew_after_fork
 from hpc_serve.errors import ServiceAsleepError
-from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 
 # Python imports nothing from the folder it is started in: others may write to it. Python 3.10 has no option for that.
 _PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from hpc_serve.cli.main import main; main()"
-_TIMEOUT_S = 180.0  # sbatch is given a minute, and reading how the service is may wait for Slurm as well
+_LOOK_AGAIN_S = 60.0
+_TIMEOUT_S = 400.0  # sbatch is given a minute, and reading how the service is may wait for Slurm as well
 
 
 class Waker:
@@ -36,36 +38,34 @@ class Waker:
         """In a forked process a thread that is not there may hold the lock."""
         self._lock = threading.Lock()
 
-    def wake_if_asleep(self) -> None:
-        """Have the service woken if its file says that it is asleep.
+    def wake_if_asleep(self, *, is_pending: bool = False) -> bool:
+        """Have the service woken if its file says that it is asleep; whether it is coming, as far as that tells.
 
-        Raises ServiceAsleepError if this client may not wake it, or if it could not be woken.
+        Where jobs wait that published nothing (`is_pending`), Slurm may know that they ended: the service is looked
+        after then, once a minute. Raises ServiceAsleepError if it may not, or could not, be woken.
         """
-        if (why := self._why_asleep()) is None:
-            return
+        found = read_wanted_or_none(self._store, self._service)
+        if (why := _why_asleep(found)) is None:
+            if found is None or found.state != "awake":
+                return False
+            if is_pending and self._may_wake and abs(time.time() - found.looked_at) > _LOOK_AGAIN_S:
+                return self._wake_once()
+            return found.is_submitting(time.time())
         name = self._service
         if not self._may_wake:
             raise ServiceAsleepError(
                 f"{name} is asleep{why}. Wake it: connect({name!r}, wait=600, wake=True), or `hpc-serve wake {name}`."
             )
+        return self._wake_once()
+
+    def _wake_once(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return True  # another thread is at it
         try:
-            if self._why_asleep() is not None:
-                self._wake()
+            self._wake()
         finally:
             self._lock.release()
-
-    def _why_asleep(self) -> str | None:
-        found = read_elastic_or_none(self._store, self._service)
-        if found is None:
-            return None
-        died = found.state == "awake" and found.submitting and not found.is_submitting(time.time())
-        if died:
-            return ": the program that woke it submitted nothing"
-        if found.state != "asleep":
-            return None
-        return f": {found.decided[-1].text}" if found.decided else ""
+        return True
 
     def _wake(self) -> None:
         argv = [sys.executable, "-c", _PROGRAM, "wake", self._service]
@@ -86,3 +86,14 @@ class Waker:
         if done.returncode != 0:
             said = done.stderr.strip().removeprefix("error: ")
             raise ServiceAsleepError(f"{self._service} is asleep, and was not woken: {said}")
+
+
+def _why_asleep(found: Wanted | None) -> str | None:
+    """Why the service sleeps, for people; None: it does not."""
+    if found is None:
+        return None
+    if found.state == "awake" and found.submitting and not found.is_submitting(time.time()):
+        return ": the program that woke it submitted nothing"
+    if found.state != "asleep":
+        return None
+    return f": {found.decided[-1].why}" if found.decided else ""

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpc_serve.errors import RecordError
 from hpc_serve.job.engine.health import EngineAddress, requests_under_way
 from hpc_serve.job.machine.process import Child
 from hpc_serve.job.run.outcome import Outcome, RunEnd
@@ -30,19 +29,16 @@ WHILE_IT_DRAINED = "while it drained"
 
 async def follow_drain_requests(path: Path, run_end: RunEnd) -> None:
     """End the run, after a drain, when somebody asks for it in the file `path`; at once when no time is left for it."""
-    last: DrainRequest | None = None
-    complaint = ""
+    before: DrainRequest | None = None
+    followed: DrainRequest | None = None
     while True:
-        try:
-            request = await asyncio.to_thread(read_drain_request, path)
-        except RecordError as error:
-            request = None
-            if str(error) != complaint:  # a file that is being written is whole at the next look
-                complaint = str(error)
-                _log.warning("a request to drain is not followed: %s", error)
-        if request is not None and request != last:
-            last = request
-            run_end.stop(request.by, drain_s=request.deadline_s)
+        request = await asyncio.to_thread(read_drain_request, path)
+        # A file that is being written is whole at the next look.
+        is_whole = request is not None and (request.cause != "unknown" or request == before)
+        before = request
+        if request is not None and is_whole and request != followed:
+            followed = request
+            run_end.stop(request.by, drain_s=request.deadline_s, cause=request.cause)
         await asyncio.sleep(_REQUEST_INTERVAL_S)
 
 
@@ -63,7 +59,13 @@ class Drain:
         """Drain for `stop.drain_s` seconds at most; returns how the run ended."""
         _log.info("draining for %.0f s at most: %s", stop.drain_s, stop.reason)
         self._ends_by_itself = self.run_end.was_signalled  # Slurm has signalled the engine as well
-        self.keeper.update(state="draining", stage="finishing requests", progress=None, reason=stop.reason)
+        self.keeper.update(
+            state="draining",
+            stage="finishing requests",
+            progress=None,
+            reason=stop.reason,
+            drain_cause=stop.drain_cause,
+        )
         try:
             self.gate_file.touch()
         except OSError as error:  # others may have filled the node's /tmp; clients leave a record that is draining

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.drain import DrainCause
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ KILL_WAIT_S = 30.0
 class Outcome:
     """How a replica ended: stopped on purpose (`failed_part` is None), or the part that failed and its last lines.
 
-    `drain_s` is how long the requests under way may take before a stop.
+    `drain_cause` says why it drains, `drain_s` is how long the requests under way may take before a stop.
     """
 
     reason: str
@@ -38,6 +39,7 @@ class Outcome:
     failed_part: str | None = None
     last_log_lines: tuple[str, ...] = ()
     drain_s: float = 0.0
+    drain_cause: DrainCause = "slurm"
 
     @property
     def is_failure(self) -> bool:
@@ -114,12 +116,12 @@ class RunEnd:
         else:
             self.stop(reason, drain_s=drain_s_after_signal(self._kill_wait_s))
 
-    def stop(self, reason: str, *, drain_s: float = 0.0) -> None:
+    def stop(self, reason: str, *, drain_s: float = 0.0, cause: DrainCause = "slurm") -> None:
         """End the run after a drain of `drain_s` seconds at most. With 0, one that has begun ends as well."""
         self._stopped.set()
         if self._decided.done() and drain_s == 0:
             self._interrupt(None)
-        self._decide(Outcome(reason=reason, exit_code=0, drain_s=drain_s))
+        self._decide(Outcome(reason=reason, exit_code=0, drain_s=drain_s, drain_cause=cause))
 
     async def fail(self, outcome: Outcome) -> None:
         """Report a failure. It counts unless a stop follows within a second; it interrupts a drain."""

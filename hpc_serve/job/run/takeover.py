@@ -46,7 +46,8 @@ def drain_predecessors(store: ServiceStore, own: EndpointRecord, *, now: Callabl
     Raises StoreError, RecordError.
     """
     found = store.read(own.service)
-    earlier = {job.job_id: job for job in predecessors_of(own.job_id, found.submitted)}
+    before = predecessors_of(own.job_id, found.submitted)
+    earlier = {job.job_id: job for job in before if job.time_limit_s}  # of others, the reconciler knows the end
     last = {
         record.job_id: record
         for record in sorted(found.records, key=lambda record: record.restart)
@@ -59,6 +60,6 @@ def drain_predecessors(store: ServiceStore, own: EndpointRecord, *, now: Callabl
         ends_at = record.started_at + earlier[record.job_id].time_limit_s
         deadline_s = max(1.0, ends_at - now() - _WAY_DOWN_S)
         by = f"hpc-serve chain: job {own.job_id} has taken over"
-        ask_to_drain(path, DrainRequest(by=by, deadline_s=deadline_s, requested_at=now()))
+        ask_to_drain(path, DrainRequest(by=by, cause="handover", deadline_s=deadline_s, requested_at=now()))
         _log.info("job %s was asked to drain: this one has taken over", record.job_id)
     return bool(earlier)

@@ -6,7 +6,7 @@ and a job that is ready asks those before it to drain (job/run/takeover.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.submit.request.bounds import shown_time
@@ -23,9 +23,8 @@ def check_chain(
     *,
     notice_s: float,
     cluster: str,
-    asked: Mapping[str, object],
 ) -> None:
-    """Raises InvalidRequestError for a chain that cannot be. `asked` are options that do not go with one.
+    """Raises InvalidRequestError for a chain that cannot be.
 
     A job takes no new requests from `notice_s` before its time limit.
     """
@@ -37,11 +36,6 @@ def check_chain(
         raise InvalidRequestError(f"--chain is {length}: at most {_MOST} jobs are submitted ahead.")
     if cluster == "local":
         raise InvalidRequestError("--chain is for jobs with a time limit; leave it out with --cluster local.")
-    for option in [option for option, value in asked.items() if value]:
-        raise InvalidRequestError(
-            f"--chain {length} and {option} do not go together: with --chain no job submits another. "
-            "Leave one of them out."
-        )
     if limit_s is None:
         raise InvalidRequestError("--chain needs the time limit of each job: add --time, or `time` to the site file.")
     begins_after_min(limit_s, overlap_s)

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hpc_serve.errors import InvalidRequestError
-
-_JOBS_OF_ONE = (
-    "Leave --replicas-per-job out: with --no-exclusive, --replicas N is jobs of one replica each, of which Slurm may "
-    "put several on a node"
-)
-_NOT_TOGETHER = {
-    "--keep-up": "each replica hands over for itself, and those of one job have one time limit",
-    "--replicas MIN:MAX": "whole jobs are added and leave, one replica at a time",
-    "--idle-stop": "each job looks after one replica",
-    "--port": "engines on one node need ports of their own",
-}
-_CURES = dict.fromkeys(("--keep-up", "--replicas MIN:MAX", "--idle-stop"), _JOBS_OF_ONE)
 
 
 def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *, is_local: bool) -> None:
@@ -41,11 +27,10 @@ def check_replicas(replicas: int | None, per_job: int, num_nodes: int | None, *,
         )
 
 
-def check_shared_job(per_job: int, asked: Mapping[str, object]) -> None:
-    """Raises InvalidRequestError if one of the options in `asked` has a value, and a job has several replicas."""
-    for option, value in asked.items():
-        if value and per_job > 1:
-            raise InvalidRequestError(
-                f"{option} and --replicas-per-job {per_job} do not go together: {_NOT_TOGETHER[option]}. "
-                f"{_CURES.get(option, 'Leave one of them out')}."
-            )
+def check_shared_port(per_job: int, port: str | None) -> None:
+    """Raises InvalidRequestError if the replicas of one job shall all have one port."""
+    if port and per_job > 1:
+        raise InvalidRequestError(
+            f"--port and --replicas-per-job {per_job} do not go together: engines on one node need ports of their own. "
+            "Leave one of them out."
+        )

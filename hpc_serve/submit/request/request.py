@@ -19,7 +19,7 @@ from hpc_serve.submit.request.chain import check_chain
 from hpc_serve.submit.request.environment import Environment, JobSettings
 from hpc_serve.submit.request.job_env import check_env
 from hpc_serve.submit.request.option import option
-from hpc_serve.submit.request.replicas import check_replicas, check_shared_job
+from hpc_serve.submit.request.replicas import check_replicas, check_shared_port
 from hpc_serve.submit.request.sbatch_options import SlurmOptions, check_choice, check_directive
 from hpc_serve.vllm.allowed import OVERRULE, check_arguments
 from hpc_serve.vllm.arguments import read_arguments, value_of
@@ -221,10 +221,10 @@ class ServeRequest:
         check_choice("cluster", self.cluster, Cluster)
         if self.cluster == "local" and self.environment.kind == "pyxis":
             raise InvalidRequestError("pyxis is a part of Slurm: with --cluster local name a venv, or another runtime.")
-        check_replicas(self.replicas, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
-        port = value_of(read_arguments(self.engine_args), "--port")
+        exact = self.replicas if self.max_replicas is None else None  # bounds are rounded up to whole jobs
+        check_replicas(exact, self.replicas_per_job, self.num_nodes, is_local=self.cluster == "local")
+        check_shared_port(self.replicas_per_job, value_of(read_arguments(self.engine_args), "--port"))
         asked = {"--keep-up": self.keep_up, "--replicas MIN:MAX": self.max_replicas, "--idle-stop": self.idle_stop_s}
-        check_shared_job(self.replicas_per_job, {"--port": port} | asked)
         for name in [name for name, value in asked.items() if value]:
             check_jobs_can_submit(
                 name,
@@ -238,7 +238,6 @@ class ServeRequest:
             self.slurm.time_limit_s,
             notice_s=self.slurm.notice_s or 0,
             cluster=self.cluster,
-            asked=asked,
         )
         check_env(self.env)
         check_arguments(self.engine_args, allow_unknown=self.allow_unknown_vllm_options)

@@ -79,6 +79,7 @@ def _replicas(per_job: int) -> dict[str, Any]:
         "indices": Checked(" ".join(map(str, range(per_job)))),
         "which_replica": Checked(f' --replica "$replica/{per_job}"' if several else ""),
         "of_replica": Checked(" of replica $replica" if several else ""),
+        "own_replica": Checked(' --replica "$replica"' if several else ""),
         "run_log": Checked("$HPC_SERVE_JOB_ID-$replica" if several else "$HPC_SERVE_JOB_ID"),
     }
 
@@ -103,7 +104,7 @@ def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
 
 def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
     """How many jobs are submitted for them."""
-    return replicas_of(request, plan) // request.replicas_per_job
+    return -(-replicas_of(request, plan) // request.replicas_per_job)
 
 
 def devices_per_node(plan: ServePlan) -> int:

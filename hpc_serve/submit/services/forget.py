@@ -20,7 +20,7 @@ def forget(store: ServiceStore, found: Sequence[ReplicaStatus]) -> tuple[str, ..
     """
     report = read_status(store)
     for service in dict.fromkeys(status.service for status in found):
-        if service in report.elastic and report.elastic[service].state == "asleep":
+        if service in report.wanted and report.wanted[service].state == "asleep":
             raise InvalidRequestError(
                 f"{service} is asleep, and its jobs are what `hpc-serve wake {service}` submits again: "
                 f"hpc-serve stop {service} first."

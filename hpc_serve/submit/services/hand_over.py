@@ -1,4 +1,5 @@
-"""Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it.
+"""Hands the script of a job to sbatch, or to this machine, and writes down which jobs came of it; or hands over one
+that was submitted before.
 
 A step that fails ends the jobs that were handed over before it. What is in the script is decided in `services`.
 """
@@ -7,21 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_serve.errors import SubmissionRefusedError
-from hpc_serve.rendezvous.files import make_private_folder
-from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError
+from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.files import make_private_folder, read_private
+from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore
 from hpc_serve.submit.request.chain import begins_after_min
-from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import process_start_time
-from hpc_serve.submit.slurm.slurm import after_start_option, array_options, batch_log_option
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
+from hpc_serve.submit.status.status_reader import scheduled_job
+
+if TYPE_CHECKING:
+    from hpc_serve.submit.request.request import ServeRequest
 
 
 def start_locally(
@@ -61,7 +69,7 @@ def submit_to_slurm(
 
     if anew:
         options = [*options, *array_options(count), batch_log_option(log_dir, is_array=True)]
-        job = dataclasses.replace(job, predecessor="", time_limit_s=0.0)
+        job = dataclasses.replace(job, time_limit_s=0.0)
     done = executor.submit_to_slurm(script, _scripts(store, job.service), options)
     is_array = anew or count > 1
     job_ids = [f"{done.job_id}_{task}" for task in range(count)] if is_array else [done.job_id]
@@ -122,3 +130,45 @@ def ended_if_it_fails(job_ids: Iterable[str], job: SubmittedJob) -> Iterator[Non
 
 def _scripts(store: ServiceStore, service: str) -> Path:
     return make_private_folder(store.service_dir(service) / "scripts")
+
+
+def add_jobs(store: ServiceStore, service: str, count: int, *, predecessor: str = "") -> tuple[SubmittedJob, ...]:
+    """Submit `count` more jobs of a service, with the script and the log folder of the last job, or of `predecessor`.
+
+    They take over from `predecessor`, if there is one. Raises HpcServeError of every kind; InvalidRequestError if there
+    is no script of `submit`.
+    """
+    ours = [job for job in store.read_submitted(service) if job.cluster == "slurm"]
+    ours = [job for job in ours if job.job_id == predecessor] or ours
+    last = max(ours, key=lambda job: job.submitted_at, default=None)
+    if last is None or not last.script or not Path(last.script).exists():
+        raise InvalidRequestError(
+            f"There is no script of `hpc-serve submit` for {service} to submit again: it was started by hand, "
+            "on this machine alone, or its files are gone. Start replicas as you started the first."
+        )
+    with claimed(store, service, last.model):
+        script, log_dir = read_private(Path(last.script)), Path(str(last.log_path)).parent
+        job = dataclasses.replace(last, predecessor=predecessor)
+        return submit_to_slurm(store, job, script, log_dir, count=count, anew=True)[1]
+
+
+@contextlib.contextmanager
+def claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
+    """Hold the service's name for this model; if what is done under it fails, the name is free as before."""
+    is_over = functools.partial(_is_over, store=store, slurm=SchedulerView())
+    store.sweep(service, is_over=is_over)
+    with contextlib.ExitStack() as undo:
+        claim(store, service, model, is_over=is_over)
+        undo.callback(release, store, service, model)
+        store.ensure_api_key(service)
+        yield
+        undo.pop_all()
+
+
+def _is_over(entry: JobEntry, *, store: ServiceStore, slurm: SchedulerView) -> bool:
+    """Whether the job that holds a service's name is over, by asking the scheduler."""
+    submitted = {job.job_id: job for job in store.read_submitted(entry.service)}
+    job = scheduled_job(entry, submitted.get(entry.job_id), slurm)
+    if job is not None and job.state == UNKNOWN and isinstance(entry, EndpointRecord):
+        return time.time() - entry.updated_at > ABANDONED_AFTER_S
+    return job is None or job.is_over

@@ -22,6 +22,7 @@ JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"
 
 _START_FACTOR = 1.2  # starts of one service differ by how busy the filesystem is
 _MARGIN_S = 60.0  # sbatch's manual: the notice of --signal may come up to a minute early
+_AGAIN_S = 4.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 _WINDOWS = Windows()
 _SPARE = 0.8  # the others shall have room for what differs from one window to the next
@@ -140,8 +141,6 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
             wanted = replace(wanted, failures=0, problem="", next_try_at=0.0)
         elif job is not None and job.job_id not in wanted.ending and wanted.state == "awake":
             wanted = failed(wanted, f"job {job_id}, which was added, {job.why_over}", now)
-    if wanted.problem and any(jobs[one].stage == "ready" for one in wanted.coming if one in jobs):
-        wanted = replace(wanted, problem="", next_try_at=0.0)
     return replace(wanted, ending=tuple(one for one in wanted.ending if one in jobs and jobs[one].is_live))
 
 
@@ -154,15 +153,15 @@ def failed(wanted: Wanted, problem: str, now: float) -> Wanted:
 def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _WINDOWS) -> list[Decision]:
     """What to do now, in order, and why. Empty: all is as wanted."""
     if wanted.state != "awake":
-        return _end_all(wanted, what_is)
+        return _end_all(wanted, what_is, now)
     here = counted(wanted, what_is, now)
     decided = _move(wanted, what_is, here, windows)
     if decided is not None and decided.count == 0:
-        return [decided, *_end_all(after(wanted, [decided], now), what_is)]
+        return [decided, *_end_all(after(wanted, [decided], now), what_is, now)]
     count = decided.count if decided is not None else wanted.count
     found = [decided] if decided is not None else []
     found += _hand_over(wanted, what_is, here, count, now)
-    found += _again(wanted, what_is)
+    found += _again(wanted, what_is, now)
     have = sum(job.replicas for job in here)
     cause: Cause = decided.cause if decided is not None else "missing"
     if have < count:
@@ -176,25 +175,26 @@ def _ends(job: Job, wanted: Wanted, now: float) -> bool:
     return wanted.keep_up and now >= job.due_at(wanted.notice_s)
 
 
-def _end_all(wanted: Wanted, what_is: WhatIs) -> list[Decision]:
+def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     cause: Cause = "idle" if wanted.state == "asleep" else "person"
     why = next((one.why for one in reversed(wanted.decided) if one.action == "count"), f"the service is {wanted.state}")
     live = [job for job in what_is.jobs if job.is_live and job.stage != "draining"]
-    draining = tuple(job.job_id for job in live if job.stage == "ready")
-    ending = tuple(job.job_id for job in live if job.stage != "ready" and _may_be_told(job, wanted))
+    draining = tuple(job.job_id for job in live if job.stage == "ready" and job.job_id not in wanted.ending)
+    ending = tuple(job.job_id for job in live if job.stage != "ready" and _may_be_told(job, wanted, now))
     found = [Decision(action="drain", cause=cause, why=why, jobs=draining)] if draining else []
     return found + ([Decision(action="end", cause=cause, why=why, jobs=ending)] if ending else [])
 
 
-def _again(wanted: Wanted, what_is: WhatIs) -> list[Decision]:
+def _again(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
     """Tell jobs again that were told to end, and still wait in the queue."""
-    jobs = tuple(job.job_id for job in what_is.jobs if job.job_id in wanted.ending and job.stage == "pending")
+    told = [job for job in what_is.jobs if job.job_id in wanted.ending and job.stage == "pending"]
+    jobs = tuple(job.job_id for job in told if _may_be_told(job, wanted, now))
     return [Decision(action="end", cause="surplus", why="it was told to end, and waits", jobs=jobs)] if jobs else []
 
 
-def _may_be_told(job: Job, wanted: Wanted) -> bool:
-    """Whether to tell a job to end: not a second time, but where it still waits in the queue."""
-    return job.job_id not in wanted.ending or job.stage == "pending"
+def _may_be_told(job: Job, wanted: Wanted, now: float) -> bool:
+    """Whether to tell a job to end: a second time only where it still waits in the queue, and after a while."""
+    return job.job_id not in wanted.ending or (job.stage == "pending" and now - wanted.looked_at >= _AGAIN_S)
 
 
 # -- how many
@@ -250,7 +250,7 @@ def _submit(
         return [Decision(action="wait", cause="failed", why=f"{wanted.problem}; the next try waits")]
     missing = count - have
     ending = [job for job in what_is.jobs if job.is_live and _ends(job, wanted, now)]
-    followed = {job.predecessor for job in what_is.jobs if job.is_live}
+    followed = {job.predecessor for job in what_is.jobs if job.is_live and job.stage != "draining"}
     leaving = [job for job in ending if job.job_id not in followed][: -(-missing // wanted.replicas_per_job)]
     if leaving and not why:
         names = ", ".join(job.job_id for job in leaving)
@@ -265,17 +265,24 @@ def _submit(
 def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int, now: float) -> list[Decision]:
     """Let those drain whose time limit comes, and in whose place others are ready."""
     ready = sum(job.replicas for job in here if job.stage == "ready")
+    serving = [job for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending]
+    followed = {job.predecessor: job.job_id for job in serving if job.predecessor}
+    found = [
+        Decision(action="drain", cause="handover", why=f"job {followed[job.job_id]} has taken over", jobs=(job.job_id,))
+        for job in serving
+        if job.job_id in followed
+    ]
+    if found:
+        return found
     ending = [job for job in what_is.jobs if job.stage == "ready" and _ends(job, wanted, now)]
     ending = sorted((job for job in ending if job.job_id not in wanted.ending), key=lambda job: job.ends_at or 0.0)
     spare = ready + sum(job.replicas for job in ending) - count
-    found = []
     for job in ending:
         if ready == 0 or spare < job.replicas:
             break
         spare -= job.replicas
-        follower = next((one.job_id for one in here if one.predecessor == job.job_id), "")
-        who = f"job {follower} has taken over" if follower else "the others serve, and its time limit comes"
-        found.append(Decision(action="drain", cause="handover", why=who, jobs=(job.job_id,)))
+        why = "the others serve, and its time limit comes"
+        found.append(Decision(action="drain", cause="handover", why=why, jobs=(job.job_id,)))
     return found
 
 
@@ -283,7 +290,9 @@ def _spare(wanted: Wanted, here: Sequence[Job], count: int, have: int, decided: 
     """Those that can best be spared: what comes before what serves, the least loaded, the newest; the own job last."""
     newest_first = list(reversed(here))
     order = sorted(newest_first, key=lambda job: (job.is_own, _SPARED_FIRST.index(job.stage), job.requests))
-    over, coming, serving = have - count, [], []
+    over = have - count
+    coming: list[str] = []
+    serving: list[str] = []
     for job in order:
         if job.replicas > over:
             continue

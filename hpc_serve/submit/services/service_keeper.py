@@ -1,10 +1,10 @@
-"""The program beside the launcher that keeps a service as it was asked for.
+"""The program beside the launcher that keeps a service as it is wanted.
 
     python -m hpc_serve.submit.services.service_keeper --service NAME --keep-up --replicas 1:4 --idle-stop-s 1800
 
 A script of `submit` with --keep-up, --replicas MIN:MAX or --idle-stop starts it on the job's first node, outside of any
-container, and ends it. It is of the submit side: the job's own programs call no Slurm command. What is to be done, and
-when, is decided by its duties.
+container, and ends it. It is of the submit side: the job's own programs call no Slurm command. The programs of all jobs
+run; one of them decides at a time. It looks every few seconds, asks reconcile.py, and carries out what that says.
 """
 
 from __future__ import annotations
@@ -14,41 +14,148 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from hpc_serve.errors import HpcServeError, InvalidRequestError
+from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.drain import drain_file, read_drain_request
+from hpc_serve.rendezvous.files import read_private
+from hpc_serve.rendezvous.names import record_file_name
+from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore, default_home
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.request.bounds import parse_replicas
-from hpc_serve.submit.services.keep_up import KeepUp
+from hpc_serve.submit.services.carry_out import step
+from hpc_serve.submit.services.load import LoadHistory, Windows, windows_of
 from hpc_serve.submit.services.script_environ import take_over_submission_environ
+from hpc_serve.submit.services.what_is import Looker
+from hpc_serve.submit.slurm import scheduler
 
 _log = logging.getLogger("hpc_serve.service_keeper")
 _TROUBLE_S = 15.0
+_LOOK_S = 5.0
+_CALM_LOOK_S = 10.0
+_LEASE_S = 30.0
 
 
-class Duty(Protocol):
-    """One thing that the program looks after."""
+@dataclass(kw_only=True)
+class Keeper:
+    """What one replica's program does for its service. `asked` is what its script asks for, where no file does."""
 
-    def step(self, now: float) -> float | None:
-        """Do what is due at `now`; returns in how many seconds to look again, None when nothing is left to do.
+    store: ServiceStore
+    service: str
+    job_id: str
+    restart: int = 0
+    replica: int = 0
+    asked: Wanted
+    windows: Windows = field(default_factory=Windows)
+    clock: Callable[[], float] = time.monotonic
+    looker: Looker = field(init=False)
+    is_deciding: bool = field(default=False, init=False)
+    _seen: tuple[str, int] | None = field(default=None, init=False)
+    _seen_s: float = field(default=0.0, init=False)
 
-        Raises HpcServeError or OSError where it shall be tried again, InvalidRequestError where that is no use.
+    def __post_init__(self) -> None:
+        self.looker = Looker(store=self.store, service=self.service, own_job=self.job_id, clock=self.clock)
+
+    @property
+    def own_name(self) -> str:
+        """The name of its replica's record."""
+        return record_file_name(self.job_id, self.restart, self.replica)
+
+    def step(self) -> float | None:
+        """Do what is due; returns in how many seconds to look again, None when nothing is left to do.
+
+        Raises HpcServeError where something did not work; it can be tried again.
         """
+        own = self._own_record()
+        wanted = read_wanted(self.store, self.service)
+        drains = own is not None and (own.state == "draining" or own.is_final or self._is_asked_to_drain())
+        # A job at its time limit goes on until its successor is there, which may be late.
+        is_left = drains and not ((wanted or self.asked).keep_up and (wanted or self.asked).state == "awake")
+        if is_left or (own is not None and own.is_final):
+            self.finish()
+            return None
+        if own is None or not (own.state == "ready" or drains):
+            return self._look_s
+        if wanted is not None and wanted.state == "stopped":
+            return self._look_s
+        if wanted is None or wanted.decider != self.own_name or not self.is_deciding:
+            wanted = self._take_over(wanted)
+        if wanted is not None:
+            changed, _ = step(self.looker, wanted, windows=self.windows, decider=self.own_name)
+            if changed is None:
+                return 0.5
+            is_calm = self.looker.history is None and not changed.coming
+            return _CALM_LOOK_S if is_calm else self._look_s
+        return self._look_s
 
-    def finish(self, *, was_cancelled: bool) -> None:
-        """The run ends, while something was left to do. Raises HpcServeError."""
+    def finish(self) -> None:
+        """Let another job decide from now on. Raises HpcServeError."""
+        if not self.is_deciding:
+            return
+        self.is_deciding = False
+
+        def leave(found: Wanted | None) -> Wanted | None:
+            return replace(found, decider="") if found is not None and found.decider == self.own_name else None
+
+        change_wanted(self.store, self.service, leave)
+
+    def _take_over(self, seen: Wanted | None) -> Wanted | None:
+        """Become the one who decides, if nobody is: what is wanted then, else None."""
+        key = (seen.decider, seen.counter) if seen is not None else ("", 0)
+        if key != self._seen:
+            self._seen, self._seen_s = key, self.clock()
+        if self.is_deciding and key[0] != self.own_name:
+            self.is_deciding = False
+            _log.info("another job decides for %s", self.service)
+        if key[0] not in ("", self.own_name) and self.clock() - self._seen_s < _LEASE_S:
+            return None
+
+        def take(found: Wanted | None) -> Wanted | None:
+            found = found or self.asked
+            if (found.decider, found.counter) != key:
+                return None
+            missing = "" if shutil.which("sbatch") else str(scheduler.command_missing("sbatch"))
+            return replace(found, decider=self.own_name, problem=missing or found.problem)
+
+        taken = change_wanted(self.store, self.service, take)
+        if taken is not None:
+            _log.info("this job decides for %s: %d to %d replicas", self.service, taken.least, taken.most)
+            self.is_deciding = True
+            follows_load = taken.least < taken.most or taken.idle_stop_s is not None
+            history = LoadHistory(self.windows, self.clock(), most_running=taken.most_running)
+            self.looker.history = history if follows_load else None
+        return taken
+
+    def _own_record(self) -> EndpointRecord | None:
+        path = self.store.service_dir(self.service) / self.own_name
+        try:
+            return EndpointRecord.from_json(read_private(path), source=str(path))
+        except FileNotFoundError:
+            return None
+
+    def _is_asked_to_drain(self) -> bool:
+        run = {"job_id": self.job_id, "restart": self.restart, "replica": self.replica}
+        return read_drain_request(drain_file(self.store, self.service, **run)) is not None  # type: ignore[arg-type]
+
+    @property
+    def _look_s(self) -> float:
+        return min(_LOOK_S, max(0.5, self.windows.add_after_s / 4))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_serve.submit.services.service_keeper", description=__doc__)
     parser.add_argument("--service", required=True)
+    parser.add_argument("--replica", type=int, default=0, metavar="K", help="which of the replicas of its job")
     parser.add_argument("--keep-up", action="store_true")
     parser.add_argument("--notice-s", type=float, default=0.0)
-    parser.add_argument("--replicas", metavar="MIN:MAX", type=parse_replicas)
+    parser.add_argument("--replicas", metavar="MIN:MAX", type=parse_replicas, default=(1, None))
     parser.add_argument("--idle-stop-s", type=float)
     options = parser.parse_args(argv)
     logging.basicConfig(
@@ -56,24 +163,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     ending = Ending()
     ending.listen()
-    run_of_job = {
-        "store": ServiceStore(default_home(os.environ)),
-        "service": options.service,
-        "job_id": os.environ["HPC_SERVE_JOB_ID"],
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-    }
-    duties: list[Duty] = []
-    if options.keep_up:
-        duties.append(KeepUp(**run_of_job, notice_s=options.notice_s))
-    if options.replicas:
-        from hpc_serve.submit.services.adjust import Adjuster
-        from hpc_serve.submit.services.elastic import ReplicaBounds, windows_of
-
-        least, most = options.replicas
-        bounds = ReplicaBounds(least=least, most=most or least, idle_stop_s=options.idle_stop_s)
-        duties.append(Adjuster(**run_of_job, bounds=bounds, windows=windows_of(os.environ)))
+    least, most = options.replicas
+    asked = Wanted(
+        least=least,
+        most=most or least,
+        count=least,
+        is_kept=True,
+        keep_up=options.keep_up,
+        notice_s=options.notice_s,
+        idle_stop_s=options.idle_stop_s,
+    )
+    keeper = Keeper(
+        store=ServiceStore(default_home(os.environ)),
+        service=options.service,
+        job_id=os.environ["HPC_SERVE_JOB_ID"],
+        restart=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        replica=options.replica,
+        asked=asked,
+        windows=windows_of(os.environ),
+    )
     take_over_submission_environ()
-    return run(duties, ending)
+    return run(keeper, ending)
 
 
 class Ending:
@@ -83,7 +193,6 @@ class Ending:
         # A lock would be waited for on: Python runs no handler for a signal that comes just before. A byte is there.
         self._due, self._note_due = os.pipe()
         os.set_blocking(self._note_due, False)
-        self.by_slurm = False
 
     def listen(self) -> None:
         signal.set_wakeup_fd(self._note_due)
@@ -91,7 +200,6 @@ class Ending:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: object = None) -> None:
-        self.by_slurm = self.by_slurm or number == signal.SIGTERM
         with contextlib.suppress(BlockingIOError):
             os.write(self._note_due, b"!")
 
@@ -99,51 +207,24 @@ class Ending:
         return bool(select.select([self._due], [], [], timeout_s)[0])
 
 
-class _Turn:
-    """When a duty is due by the monotonic clock, None once nothing of it is left, and what it last complained of."""
-
-    def __init__(self, duty: Duty) -> None:
-        self.duty = duty
-        self.due_s: float | None = time.monotonic()
-        self._complaint = ""
-
-    def take(self) -> None:
-        try:
-            pause, self._complaint = self.duty.step(time.time()), ""
-        except InvalidRequestError as error:
-            _log.error("%s", error)
-            pause = None
-        except (HpcServeError, OSError) as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                _log.warning("%s", error)
-            pause = _TROUBLE_S
-        self.due_s = time.monotonic() + pause if pause is not None else None
-
-
-def run(duties: Sequence[Duty], ending: Ending) -> int:
+def run(keeper: Keeper, ending: Ending) -> int:
     """Do what is due until nothing is left, or until the program shall end."""
-    turns = [_Turn(duty) for duty in duties]
-    while due := [turn.due_s for turn in turns if turn.due_s is not None]:
-        if ending.wait(max(0.0, min(due) - time.monotonic())):
-            break
-        for turn in turns:
-            if turn.due_s is not None and turn.due_s <= time.monotonic():
-                turn.take()
-    else:  # the script ends this program by its pid, which must not be another's by then
-        ending.wait(None)
-        return 0
-    for turn in turns:
-        if turn.due_s is not None:
-            _finish(turn.duty, was_cancelled=ending.by_slurm)
+    pause_s: float | None = 0.0
+    complaint = ""
+    while not ending.wait(pause_s):  # the script ends this program by its pid, which must not be another's by then
+        try:
+            pause_s, complaint = keeper.step(), ""
+        except (HpcServeError, OSError) as error:
+            if str(error) != complaint:
+                complaint = str(error)
+                _log.warning("%s", error)
+            pause_s = _TROUBLE_S
+    if pause_s is not None:
+        try:
+            keeper.finish()
+        except (HpcServeError, OSError) as error:
+            _log.error("%s", error)
     return 0
-
-
-def _finish(duty: Duty, *, was_cancelled: bool) -> None:
-    try:
-        duty.finish(was_cancelled=was_cancelled)
-    except (HpcServeError, OSError) as error:
-        _log.error("%s", error)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ How a replica drains is decided in its job.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.errors import InvalidRequestError, WaitTimeoutError
+from hpc_serve.errors import InvalidRequestError, StoreError, WaitTimeoutError
 from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
 from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
@@ -64,7 +65,12 @@ def stop(
     for status in live:
         serves = status.state in _SERVES
         if status.record is not None and (serves or status in alone):
-            _ask_to_drain(store, status.record, drain_s if serves else 0.0)
+            try:
+                _ask_to_drain(store, status.record, drain_s if serves else 0.0)
+            except StoreError:
+                if status in alone:
+                    raise
+                drain_s = 0.0  # for example on a full disk: the job is told by a signal
     deadline = time.monotonic() + drain_s + _WAY_DOWN_S
     jobs: dict[str, list[ReplicaStatus]] = {}
     for status in live:
@@ -81,7 +87,8 @@ def stop(
         job = submitted.get(status.job_id)
         ended.append(_wait_until_over(store, status, job, within_s, job_goes_on=job_goes_on))
     for status in (*(status for status in found if status.is_over), *ended):
-        _write_end(store, status, submitted.get(status.job_id))
+        with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
+            write_end(store, status, submitted.get(status.job_id))
     return tuple(ended)
 
 
@@ -105,7 +112,7 @@ def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
 
 def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -> None:
     by = f"hpc-serve stop on {socket.gethostname()}"
-    request = DrainRequest(by=by, deadline_s=drain_s, requested_at=time.time())
+    request = DrainRequest(by=by, cause="stop", deadline_s=drain_s, requested_at=time.time())
     ask_to_drain(drain_file_of(store, record), request)
 
 
@@ -177,7 +184,8 @@ def _wait_until_over(
         time.sleep(_RECORDS_S)
 
 
-def _write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:
+def write_end(store: ServiceStore, status: ReplicaStatus, submitted: SubmittedJob | None) -> None:
+    """Write down how a job ended that published no record. Raises StoreError."""
     if submitted is None or submitted.end is not None or status.record is not None:
         return
     end = JobEnd(

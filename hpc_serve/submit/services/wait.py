@@ -18,7 +18,7 @@ from hpc_serve.errors import (
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis.diagnosis import diagnose_replica
 from hpc_serve.submit.diagnosis.job_logs import with_batch_log
-from hpc_serve.submit.services.elastic_sentence import asleep_sentence
+from hpc_serve.submit.services.wanted_sentence import asleep_sentence
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN
@@ -64,8 +64,8 @@ def wait(
             return status
         if never_starts(status):
             raise ServiceFailedError(_never_starts_report(status))
-        if status.is_over and service in report.elastic and report.elastic[service].state == "asleep":
-            raise ServiceAsleepError(asleep_sentence(service, report.elastic[service]))
+        if status.is_over and service in report.wanted and report.wanted[service].state == "asleep":
+            raise ServiceAsleepError(asleep_sentence(service, report.wanted[service]))
         if status.is_over:
             ended_at_s = ended_at_s or time.monotonic()
             is_settled = status.end_reported_by_job and _slurm_is_done_with(status)

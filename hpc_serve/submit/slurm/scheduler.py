@@ -155,6 +155,11 @@ class SchedulerView:
         self._batch_logs: dict[str, str | None] = {}
         self._has_accounting = True
 
+    @property
+    def age_s(self) -> float:
+        """How old the list of jobs is."""
+        return time.monotonic() - self._asked_at_s
+
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
         """This user's jobs, those of the last minutes included; none, and `problem` set, if Slurm does not answer."""
         if self._jobs is None or time.monotonic() - self._asked_at_s > min(max_age_s, self._max_age_s):

@@ -29,7 +29,7 @@ class JobState:
 
     `exit_code` and `signal` are those of the batch script, None until it has ended. `restart` counts how often the job
     was requeued; only scontrol tells. `batch_log` is where Slurm writes the script's output. `start_time` is Slurm's
-    local time, and expected while the job waits; `started_at` is the same in seconds since the epoch, from scontrol.
+    local time, and expected while the job waits; `started_at` is the same in seconds since the epoch.
     `time_left` is D-HH:MM:SS, `run_time_s` is 0 before the job runs.
     `submitted_at` and `ended_at` are seconds since the epoch; `ended_at` is a forecast until the job is over. `detail`
     says why the state is UNKNOWN. `partition` may be a list while the job waits. `asks` names its nodes and its time

@@ -54,6 +54,7 @@ def _squeue_line(line: str) -> JobState:
         start_time=_value(start),
         run_time_s=duration_s(used),
         time_left=_value(left),
+        started_at=_seconds(start),
         submitted_at=_seconds(submitted),
         ended_at=_seconds(end),
         source="squeue",

@@ -7,14 +7,12 @@ ask the scheduler.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_serve.client.replicas.status import ReplicaStatus
-from hpc_serve.rendezvous.elastic import Elastic
-from hpc_serve.rendezvous.successor import Successor
+from hpc_serve.rendezvous.wanted import Wanted
 from hpc_serve.submit.slurm.slurm import UNKNOWN, JobState
 from hpc_serve.submit.slurm.slurm_messages import ended_sentence, pending_cure, pending_sentence
 
@@ -30,13 +28,13 @@ class StatusReport:
     """The replicas of a home, and `problems`: files that are not trusted, a scheduler that does not answer.
 
     `elsewhere` are jobs that only Slurm knows: they carry a service's name, and have no record in this home. They are
-    shown, and nothing is done to them. `elastic` says what the jobs of a service, by its name, decided of their number.
+    shown, and nothing is done to them. `wanted` says what is wanted of a service, by its name, and was decided of late.
     """
 
     replicas: tuple[ReplicaStatus, ...]
     elsewhere: tuple[ReplicaStatus, ...] = ()
     problems: tuple[str, ...] = ()
-    elastic: Mapping[str, Elastic] = field(default_factory=dict)
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)
 
     @property
     def everywhere(self) -> tuple[ReplicaStatus, ...]:
@@ -180,15 +178,3 @@ def _no_record(job: JobState, home: Path) -> str:
 def never_starts(status: ReplicaStatus) -> bool:
     """Whether a job waits in the queue for what only a person can change."""
     return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))
-
-
-def successor_sentence(successor: Successor, state: str) -> str:
-    """Return how it stands with a successor, for people; `state` is its replica's, "" where it is not known."""
-    if successor.tries == 0 and not successor.problem:
-        return ""
-    if not successor.problem:
-        return f"{successor.job_id} {state or 'submitted'}" if successor.job_id else "is being submitted"
-    which = f"{successor.job_id} " if successor.job_id else ""
-    at = time.strftime("%H:%M:%S", time.localtime(successor.next_try_at))
-    again = f"; trying again at {at}" if successor.next_try_at else ""
-    return f"{which}{successor.problem}{again}"

@@ -19,11 +19,10 @@ from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, Service
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.chain import followers_of
-from hpc_serve.rendezvous.elastic import read_elastic_or_none
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
 from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
-from hpc_serve.rendezvous.successor import successor_of
+from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 from hpc_serve.submit.logs.log_files import files_of, known_secrets, tail
 from hpc_serve.submit.request.chain import chain_sentence
 from hpc_serve.submit.slurm import scheduler
@@ -36,7 +35,6 @@ from hpc_serve.submit.status.job_status import (
     add_job_state,
     explain_job_by_hand,
     explain_missing_record,
-    successor_sentence,
 )
 
 JOB_NAME_PREFIX = "hpc-serve-"
@@ -54,16 +52,16 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
     elsewhere = [_with_logs(store, status, secrets) for status in _by_hand(store, slurm, service, known=known)]
     submitted = [job for records in found for job in records.submitted]
-    replicas = [_with_logs(store, status, secrets) for status in _with_successors(store, replicas, submitted)]
+    replicas = [_with_logs(store, status, secrets) for status in _with_successors(replicas, submitted)]
     problems = [problem for records in found for problem in records.problems]
     if slurm.problem and any(status.job.cluster == "slurm" and not status.is_over for status in replicas):
         problems.append(slurm.problem)
-    elastic = {records.service: read_elastic_or_none(store, records.service) for records in found}
+    wanted = {records.service: read_wanted_or_none(store, records.service) for records in found}
     return StatusReport(
         replicas=tuple(sorted(replicas, key=lambda status: status.began_or_ended_at)),
         elsewhere=tuple(elsewhere),
         problems=tuple(problems),
-        elastic={name: one for name, one in elastic.items() if one is not None},
+        wanted={name: one for name, one in wanted.items() if one is not None},
     )
 
 
@@ -177,26 +175,17 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
         yield explain_missing_record(status, job, home=store.home) if job is not None else status
 
 
-def _with_successors(
-    store: ServiceStore, replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]
-) -> Iterator[ReplicaStatus]:
+def _with_successors(replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]) -> Iterator[ReplicaStatus]:
     """The same, those that are not over with the job that takes over from them."""
     states = {status.job_id: status.state for status in replicas}
     is_over = {status.job_id: status.is_over for status in replicas}
     for status in replicas:
-        found = None
         coming = [job_id for job_id in followers_of([status.job_id], submitted) if not is_over.get(job_id, True)]
         if coming and not status.is_over:
             sentence = chain_sentence([(job_id, states[job_id]) for job_id in coming])
             yield replace(status, successor=sentence, successor_job_id=coming[0])
-            continue
-        if status.job.cluster == "slurm" and not status.is_over:
-            found = successor_of(store, status.service, job_id=status.job_id, replica=status.replica)
-        if found is None:
+        else:
             yield status
-            continue
-        sentence = successor_sentence(found, states.get(found.job_id, ""))
-        yield replace(status, successor=sentence, successor_job_id=found.job_id if found.is_submitted else "")
 
 
 def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_serve.cli.main import run
-from hpc_serve.rendezvous.elastic import Elastic, change_elastic, read_elastic
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.submit.services.live_replicas import live_replicas
-from hpc_serve.submit.status.status_reader import read_status
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.patience import be_patient
 from tests.support.stubs import make_record, make_submitted
@@ -71,7 +70,7 @@ def test_a_job_that_was_given_to_sbatch_by_hand_has_a_home_that_nobody_can_name(
 
 
 def test_stop_of_a_job_by_its_id_and_now_ends_it_and_says_so(store, slurm, capsys):
-    change_elastic_of_an_idle_service(store)
+    sleep_service(store)
     slurm.job("9", "CANCELLED", after_cancel=True, name="hpc-serve-8b", nodes="n1")
     assert run(["stop", "9", "--now"]) == 0
     assert capsys.readouterr().out == (
@@ -80,12 +79,12 @@ def test_stop_of_a_job_by_its_id_and_now_ends_it_and_says_so(store, slurm, capsy
         "8b (job 9) is over: stopped: it was cancelled (CANCELLED)\n"
     )
     assert slurm.cancelled == ["9"]
-    assert read_elastic(store, "8b").state == "asleep", "the service of that name here was not stopped"
+    assert read_wanted(store, "8b").state == "asleep", "the service of that name here was not stopped"
 
 
-def change_elastic_of_an_idle_service(store: ServiceStore) -> None:
+def sleep_service(store: ServiceStore) -> None:
     store.ensure_service("8b")
-    change_elastic(store, "8b", lambda _: Elastic(least=1, most=2, state="asleep"))
+    change_wanted(store, "8b", lambda _: Wanted(least=1, most=2, count=0, state="asleep"))
 
 
 def test_the_jobs_of_this_home_are_stopped_and_the_other_is_told(store, slurm, capsys):
@@ -103,7 +102,6 @@ def test_replicas_of_another_home_are_not_counted(store, slurm, capsys):
     assert "8b has 1 replica, as before." in capsys.readouterr().out
     assert run(["wake", "8b"]) == 0
     assert "8b needs no waking: job 7 is pending." in capsys.readouterr().out
-    assert [one.job_id for one in live_replicas(store, read_status(store, "8b").replicas)] == ["7"]
     assert (slurm.cancelled, slurm.scripts) == ([], [])
 
 

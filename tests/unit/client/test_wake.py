@@ -16,7 +16,8 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
-from hpc_serve.rendezvous.elastic import SUBMITTING_S, Elastic, change_elastic, read_elastic
+from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService, make_record, make_submitted
@@ -52,11 +53,9 @@ def asleep(service: StubService, slurm: FakeSlurm, tmp_path: Path) -> StubServic
 
 
 def fall_asleep(service: StubService) -> None:
-    change_elastic(
-        service.store,
-        SERVICE,
-        lambda found: Elastic(least=1, most=4, state="asleep").with_decision(time.time(), WHY),
-    )
+    told = Decision(action="drain", cause="idle", why=WHY)
+    asleep = Wanted(least=1, most=4, count=0, state="asleep").with_decisions(time.time(), told)
+    change_wanted(service.store, SERVICE, lambda found: asleep)
 
 
 def when_submitted(slurm: FakeSlurm, count: int, do: Callable[[], object]) -> threading.Thread:
@@ -94,7 +93,7 @@ def test_several_programs_wake_it_once(asleep, slurm):
         answers = list(pool.map(ask, range(4)))
     assert len(answers) == 4
     assert len(slurm.scripts) == 1
-    assert read_elastic(asleep.store, SERVICE).state == "awake"
+    assert read_wanted(asleep.store, SERVICE).state == "awake"
 
 
 def test_a_request_of_a_connected_client_wakes_it(asleep, slurm):
@@ -124,7 +123,9 @@ def test_in_an_event_loop(asleep, slurm):
 
 def test_a_program_that_died_while_it_woke_the_service(asleep, slurm):
     at = time.time() - SUBMITTING_S - 1
-    change_elastic(asleep.store, SERVICE, lambda found: replace(found, state="awake", submitting=1, submitting_at=at))
+    change_wanted(
+        asleep.store, SERVICE, lambda found: replace(found, state="awake", count=1, submitting=1, submitting_at=at)
+    )
     with pytest.raises(ServiceAsleepError, match="the program that woke it submitted nothing"):
         connect(SERVICE)
     when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
@@ -136,11 +137,11 @@ def test_what_sbatch_says_when_it_refuses(asleep, slurm):
     slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
     with pytest.raises(ServiceAsleepError, match=r"is asleep, and was not woken: sbatch refused the job: .*denied"):
         connect(SERVICE, wait=180, wake=True)
-    assert read_elastic(asleep.store, SERVICE).state == "asleep"
+    assert read_wanted(asleep.store, SERVICE).state == "asleep"
 
 
 def test_a_service_that_a_person_stopped_is_not_woken(asleep, slurm):
-    change_elastic(asleep.store, SERVICE, lambda found: Elastic(least=1, most=4, state="stopped"))
+    change_wanted(asleep.store, SERVICE, lambda found: Wanted(least=1, most=4, count=0, state="stopped"))
     with pytest.raises(ServiceNotFoundError, match="No replica of 405b takes requests") as caught:
         connect(SERVICE, wait=0.2, wake=True)
     assert not isinstance(caught.value, ServiceAsleepError)

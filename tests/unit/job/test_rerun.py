@@ -7,8 +7,7 @@ import pytest
 from hpc_serve.job.rerun import main, why_no_rerun
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.rendezvous.store import ServiceStore
-from hpc_serve.rendezvous.successor import Successor, successor_file, write_successor
-from tests.support.stubs import make_record
+from tests.support.stubs import make_record, make_submitted
 
 READY = {"measured": {"start_s": 40.0}}
 DIED = {"state": "failed", "failed_part": "engine", "reason": "engine exited with 137", **READY}
@@ -30,7 +29,7 @@ def record(**fields) -> EndpointRecord:
         ([{"state": "failed", "reason": "engine exited with 1"}], "no engine of it was ready in this run"),
         ([{"state": "stopped", **READY}], "it was asked to end"),
         ([{"state": "draining", **READY}], "it was asked to end"),
-        ([{**DIED, "reason": "engine exited with 137, while it drained (hpc-serve stop)"}], "it was asked to end"),
+        ([{**DIED, "drain_cause": "stop"}], "it was asked to end"),
     ],
 )
 def test_a_replica_that_was_ready_and_was_not_asked_to_end_is_worth_another_run(runs, why):
@@ -80,7 +79,8 @@ class TestProgram:
 
     def test_a_successor_takes_over(self, home, capfd):
         home.write(record(job_id="7_1", **DIED))
-        write_successor(successor_file(home, "8b", job_id="7_1"), Successor(job_id="9", tries=1))
+        home.write_submitted(make_submitted(service="8b", job_id="7_1"))
+        home.write_submitted(make_submitted(service="8b", job_id="9", predecessor="7_1"))
         assert main(["--service", "8b", "--most", "5"]) == 1
         assert "job 9 takes over from it" in capfd.readouterr().err
 

@@ -16,8 +16,8 @@ from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.services import hand_over, services
 from hpc_serve.submit.services import stop as stopping
-from hpc_serve.submit.services.scale import scale
 from hpc_serve.submit.services.wait import wait
+from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.stubs import StubService
@@ -92,7 +92,7 @@ class TestSubmit:
 
     def test_one_that_is_added_later_is_no_part_of_it(self, store, slurm):
         services.submit(request())
-        (added,) = services.add_replicas(store, "8b", 1)
+        (added,) = hand_over.add_jobs(store, "8b", 1)
         assert (added.job_id, added.predecessor, added.time_limit_s) == ("104_0", "", 0.0)
         assert dependencies(slurm)[-1] == ""
 
@@ -114,9 +114,6 @@ class TestSubmit:
             ({"chain": 101}, "--chain is 101: at most 100"),
             ({"chain": 1, "overlap_s": 600.0}, "--overlap is for jobs that are submitted ahead: add --chain N"),
             ({"cluster": "local"}, "leave it out with --cluster local"),
-            ({"keep_up": True}, "--chain 3 and --keep-up do not go together"),
-            ({"max_replicas": 4}, "--chain 3 and --replicas MIN:MAX do not go together"),
-            ({"idle_stop_s": 600.0}, "--chain 3 and --idle-stop do not go together"),
             ({"slurm": SlurmOptions(time=None)}, "--chain needs the time limit of each job: add --time"),
             ({"slurm": SlurmOptions(time="30"), "overlap_s": 1800.0}, "--overlap is 30 min, .* less than a minute"),
             ({"overlap_s": 120.0}, r"--overlap is 2 min .* takes no new requests from 2 min before it \(--signal\)"),

@@ -195,9 +195,16 @@ class TestTimeLimit:
         world.until["101"] = world.now + 300
         assert told(world.run(60)) == [("submit", "missing")]
 
+    def test_a_successor_that_is_ready_takes_over_though_the_time_limit_was_raised(self):
+        old = Job(job_id="1", stage="ready", start_s=30.0, ends_at=9000.0)
+        successor = Job(job_id="2", stage="ready", start_s=30.0, ends_at=5000.0, predecessor="1")
+        wanted = Wanted(least=1, most=1, count=1, keep_up=True)
+        (one,) = reconcile(wanted, WhatIs(jobs=(old, successor)), 0.0)
+        assert (one.action, one.cause, one.jobs) == ("drain", "handover", ("1",))
+
     def test_jobs_submitted_ahead_do_not_count_while_the_one_before_counts(self):
-        jobs = (Job(job_id="1", stage="ready"), Job(job_id="2", stage="pending", predecessor="1"))
-        jobs += (Job(job_id="3", stage="pending", predecessor="2"),)
+        first = Job(job_id="1", stage="ready")
+        jobs = (first, *(Job(job_id=str(n), stage="pending", predecessor=str(n - 1)) for n in (2, 3)))
         wanted = Wanted(least=1, most=1, count=1)
         assert [job.job_id for job in counted(wanted, WhatIs(jobs=jobs), 0.0)] == ["1"]
         assert reconcile(wanted, WhatIs(jobs=jobs), 0.0) == []
@@ -335,8 +342,8 @@ class TestPeople:
         assert [one.jobs for one in reconcile(wanted, WhatIs(jobs=jobs), 0.0)] == [("3", "2")]
 
     def test_the_own_job_leaves_last_and_the_least_loaded_first(self):
-        jobs = (Job(job_id="1", stage="ready", is_own=True), Job(job_id="2", stage="ready", requests=1))
-        jobs += (Job(job_id="3", stage="ready", requests=5),)
+        own = Job(job_id="1", stage="ready", is_own=True)
+        jobs = (own, *(Job(job_id=str(n), stage="ready", requests=n) for n in (2, 5)))
         wanted = Wanted(least=2, most=2, count=2)
         (one,) = reconcile(wanted, WhatIs(jobs=jobs), 0.0)
         assert (one.action, one.jobs) == ("drain", ("2",))
@@ -356,9 +363,10 @@ class TestPeople:
     def test_one_that_was_told_to_end_and_still_waits_is_told_again(self):
         job = Job(job_id="1", stage="pending")
         wanted = Wanted(least=0, most=0, count=0, ending=("1",))
-        (one,) = reconcile(wanted, WhatIs(jobs=(job,)), 0.0)
+        (one,) = reconcile(wanted, WhatIs(jobs=(job,)), 5.0)
         assert (one.action, one.jobs) == ("end", ("1",))
-        assert reconcile(wanted, WhatIs(jobs=(replace(job, stage="starting"),)), 0.0) == []
+        assert reconcile(wanted, WhatIs(jobs=(job,)), 1.0) == []
+        assert reconcile(wanted, WhatIs(jobs=(replace(job, stage="starting"),)), 5.0) == []
 
 
 @pytest.mark.parametrize(("running", "waiting", "idle"), [(0, 0, True), (1, 0, True), (2, 0, False), (0, 3, False)])

@@ -12,7 +12,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services import services
 from hpc_serve.submit.services import wait as waiting
-from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.slurm.slurm_answers import parse_scontrol_job
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.support.stubs import StubService, make_record

@@ -38,7 +38,7 @@ from hpc_serve.submit.plans.planned_speed import planned_tokens_per_s
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
-from hpc_serve.submit.services import services, wait
+from hpc_serve.submit.services import hand_over, services, wait
 from hpc_serve.submit.services import stop as stopping
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.scheduler import SchedulerView
@@ -169,7 +169,7 @@ class TestSubmit:
         services.submit(request(model="70b"), environ=environ)  # the name is free for another model
         slurm.job("103", "PENDING", reason=reason)
         with pytest.raises(SubmissionRefusedError):
-            services.add_replicas(store, "8b", 1)
+            hand_over.add_jobs(store, "8b", 1)
         assert [job.job_id for job in store.read_submitted("8b")] == ["102"]
 
     @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
-from hpc_serve.submit.services import services
+from hpc_serve.submit.services import hand_over, services
 from hpc_serve.submit.services import stop as stopping
-from hpc_serve.submit.services.scale import scale
+from hpc_serve.submit.services.want import scale
 from hpc_serve.submit.status.status_reader import find, read_status
 from tests.cluster import wait_for
 from tests.support.fake_slurm import FakeSlurm
@@ -182,20 +182,21 @@ class TestShell:
         ({"replicas": 6}, r"6 replicas cannot be dealt to jobs of 4 each .*: use --replicas 4 or 8\."),
         ({"replicas": 2}, r"use --replicas 4\."),
         ({"num_nodes": 2}, "divides one node, but --nodes is 2"),
-        (
-            {"keep_up": True},
-            "--keep-up and --replicas-per-job 4 do not go together: each replica hands over.*with --no-exclusive,"
-            " --replicas N is jobs of one replica each",
-        ),
         ({"engine_args": ("--port", "8000")}, "engines on one node need ports of their own"),
-        ({"max_replicas": 8}, "--replicas MIN:MAX and --replicas-per-job 4 do not go together"),
-        ({"idle_stop_s": 600.0}, "--idle-stop and --replicas-per-job 4 do not go together"),
         ({"cluster": "local", "replicas": 8}, "this machine alone, but 8 replicas"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused(fields, why):
     with pytest.raises(InvalidRequestError, match=why):
         request(**fields)
+
+
+def test_each_replica_of_a_job_that_is_kept_has_its_own_program():
+    text = script(keep_up=True, replicas=1, max_replicas=6, idle_stop_s=600.0, replicas_per_job=4)
+    words = '--service 8b --replica "$replica" --keep-up --notice-s 120 --replicas 1:6 --idle-stop-s 600 &'
+    assert f"service_keeper {words}\n" in text
+    assert "#SBATCH --array" not in text
+    bash_accepts(text)
 
 
 def test_on_this_machine_they_share_one_job():
@@ -416,8 +417,8 @@ class TestScale:
     def test_jobs_are_added_until_there_are_enough(self, store, slurm):
         """As `wake` asks for them, and whoever else counts replicas."""
         submitted(store, slurm)
-        assert [job.job_id for job in services.add_replicas(store, "8b", 1)] == ["102_0"]
-        assert [job.job_id for job in services.add_replicas(store, "8b", 5)] == ["103_0", "103_1"]
+        assert [job.job_id for job in hand_over.add_jobs(store, "8b", 1)] == ["102_0"]
+        assert [job.job_id for job in hand_over.add_jobs(store, "8b", 2)] == ["103_0", "103_1"]
         assert {job.replicas_per_job for job in store.read_submitted("8b")} == {4}
 
     def test_fewer_are_whole_jobs(self, store, slurm):

@@ -1,0 +1,289 @@
+"""What people want of a service, written down for whoever keeps it: by `submit`, `scale`, `wake` and `stop`.
+
+Each command then does what follows, as a job of the service would (carry_out.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.errors import HpcServeError, InvalidRequestError, StoreError
+from hpc_serve.rendezvous.files import remove_file
+from hpc_serve.rendezvous.record import SubmittedJob
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted, wanted_file
+from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
+from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.services.carry_out import settle, wait_for_others
+from hpc_serve.submit.services.reconcile import Job, counted
+from hpc_serve.submit.services.stop import stop
+from hpc_serve.submit.services.what_is import Look, Looker
+from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
+from hpc_serve.variables import KEPT
+
+_MOST_TRIES = 10
+
+
+def looker_of(store: ServiceStore, service: str) -> Looker:
+    """Return what a command looks at a service with: Slurm is asked each time."""
+    return Looker(store=store, service=service, asks_anew=True)
+
+
+def want_submission(
+    store: ServiceStore, request: ServeRequest, replicas: int, environ: Mapping[str, str]
+) -> tuple[Wanted, list[str]]:
+    """Write down what a submission of so many `replicas` asks for, and claim that this program submits what is missing.
+
+    MIN:MAX are the bounds of the whole service; one number is so many more. Returns what is written, and the jobs that
+    are there already. Raises HpcServeError.
+    """
+    looker = looker_of(store, request.service)
+
+    def change(found: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
+        have = sum(job.replicas for job in here)
+        bounded = request.max_replicas is not None
+        count = max(replicas, have) if bounded else have + replicas
+        before = found if found is not None and here else None
+        wanted = Wanted(
+            least=replicas if bounded else count,
+            most=request.max_replicas or count,
+            count=count,
+            is_kept=request.keep_up or request.is_elastic or (before is not None and before.is_kept),
+            keep_up=request.keep_up or (before is not None and before.keep_up),
+            notice_s=float(request.slurm.notice_s or 0),
+            idle_stop_s=request.idle_stop_s or (before.idle_stop_s if before is not None else None),
+            replicas_per_job=request.replicas_per_job,
+            folder=os.getcwd(),
+            variables={name: environ[name] for name in KEPT if environ.get(name)},
+            submitting=max(0, count - have),
+            submitting_at=now,
+        )
+        if before is not None:
+            kept = {name: getattr(before, name) for name in ("decider", "coming", "ending", "most_running", "decided")}
+            wanted = replace(wanted, **kept)
+        return wanted
+
+    wanted, here = _change_seen(looker, change)
+    return wanted, [job.job_id for job in here]
+
+
+def take_back(store: ServiceStore, service: str, claimed: Wanted, before: Wanted | None) -> None:
+    """Undo a submission of which nothing came. Raises StoreError."""
+
+    def undo(found: Wanted | None) -> Wanted | None:
+        is_mine = found is not None and found.submitting_at == claimed.submitting_at
+        if is_mine and before is None:
+            remove_file(wanted_file(store, service))
+        return replace(before, submitting=0) if is_mine and before is not None else None
+
+    change_wanted(store, service, undo)
+
+
+def _change_seen(
+    looker: Looker, change: Callable[[Wanted | None, Sequence[Job], float], Wanted]
+) -> tuple[Wanted, list[Job]]:
+    """Change what is wanted by what was seen, unless somebody else has changed it; returns it and the jobs that count.
+
+    Raises StoreError.
+    """
+    for _ in range(_MOST_TRIES):
+        seen = wait_for_others(looker.store, looker.service)
+        look, now = looker.look(), time.time()
+        here = _counted(seen, look, now)
+        wanted = replace(change(seen, here, now), looked_at=now)
+        done = change_wanted(
+            looker.store,
+            looker.service,
+            lambda found, seen=seen, wanted=wanted: wanted if found == seen else None,  # type: ignore[misc]
+        )
+        if done is not None:
+            return done, here
+    raise StoreError(f"{looker.service}: its file changed {_MOST_TRIES} times meanwhile. Try again.")
+
+
+def _counted(seen: Wanted | None, look: Look, now: float) -> list[Job]:
+    nothing = Wanted(least=0, most=0, count=0)
+    return counted(seen or nothing, look.what_is, now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """What was done: jobs that were `added`, replicas that have `ended`. `before` is how many there were."""
+
+    before: int
+    added: tuple[SubmittedJob, ...] = ()
+    ended: tuple[ReplicaStatus, ...] = ()
+
+
+def scale(
+    store: ServiceStore,
+    service: str,
+    replicas: int,
+    *,
+    drain_s: float = 120.0,
+    on_stop: Callable[[ReplicaStatus], None] = lambda status: None,
+) -> Scaled:
+    """Bring the service to so many replicas that wait, start or serve. Those of one job come and end together.
+
+    `on_stop` is told of each replica that ends. Raises ServiceNotFoundError, SchedulerError, StoreError, and
+    InvalidRequestError for a number below one, or one that whole jobs do not give.
+    """
+    if replicas < 1:
+        raise InvalidRequestError(f"{service} cannot have {replicas} replicas; `hpc-serve stop {service}` ends it.")
+    found = replicas_here(store, find_report(store, service))
+    if found[0].job.cluster == "local":
+        raise InvalidRequestError(f"{service} runs on this machine alone: it cannot be scaled. Use --cluster slurm.")
+    looker = looker_of(store, service)
+
+    def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
+        _check_whole_jobs(here, replicas, service, found[-1].job.replicas_per_job)
+        wanted = _awake(seen, found[-1].job.replicas_per_job)
+        told = Decision(action="count", cause="person", why=f"scaled to {replicas}", count=replicas)
+        return replace(wanted, least=replicas, most=replicas, count=replicas).with_decisions(now, told)
+
+    _, here = _change_seen(looker, change)
+    done = settle(looker, drain_s=drain_s, cancels=False)
+    seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}
+    ended = [one for one in seen.values() if one.job_id in done.ended and not one.is_over]
+    for status in ended:
+        on_stop(status)
+    before = sum(job.replicas for job in here)
+    return Scaled(before=before, added=done.added, ended=stop(store, ended, drain_s=drain_s) if ended else ())
+
+
+def _awake(seen: Wanted | None, per_job: int) -> Wanted:
+    seen = seen or Wanted(least=1, most=1, count=1, replicas_per_job=per_job)
+    return replace(seen, state="awake", failures=0, next_try_at=0.0, problem="", coming=())
+
+
+def _check_whole_jobs(here: Sequence[Job], replicas: int, service: str, per_job: int) -> None:
+    """Raises InvalidRequestError where whole jobs do not give so many replicas."""
+    have = sum(job.replicas for job in here)
+    if replicas >= have and (replicas - have) % per_job:
+        below = have + (replicas - have) // per_job * per_job
+        raise InvalidRequestError(
+            f"{service} has {have} replicas, and a job of it has {per_job}: it can have {below + per_job}"
+            + (f", or {below}." if below > have else ".")
+        )
+    over = have - replicas
+    for job in sorted(here, key=lambda job: -job.replicas) if over > 0 else ():
+        over -= job.replicas if job.replicas <= over else 0
+    if over > 0:
+        raise InvalidRequestError(
+            f"{service} cannot lose {have - replicas} of its {have} replicas in whole jobs; "
+            f"`hpc-serve stop {here[0].job_id}-0` ends one of a job, and its GPUs stay with the job."
+        )
+
+
+def set_bounds(store: ServiceStore, service: str, least: int, most: int) -> Wanted:
+    """Raises InvalidRequestError for bounds that cannot be, and for a service without a program that keeps it."""
+    check_bounds(least, most)
+
+    def change(found: Wanted | None) -> Wanted | None:
+        if found is None or not found.is_kept:
+            return None
+        count = min(max(found.count, least), most) if found.state == "awake" else found.count
+        text = f"bounds set to {shown_bounds(least, most)}"
+        told = Decision(action="count", cause="person", why=text, count=count)
+        return replace(found, least=least, most=most, count=count).with_decisions(time.time(), told)
+
+    changed = change_wanted(store, service, change)
+    if changed is None:
+        raise InvalidRequestError(
+            f"The jobs of {service} do not decide how many they are: it was submitted without --replicas MIN:MAX or "
+            f"--idle-stop. Give one number: hpc-serve scale {service} {most}."
+        )
+    return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Woken:
+    """The jobs that were submitted; if none, `note` says why none was needed."""
+
+    jobs: tuple[SubmittedJob, ...] = ()
+    note: str = ""
+
+
+def wake(store: ServiceStore, service: str) -> Woken:
+    """Submit the least number of replicas of a service, unless some wait, start or serve.
+
+    Raises ServiceNotFoundError, and HpcServeError of every kind; then it is asleep as before.
+    """
+    found = replicas_here(store, find_report(store, service))
+    before = read_wanted(store, service)
+    if before is not None and before.is_submitting(time.time()):
+        return Woken(note=f"another program submits {before.submitting} of it at the moment")
+    looker = looker_of(store, service)
+
+    def change(seen: Wanted | None, here: Sequence[Job], now: float) -> Wanted:
+        wanted = _awake(seen, found[-1].job.replicas_per_job)
+        if here:
+            return replace(wanted, count=max(wanted.count, wanted.least))
+        least = max(1, wanted.least)
+        told = Decision(action="count", cause="person", why="woken", count=least)
+        return replace(wanted, least=least, most=max(least, wanted.most), count=least).with_decisions(now, told)
+
+    _, here = _change_seen(looker, change)
+    if here:
+        stages = {one.job_id: one.state for one in looker.look().report.replicas}
+        return Woken(note="; ".join(f"job {job.job_id} is {stages.get(job.job_id, job.stage)}" for job in here))
+    try:
+        done = settle(looker)
+    except HpcServeError:
+        _sleep_again(store, service, before)
+        raise
+    return Woken(jobs=done.added, note="" if done.added else "another program submits it")
+
+
+def _sleep_again(store: ServiceStore, service: str, before: Wanted | None) -> None:
+    state = before.state if before is not None else "stopped"
+
+    def change(found: Wanted | None) -> Wanted | None:
+        return replace(found, state=state, count=0) if found is not None and found.state == "awake" else None
+
+    change_wanted(store, service, change)
+
+
+def want_stop_of(store: ServiceStore, found: Sequence[ReplicaStatus]) -> None:
+    """A person ends these replicas: no job shall bring them back. Raises StoreError.
+
+    Where they are all of a service, it is stopped. A job of which others go on still counts.
+    """
+    for service in dict.fromkeys(status.service for status in found):
+        named = {status.name for status in found if status.service == service}
+        live = [one for one in read_status(store, service).replicas if not one.is_over]
+        staying = {one.job_id for one in live if one.name not in named}
+        ending = {one.job_id: one.job.replicas_per_job for one in live if one.job_id not in staying}
+        if staying and not ending:
+            continue
+
+        def change(
+            seen: Wanted | None, ending: Mapping[str, int] = ending, is_all: bool = not staying
+        ) -> Wanted | None:
+            if seen is None or (is_all and seen.state == "stopped"):
+                return None
+            count = 0 if is_all else max(1, seen.count - sum(ending.values()))
+            told = Decision(action="count", cause="person", why="stopped by a person", count=count)
+            coming = tuple(job_id for job_id in seen.coming if job_id not in ending)
+            changed = replace(seen, count=count, coming=coming, ending=(*seen.ending, *ending))
+            if is_all:
+                return replace(changed, state="stopped", decider="").with_decisions(time.time(), told)
+            return replace(changed, least=min(seen.least, count)).with_decisions(time.time(), told)
+
+        change_wanted(store, service, change)
+
+
+def end_what_comes(store: ServiceStore, service: str) -> tuple[str, ...]:
+    """End the jobs of a stopped service that another program submits at the moment. Returns their ids.
+
+    Raises HpcServeError.
+    """
+    found = read_wanted(store, service)
+    if found is None or found.state != "stopped":
+        return ()
+    return settle(looker_of(store, service), drain_s=0.0).ended

@@ -1,0 +1,59 @@
+"""What is said of a service that is kept: how many replicas are wanted, and what was decided. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hpc_serve.client.replicas.status import ReplicaStatus
+from hpc_serve.rendezvous.wanted import Wanted
+from hpc_serve.submit.request.bounds import shown_time
+
+
+def asleep_sentence(service: str, wanted: Wanted) -> str:
+    """Since when, and why, a service is asleep, and how it is woken."""
+    last = wanted.decided[-1] if wanted.decided else None
+    since = f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.at))}: {last.why}" if last else ""
+    return f"{service} is asleep{since}. Wake it: hpc-serve wake {service}"
+
+
+def bounds_sentence(wanted: Wanted) -> str:
+    """How many replicas there may be."""
+    words = [f"{wanted.least} of them" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"]
+    if (per_job := wanted.replicas_per_job) > 1 and (wanted.least % per_job or wanted.most % per_job):
+        jobs = f"{-(-wanted.least // per_job)} to {-(-wanted.most // per_job)}"
+        words.append(f"rounded up to {jobs} whole jobs of {per_job}")
+    if wanted.least != wanted.most:
+        words.append("more while requests wait")
+    if wanted.idle_stop_s is not None:
+        words.append(f"none after {shown_time(wanted.idle_stop_s)} without a request")
+    return ", ".join(words)
+
+
+def wanted_lines(service: str, wanted: Wanted, live: Sequence[ReplicaStatus], now: float) -> list[str]:
+    """Lines for people: what is wanted, then the last decisions with their reasons; none where there is nothing to say.
+
+    `live` replicas are not over, of whichever service.
+    """
+    live = [status for status in live if status.service == service]
+    if wanted.state == "asleep":
+        return [asleep_sentence(service, wanted)]
+    if not wanted.is_kept or wanted.state == "stopped" or not (live or wanted.submitting):
+        return []
+    bounds = f"{wanted.least}" if wanted.least == wanted.most else f"{wanted.least} to {wanted.most}"
+    words = [f"{service}: {sum(one.state != 'draining' for one in live)} of {bounds} replicas"]
+    if wanted.least != wanted.most:
+        words.append(f"{wanted.count} wanted now")
+    if wanted.idle_stop_s is not None:
+        words.append(f"none after {shown_time(wanted.idle_stop_s)} without a request")
+    if wanted.keep_up:
+        words.append("each job is replaced before its time limit")
+    if wanted.submitting:
+        words.append(f"{wanted.submitting} being submitted")
+    if wanted.problem and not wanted.next_try_at:
+        words.append(wanted.problem)
+    elif wanted.next_try_at > now:
+        again = time.strftime("%H:%M:%S", time.localtime(wanted.next_try_at))
+        words.append(f"{wanted.problem}; trying again at {again}")
+    told = [f"  {shown_time(max(0.0, now - one.at))} ago {one.sentence}" for one in wanted.decided]
+    return ["; ".join(words), *told]

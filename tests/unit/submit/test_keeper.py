@@ -1,0 +1,707 @@
+"""The programs that keep a service, and the commands that say what is wanted; stub engines, stand-ins for Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from hpc_serve.cli.main import run as run_command
+from hpc_serve.errors import InvalidRequestError, ServiceAsleepError, ServiceNotFoundError, SubmissionRefusedError
+from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, read_drain_request
+from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
+from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
+from hpc_serve.submit.plans.planning import plan_service
+from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.sbatch_options import SlurmOptions
+from hpc_serve.submit.script.render import render_script
+from hpc_serve.submit.services import services
+from hpc_serve.submit.services.load import Windows
+from hpc_serve.submit.services.script_environ import submission_environ
+from hpc_serve.submit.services.service_keeper import Ending, Keeper, run
+from hpc_serve.submit.services.wait import wait
+from hpc_serve.submit.services.want import scale, wake, want_stop_of
+from hpc_serve.submit.slurm.scheduler import SchedulerView
+from hpc_serve.submit.status.status_reader import read_status
+from tests.support.stubs import StubService, make_record
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+SERVICE = "8b"
+
+
+class Clock:
+    """A monotonic clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def stubs(store, slurm):
+    """The service of job 101, submitted with --replicas 1:4 --idle-stop 2m; its engine works on two at once."""
+    services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4, idle_stop_s=120.0))
+    found = StubService(store.home, SERVICE)
+    start(found, "101")
+    queue(slurm, "101")
+    yield found
+    found.close()
+
+
+def start(stubs: StubService, job_id: str, **fields):
+    return stubs.start("--stub-slots", "2", "--stub-first-s", "600", job_id=job_id, model=MODEL, **fields)
+
+
+def queue(slurm, *running: str, pending: tuple[str, ...] = ()) -> None:
+    jobs = [(job_id, "RUNNING", "None") for job_id in running] + [(job_id, "PENDING", "Priority") for job_id in pending]
+    slurm.queue(*jobs, name=f"hpc-serve-{SERVICE}")
+
+
+@pytest.fixture
+def job(store, stubs, clock):
+    """The program of job 101."""
+    return keeper(store, clock, "101")
+
+
+def keeper(store, clock, job_id: str, **fields) -> Keeper:
+    asked = Wanted(least=1, most=4, count=1, is_kept=True, idle_stop_s=120.0)
+    windows = Windows(add_after_s=20.0, leave_after_s=60.0)
+    one = Keeper(store=store, service=SERVICE, job_id=job_id, asked=asked, windows=windows, clock=clock, **fields)
+    one.looker.slurm = SchedulerView(max_age_s=0.0)
+    return one
+
+
+def go_on(one: Keeper, for_s: float) -> None:
+    """Let so much time pass, a look each five seconds."""
+    for _ in range(int(for_s / 5)):
+        look(one)
+
+
+def look(one: Keeper) -> float | None:
+    assert isinstance(one.clock, Clock)
+    one.clock.now_s += 5.0
+    return one.step()
+
+
+def wanted(store) -> Wanted:
+    return read_wanted(store, SERVICE)
+
+
+def change(store, **fields) -> None:
+    change_wanted(store, SERVICE, lambda found: replace(found, **fields))
+
+
+def asked_to_drain(store, job_id: str) -> DrainRequest | None:
+    return read_drain_request(drain_file(store, SERVICE, job_id=job_id, restart=0, replica=0))
+
+
+def requests(stubs: StubService, job: Keeper, count: int, *, waiting: int) -> None:
+    """So many requests to the first engine, which do not end; returns once so many wait."""
+    key = stubs.key_file.read_text().strip()
+    body = json.dumps({"model": "405b", "prompt": "x", "max_tokens": 3}).encode()
+    url = f"https://127.0.0.1:{stubs.engines[0].port}/v1/completions"
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            asked = urllib.request.Request(url, body, headers)
+            urllib.request.urlopen(asked, context=ssl._create_unverified_context(), timeout=600)
+
+    for _ in range(count):
+        threading.Thread(target=ask, daemon=True).start()
+    job.step()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if job.looker.look().what_is.load.waiting == waiting:
+            return
+    raise AssertionError("the requests did not wait")
+
+
+def told(store) -> list[tuple[str, str]]:
+    return [(one.action, one.cause) for one in wanted(store).decided]
+
+
+class TestWhoDecides:
+    def test_of_two_at_once_one(self, store, slurm, stubs, clock):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        pair = [keeper(store, clock, "101"), keeper(store, clock, "102_0")]
+        barrier = threading.Barrier(2)
+
+        def step(one: Keeper) -> None:
+            barrier.wait()
+            one.step()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(step, pair))
+        assert sorted(one.is_deciding for one in pair) == [False, True]
+
+    def test_one_that_died_is_replaced_after_the_lease(self, job, store, slurm, stubs, clock):
+        job.step()
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        other = keeper(store, clock, "102_0")
+        go_on(other, 30)
+        assert wanted(store).decider == "101-r0-0.json"
+        go_on(other, 5)
+        assert wanted(store).decider == "102_0-r0-0.json"
+        job.step()  # it was frozen, and sees that
+        assert not job.is_deciding
+        assert wanted(store).decider == "102_0-r0-0.json"
+
+    def test_one_that_drains_lets_another_decide_at_once(self, job, store, stubs):
+        job.step()
+        path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
+        ask_to_drain(path, DrainRequest(by="Slurm, before the time limit", deadline_s=10))
+        assert job.step() is None
+        assert wanted(store).decider == ""
+
+    def test_one_that_starts_does_not_decide(self, store, slurm, stubs, clock):
+        stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="starting")
+        keeper(store, clock, "101").step()
+        assert wanted(store).decider == ""
+
+    def test_what_its_script_asks_for_where_nothing_is_written(self, job, store, stubs):
+        (store.service_dir(SERVICE) / "wanted.json").unlink()
+        job.step()
+        found = wanted(store)
+        assert (found.least, found.most, found.idle_stop_s, found.decider) == (1, 4, 120.0, "101-r0-0.json")
+
+    def test_without_sbatch_on_the_node_status_says_so(self, job, store, slurm, stubs):
+        (slurm.bin / "sbatch").unlink()
+        if not any(os.access(f"{folder}/sbatch", os.X_OK) for folder in os.environ["PATH"].split(":")):
+            job.step()
+            assert "There is no `sbatch` here" in wanted(store).problem
+
+
+class TestLoad:
+    def test_requests_that_wait_bring_more(self, job, store, slurm, stubs):
+        requests(stubs, job, 7, waiting=5)
+        go_on(job, 35)
+        assert slurm.scripts[1:] == slurm.scripts[:1]
+        assert "--array=0-2" in slurm.sbatch_words[-1]
+        assert (wanted(store).coming, wanted(store).submitting) == (("101", "102_0", "102_1", "102_2"), 0)
+        assert told(store) == [("count", "load"), ("submit", "load")]
+        assert "submitted 3: 5 requests waited for 20 s" in status_lines(store)
+        go_on(job, 60)  # nothing more while they come
+        assert len(slurm.scripts) == 2
+
+    def test_one_that_fails_makes_the_next_wait(self, job, store, slurm, stubs):
+        requests(stubs, job, 3, waiting=1)
+        go_on(job, 40)
+        slurm.job("102_0", "FAILED", exit_code="1:0")
+        queue(slurm, "101")
+        before = time.time()
+        go_on(job, 5)
+        found = wanted(store)
+        assert (found.failures, found.coming, found.count) == (1, ("101",), 2)
+        assert found.problem.startswith("job 102_0, which was added, failed: ")
+        assert before + 30 <= found.next_try_at <= time.time() + 30
+        change(store, next_try_at=found.next_try_at + 600)  # a slow machine
+        go_on(job, 40)
+        assert len(slurm.scripts) == 2
+        assert "; trying again at " in status_lines(store)
+        change(store, next_try_at=time.time())
+        go_on(job, 10)
+        assert len(slurm.scripts) == 3
+
+    def test_sbatch_that_refuses(self, job, store, slurm, stubs):
+        slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
+        requests(stubs, job, 3, waiting=1)
+        with pytest.raises(SubmissionRefusedError):
+            go_on(job, 40)
+        found = wanted(store)
+        assert (found.submitting, found.failures) == (0, 1)
+        assert found.problem.startswith("one could not be added: sbatch refused the job: Batch job submission failed")
+
+    def test_a_controller_that_is_away_changes_nothing(self, job, slurm, stubs):
+        requests(stubs, job, 3, waiting=1)
+        slurm.be_silent()
+        go_on(job, 40)
+        assert len(slurm.scripts) == 1
+
+    def test_one_that_is_not_needed_drains(self, job, store, slurm, stubs):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        change(store, count=2, most_running=2)
+        go_on(job, 80)
+        request = asked_to_drain(store, "102_0")
+        assert request.by == "hpc-serve: the other could have carried the load for 60 s: no request"
+        assert (request.cause, asked_to_drain(store, "101")) == ("surplus", None)
+        go_on(job, 30)
+        assert wanted(store).state == "awake"
+
+    def test_one_that_waits_in_the_queue_is_cancelled_and_has_not_failed(self, job, store, slurm, stubs):
+        requests(stubs, job, 3, waiting=1)
+        go_on(job, 40)
+        slurm.job("102_0", "CANCELLED", after_cancel=True, nodes="")
+        assert run_command(["scale", SERVICE, "1:1"]) == 0
+        go_on(job, 15)
+        assert slurm.cancelled == ["102_0"]
+        found = wanted(store)
+        assert (found.failures, found.problem, found.ending) == (0, "", ())
+
+
+class TestTimeLimit:
+    @pytest.fixture
+    def kept(self, store, slurm, clock):
+        """The program of job 101, which took 100 s to be ready and has ten minutes left."""
+        services.submit(ServeRequest(model="8b", service=SERVICE, keep_up=True))
+        found = StubService(store.home, SERVICE)
+        start(found, "101", measured={"start_s": 100.0})
+        slurm.queue(("101", "RUNNING", "None"), name=f"hpc-serve-{SERVICE}", time_left={"101": "10:00"})
+        asked = Wanted(least=1, most=1, count=1, keep_up=True, notice_s=120.0)
+        one = Keeper(store=store, service=SERVICE, job_id="101", asked=asked, clock=clock)
+        one.looker.slurm = SchedulerView(max_age_s=0.0)
+        yield one, found
+        found.close()
+
+    def near_its_end(self, slurm, *jobs: str) -> None:
+        running = [(job_id, "RUNNING", "None") for job_id in ("101", *jobs)]
+        slurm.queue(*running, name=f"hpc-serve-{SERVICE}", time_left={"101": "3:00"})
+
+    def test_the_successor_has_the_jobs_script_and_the_job_drains_once_it_answers(self, kept, store, slurm):
+        one, stubs = kept
+        one.step()
+        assert len(slurm.scripts) == 1
+        services.submit(ServeRequest(model="8b", service=SERVICE, slurm=SlurmOptions(partition="other")))  # job 102
+        self.near_its_end(slurm, "102")
+        one.step()
+        mine, other, successor = slurm.scripts
+        assert successor == mine != other
+        self.near_its_end(slurm, "102", "103_0")
+        (old,) = (status for status in read_status(store, SERVICE).replicas if status.job_id == "101")
+        assert (old.successor_job_id, old.successor) == ("103_0", "103_0 starting")
+        start(stubs, "102")
+        store.write(make_record(service=SERVICE, model=MODEL, job_id="103_0"))  # nobody listens at its port
+        one.step()
+        assert asked_to_drain(store, "101") is None
+        start(stubs, "103_0")
+        one.step()
+        request = asked_to_drain(store, "101")
+        assert (request.by, request.cause) == ("hpc-serve: job 103_0 has taken over", "handover")
+        assert 100 < request.deadline_s <= 160
+        assert [kind for kind in told(store) if kind[1] == "handover"] == [
+            ("submit", "handover"),
+            ("drain", "handover"),
+        ]
+
+    def test_scale_counts_no_successor(self, kept, store, slurm):
+        one, _ = kept
+        self.near_its_end(slurm)
+        one.step()
+        self.near_its_end(slurm, "102_0")
+        change(store, notice_s=1e6)
+        done = scale(store, SERVICE, 1)
+        assert (done.before, done.added, done.ended) == (1, (), ())
+
+    def test_an_empty_drain_file_is_an_order_to_drain_and_a_successor_follows(self, kept, store, slurm):
+        """The disk was full when Slurm gave its notice."""
+        one, _ = kept
+        one.step()
+        drain_file(store, SERVICE, job_id="101", restart=0, replica=0).touch(mode=0o600)
+        assert asked_to_drain(store, "101").cause == "unknown"
+        one.step()
+        assert len(slurm.scripts) == 2
+
+    def test_a_service_that_is_stopped_gets_no_successor(self, kept, store, slurm):
+        one, _ = kept
+        one.step()
+        want_stop_of(store, read_status(store, SERVICE).replicas)
+        self.near_its_end(slurm)
+        one.step()
+        assert len(slurm.scripts) == 1
+
+
+class TestSleep:
+    def fall_asleep(self, job: Keeper) -> None:
+        assert any(look(job) is None for _ in range(400))
+
+    def test_the_last_drains_and_is_woken_by_one_of_ten(self, job, store, slurm, stubs):
+        self.fall_asleep(job)
+        assert asked_to_drain(store, "101").by == "hpc-serve: no request for 2 min"
+        assert (wanted(store).state, wanted(store).count) == ("asleep", 0)
+        stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="stopped", reason="no request")
+        slurm.job("101", "COMPLETED")
+        queue(slurm)
+        assert "no request for 2 min. Wake it: hpc-serve wake 8b" in status_lines(store)
+        with pytest.raises(ServiceAsleepError, match=r"8b is asleep since .* Wake it: hpc-serve wake 8b"):
+            wait(store, SERVICE)
+        barrier = threading.Barrier(10)
+
+        def wake_it(_: int):
+            barrier.wait()
+            return wake(store, SERVICE)
+
+        with ThreadPoolExecutor(10) as pool:
+            woken = list(pool.map(wake_it, range(10)))
+        assert [len(one.jobs) for one in woken if one.jobs] == [1]
+        assert slurm.scripts[1:] == slurm.scripts[:1]
+        assert wanted(store).state == "awake"
+        assert all(one.note for one in woken if not one.jobs)
+
+    def test_all_of_it_falls_asleep_at_once(self, job, store, slurm, stubs):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0", pending=("103_0",))
+        change(store, least=3, count=3)
+        slurm.job("103_0", "CANCELLED", after_cancel=True, nodes="")
+        self.fall_asleep(job)
+        assert [asked_to_drain(store, one).by for one in ("101", "102_0")] == ["hpc-serve: no request for 2 min"] * 2
+
+    def test_woken_while_it_drains(self, job, store, slurm, stubs):
+        """The old replica says ready, and was asked to drain: it does not count."""
+        self.fall_asleep(job)
+        assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
+
+    def test_a_wake_that_sbatch_refuses_leaves_it_asleep(self, job, store, slurm, stubs):
+        self.fall_asleep(job)
+        slurm.refuse("sbatch: error: Batch job submission failed: Access/permission denied")
+        with pytest.raises(SubmissionRefusedError):
+            wake(store, SERVICE)
+        assert (wanted(store).state, wanted(store).submitting) == ("asleep", 0)
+
+    def test_the_script_finds_what_it_found_the_first_time(self, job, store, slurm, stubs, tmp_path, monkeypatch):
+        noted = tmp_path / "told"
+        sbatch = slurm.bin / "sbatch"
+        sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n(pwd; env) > {noted}\n"))
+        first = wanted(store)
+        self.fall_asleep(job)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("HPC_SERVE_ENV")
+        wake(store, SERVICE)
+        where, *variables = noted.read_text().splitlines()
+        assert where == first.folder
+        assert f"HPC_SERVE_ENV={first.variables['HPC_SERVE_ENV']}" in variables
+
+
+def slow_sbatch(slurm, seconds: float) -> None:
+    sbatch = slurm.bin / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\nsleep {seconds}\n"))
+
+
+def in_threads(*calls) -> list:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result() for one in [pool.submit(call) for call in calls]]
+
+
+class TestPeople:
+    def test_a_job_that_ended_before_its_record_does_not_keep_a_wake_off(self, store, slurm):
+        """It was cancelled while it waited, or died on the way."""
+        services.submit(ServeRequest(model="8b", service=SERVICE))
+        slurm.job("101", "CANCELLED", nodes="")
+        slurm.queue()
+        assert [one.job_id for one in wake(store, SERVICE).jobs] == ["102_0"]
+        first = next(one for one in store.read_submitted(SERVICE) if one.job_id == "101")
+        assert first.end.state == "stopped"
+
+    @pytest.mark.parametrize("numbers", [(4, 3), (1, 3)])
+    def test_two_scales_at_once_give_one_of_their_numbers(self, store, slurm, stubs, numbers):
+        start(stubs, "102")
+        services.submit(ServeRequest(model="8b", service=SERVICE))
+        queue(slurm, "101", "102")
+        slow_sbatch(slurm, 0.5)
+        for job_id in ("101", "102", *(f"{array}_{task}" for array in (103, 104) for task in range(3))):
+            slurm.job(job_id, "CANCELLED", after_cancel=True)
+        first, second = numbers
+        in_threads(lambda: scale(store, SERVICE, first, drain_s=0), lambda: scale(store, SERVICE, second, drain_s=0))
+        live = [one for one in read_status(store, SERVICE).replicas if not one.is_over]
+        assert len(live) == wanted(store).count
+        assert wanted(store).count in numbers
+
+    def test_stop_during_a_wake_ends_what_it_submits(self, store, slurm):
+        services.submit(ServeRequest(model="8b", service=SERVICE))
+        slurm.job("101", "CANCELLED", nodes="")
+        slurm.queue()
+        slurm.job("102_0", "CANCELLED", after_cancel=True, nodes="")
+        slow_sbatch(slurm, 2)
+
+        def stop() -> int:
+            while not wanted(store).submitting:
+                time.sleep(0.01)
+            return run_command(["stop", SERVICE])
+
+        _, code = in_threads(lambda: wake(store, SERVICE), stop)
+        assert code == 0
+        assert "102_0" in slurm.cancelled
+        assert wanted(store).state == "stopped"
+
+    def test_two_elastic_submits_at_once_give_one_job(self, store, slurm):
+        slow_sbatch(slurm, 0.5)
+        request = ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4)
+        done = in_threads(lambda: services.submit(request), lambda: services.submit(request))
+        assert sorted(one.is_there for one in done) == [False, True]
+        assert len(slurm.scripts) == 1
+
+    def test_a_service_that_is_stopped_stays_stopped(self, job, store, slurm, stubs):
+        job.step()
+        want_stop_of(store, read_status(store, SERVICE).replicas)
+        assert (wanted(store).state, wanted(store).decider) == ("stopped", "")
+        go_on(job, 40)
+        assert len(slurm.scripts) == 1
+
+    def test_a_part_of_it_that_is_stopped_does_not_come_back(self, store, slurm, stubs):
+        start(stubs, "102_0")
+        queue(slurm, "101", "102_0")
+        change(store, count=2)
+        want_stop_of(store, [one for one in read_status(store, SERVICE).replicas if one.job_id == "101"])
+        assert (wanted(store).state, wanted(store).count) == ("awake", 1)
+
+    def test_stop_on_a_full_disk(self, store, slurm, stubs, monkeypatch, capsys):
+        from hpc_serve.errors import StoreError
+
+        def full(*_):
+            raise StoreError("cannot write: no space is left on the device.")
+
+        monkeypatch.setattr("hpc_serve.submit.services.stop.ask_to_drain", full)
+        monkeypatch.setattr("hpc_serve.rendezvous.wanted_file.write_private", full)
+        slurm.job("101", "CANCELLED", after_cancel=True)
+        stubs.engines[0].kill()
+        stubs.publish(stubs.engines[0], job_id="101", model=MODEL, state="draining")
+        assert run_command(["stop", SERVICE, "--timeout", "5s"]) == 0
+        assert slurm.cancelled == ["101"]
+        assert "no space is left on the device. The jobs are ended all the same." in capsys.readouterr().err
+
+    def test_scale_to_bounds(self, store, stubs, capsys):
+        assert run_command(["scale", SERVICE, "2:6"]) == 0
+        assert capsys.readouterr().out == "8b: its jobs decide on 2 to 6 replicas from now on.\n"
+        assert (wanted(store).least, wanted(store).most) == (2, 6)
+        assert run_command(["scale", SERVICE, "3:2"]) == 2
+        assert "replicas is 3:2: the least, 3, is more than the most, 2. Write 2:3." in capsys.readouterr().err
+
+    def test_scale_to_a_number_fixes_it(self, store, slurm, stubs):
+        assert len(scale(store, SERVICE, 3).added) == 2
+        assert (wanted(store).least, wanted(store).most, wanted(store).count) == (3, 3, 3)
+
+    def test_bounds_are_for_services_whose_jobs_decide(self, store, slurm, capsys):
+        services.submit(ServeRequest(model="8b", service="plain"))
+        assert run_command(["scale", "plain", "1:4"]) == 2
+        assert "was submitted without --replicas MIN:MAX or --idle-stop" in capsys.readouterr().err
+
+    def test_waking_what_is_awake(self, store, slurm, stubs, capsys):
+        assert run_command(["wake", SERVICE]) == 0
+        assert capsys.readouterr().out == "8b needs no waking: job 101 is ready.\n"
+        assert len(slurm.scripts) == 1
+
+    def test_waking_what_is_over(self, store, slurm, capsys):
+        services.submit(ServeRequest(model="8b", service="plain"))
+        slurm.job("101", "TIMEOUT")
+        slurm.queue()
+        assert run_command(["wake", "plain"]) == 0
+        assert capsys.readouterr().out == "plain: submitted as job 102_0\nplain is woken; hpc-serve wait plain\n"
+
+    def test_waking_what_never_was(self, store, slurm):
+        with pytest.raises(ServiceNotFoundError, match="No service or job 'nobody'"):
+            wake(store, "nobody")
+
+    def test_what_a_program_that_died_was_submitting_is_submitted(self, job, store, slurm, stubs):
+        change(store, count=2, submitting=1, submitting_at=time.time())
+        go_on(job, 10)
+        assert len(slurm.scripts) == 1
+        change(store, submitting_at=time.time() - SUBMITTING_S)
+        go_on(job, 10)
+        assert len(slurm.scripts) == 2
+
+    def test_a_new_submission_wakes_it(self, store, slurm, stubs):
+        change(store, state="asleep", count=0)
+        services.submit(ServeRequest(model="8b", service=SERVICE))
+        assert wanted(store).state == "awake"
+
+    def test_status_says_what_was_decided(self, job, store, stubs, capsys):
+        go_on(job, 10)
+        line = "8b: 1 of 1 to 4 replicas; 1 wanted now; none after 2 min without a request\n"
+        assert line in status_lines(store)
+        one = Decision(action="submit", cause="load", why="12 requests waited for 20 s", count=1)
+        change_wanted(store, SERVICE, lambda found: found.with_decisions(time.time() - 180, one))
+        assert "  3 min ago submitted 1: 12 requests waited for 20 s\n" in status_lines(store)
+        capsys.readouterr()
+        assert run_command(["status", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["wanted"][SERVICE]
+        assert (found["state"], found["least"], found["most"], found["count"]) == ("awake", 1, 4, 1)
+        assert (found["decider"], found["decided"][-1]["cause"]) == ("101-r0-0.json", "load")
+
+
+def status_lines(store) -> str:
+    """What `status` prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert run_command(["status", SERVICE]) == 0
+    return said.getvalue()
+
+
+class TestRequest:
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"replicas": 4, "max_replicas": 1}, "replicas is 4:1: the least, 4, is more than the most, 1"),
+            ({"replicas": 0, "max_replicas": 3}, r"replicas is 0:3: at least 1 stays.*--idle-stop 30m"),
+            ({"idle_stop_s": 0.0}, "idle-stop is 0 s: it must be more than 0"),
+            ({"max_replicas": 4, "cluster": "local"}, "--replicas MIN:MAX is for jobs of Slurm"),
+            ({"idle_stop_s": 60.0, "cluster": "local"}, "--idle-stop is for jobs of Slurm"),
+            ({"keep_up": True, "cluster": "local"}, "leave it out with --cluster local"),
+        ],
+    )
+    def test_refused(self, fields, said):
+        with pytest.raises(InvalidRequestError, match=said):
+            ServeRequest(model="8b", service=SERVICE, **fields)
+
+    @pytest.mark.parametrize(
+        ("fields", "cure"),
+        [({"max_replicas": 4}, "hpc-serve scale"), ({"keep_up": True}, "--chain 7 is seven jobs")],
+    )
+    def test_refused_in_a_container(self, fields, cure):
+        image = Environment(kind="apptainer", path="/images/vllm.sif")
+        with pytest.raises(InvalidRequestError, match=rf"image /images/vllm\.sif.*{cure}"):
+            ServeRequest(model="8b", service=SERVICE, environment=image, **fields)
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["--replicas", "many"], "'many' is no number of replicas: write 4, or 1:4 for one to four."),
+            (["--idle-stop", "5"], "'5' has no unit: write 5m for minutes, or 5h, 5s."),
+        ],
+    )
+    def test_misspelt(self, words, said, capsys):
+        assert run_command(["render", "8b", *words]) == 2
+        assert said in capsys.readouterr().err
+
+    def test_the_script_starts_the_program(self, capsys):
+        assert run_command(["render", "8b", "--replicas", "2:4", "--idle-stop", "30m", "--keep-up"]) == 0
+        text = capsys.readouterr().out
+        words = "--service 8b --keep-up --notice-s 120 --replicas 2:4 --idle-stop-s 1800 &\n"
+        assert f"python -m hpc_serve.submit.services.service_keeper {words}" in text
+        assert "hpc-serve render --model 8b --replicas 2:4 --idle-stop 1800s --gpu h100-80gb --keep-up " in text
+
+    def test_a_number_is_so_many_more_and_bounds_are_of_the_service(self, store, slurm, capsys):
+        assert run_command(["submit", "8b", "--replicas", "2", "--idle-stop", "30m"]) == 0
+        assert "\n  replicas 2 of them, none after 30 min without a request\n" in capsys.readouterr().out
+        assert run_command(["submit", "8b", "--replicas", "1", "--idle-stop", "30m"]) == 0
+        assert "\n  replicas 3 of them, none after 30 min without a request\n" in capsys.readouterr().out
+        assert run_command(["submit", "8b", "--replicas", "1:4"]) == 0
+        assert "\n  replicas 1 to 4, more while requests wait, none after 30 min" in capsys.readouterr().out
+        assert len(slurm.scripts) == 2
+
+    def test_windows_that_the_job_could_not_read(self, store, slurm, monkeypatch):
+        monkeypatch.setenv("HPC_SERVE_ADD_AFTER_S", "soon")
+        with pytest.raises(InvalidRequestError, match="HPC_SERVE_ADD_AFTER_S is 'soon': it must be a number"):
+            services.submit(ServeRequest(model="8b", service=SERVICE, replicas=1, max_replicas=4))
+        assert slurm.scripts == []
+
+
+class TestProgram:
+    def script(self, **fields):
+        request = ServeRequest(model="8b", service="8b", **fields)
+        return render_script(request, plan_service(request))
+
+    def test_it_is_started_once_and_ended_with_the_script(self):
+        text = self.script(keep_up=True, slurm=SlurmOptions(signal="B:USR1@300"))
+        assert "python -m hpc_serve.submit.services.service_keeper --service 8b --keep-up --notice-s 300 &\n" in text
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        assert "keeper" not in self.script(slurm=SlurmOptions(signal="B:USR1@300"))
+
+    @pytest.mark.parametrize("code", [0, 3])
+    def test_its_end_does_not_change_the_scripts_exit_code(self, code):
+        text = self.script(keep_up=True)
+        found = re.search(r"^ *\[\[ -n \$keeper \]\] \|\| \{\n.*?^ *\}\n", text, re.MULTILINE | re.DOTALL)
+        assert found
+        start = re.sub("python .*&", "sleep 300 &", found.group())
+        assert "sleep 300 &" in start
+        script = f"set -euo pipefail\nkeeper=''\ntrap true TERM INT USR1\n{start}exit {code}\n"
+        bash = ["env", "--default-signal=HUP", "bash", "-c"]  # the tests may run under nohup
+        for _ in range(100):  # a signal that came between fork and exec was lost once in a hundred
+            assert subprocess.run([*bash, script], timeout=60, check=False).returncode == code
+
+    def test_it_keeps_its_pid_until_the_script_ends_it(self, job, store, stubs):
+        path = drain_file(store, SERVICE, job_id="101", restart=0, replica=0)
+        ask_to_drain(path, DrainRequest(by="Slurm", deadline_s=10))
+        ending = Ending()
+        program = threading.Thread(target=run, args=(job, ending), daemon=True)
+        program.start()
+        program.join(1.0)
+        assert program.is_alive()
+        ending.note(signal.SIGHUP)
+        program.join(60)
+        assert not program.is_alive()
+
+    def test_a_signal_that_finds_the_program_already_waiting_is_seen(self):
+        """Its handler runs in the main thread alone, which the signal of another thread does not wake by itself."""
+        code = (
+            "import signal, sys, threading\n"
+            "from hpc_serve.submit.services.service_keeper import Ending\n"
+            "ending, main = Ending(), threading.main_thread().ident\n"
+            "ending.listen()\n"
+            "def send():\n"
+            "    looks = 0\n"
+            "    while looks < 20:\n"
+            "        looks += 'wait' in sys._current_frames()[main].f_code.co_name\n"
+            "        threading.Event().wait(0.01)\n"
+            "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+            "threading.Thread(target=send, daemon=True).start()\n"
+            "print(ending.wait(60))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.stdout == "True\n", done.stderr
+
+    def test_a_successor_gets_the_environment_of_the_submission(self, slurm):
+        of_script = {"SLURM_JOB_ID": "101", "PATH": str(slurm.bin), "HPC_SERVE_MODEL": "m"}
+        ours = of_script | {"HPC_SERVE_JOB_DIR": "/run", "VIRTUAL_ENV": "/env", "PATH": f"/env/bin:{slurm.bin}"}
+        assert submission_environ(ours, of_script | {"CUDA_VISIBLE_DEVICES": "0,1"}) == of_script
+        assert submission_environ(ours, of_script | {"PATH": "/nowhere"})["PATH"] == f"/env/bin:{slurm.bin}"
+
+    def test_as_a_script_starts_it(self, stubs, slurm, store, tmp_path):
+        """It submits from the folder and with the environment of the submission, and ends when its script does."""
+        change(store, count=2, least=2)
+        sbatch = slurm.bin / "sbatch"
+        noted = tmp_path / "sbatch-environment"
+        sbatch.write_text(sbatch.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n(pwd; env) > {noted}\n"))
+        script = tmp_path / "script.sh"
+        script.write_text(
+            f"""export PATH=/added:$PATH VIRTUAL_ENV=/added HPC_SERVE_JOB_ID=101 HPC_SERVE_JOB_DIR=/run
+{sys.executable} -m hpc_serve.submit.services.service_keeper --service 8b --replicas 2:2 &
+until [[ -e {store.service_dir(SERVICE)}/submitted/102_0.json ]]; do sleep 0.1; done
+kill -HUP $!
+wait $!
+"""
+        )
+        folder = tmp_path / "submitted-here"
+        folder.mkdir()
+        own = {"SLURM_JOB_ID": "101", "SLURM_SUBMIT_DIR": str(folder), "HPC_SERVE_MODEL": "mine"}
+        environ = os.environ | own | {"CUDA_VISIBLE_DEVICES": "3"}
+        done = subprocess.run(
+            ["bash", str(script)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "submitted 1: there was 1 replica, of 2 that are wanted" in done.stderr
+        where, *variables = noted.read_text().splitlines()
+        assert where == str(folder)
+        assert {"HPC_SERVE_MODEL=mine", f"PATH={os.environ['PATH']}"} <= set(variables)
+        unwanted = ("VIRTUAL_ENV=", "HPC_SERVE_JOB_", "CUDA_VISIBLE_DEVICES=", "SLURM_JOB_ID=", "SLURM_SUBMIT_DIR=")
+        assert [line for line in variables if line.startswith(unwanted)] == []
+
+    def test_while_it_waits_it_has_loaded_neither_plans_nor_submitit(self):
+        code = """
+import sys
+import hpc_serve.submit.services.service_keeper
+print([name for name in ("hpc_serve.plan", "submitit", "jinja2", "openai", "click", "yaml") if name in sys.modules])
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n"
