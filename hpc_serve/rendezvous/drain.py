@@ -53,14 +53,16 @@ def ask_to_drain(path: Path, request: DrainRequest) -> None:
 
 
 def read_drain_request(path: Path) -> DrainRequest | None:
-    """Return what is asked; None if nothing is, or if the folder cannot be read now.
+    """Return what is asked; None if nothing is, if the folder cannot be read now, or if it is not ours.
 
     A file that is empty or damaged asks for a drain, too: its writer died, or had no room on the disk.
     """
     try:
-        request = from_json_text(DrainRequest, read_private(path), source=str(path))
-    except (FileNotFoundError, StoreError):
+        text = read_private(path)
+    except (FileNotFoundError, StoreError, RecordError):  # or others may have written it
         return None
+    try:
+        request = from_json_text(DrainRequest, text, source=str(path))
     except RecordError as error:
         return DrainRequest(by=f"an unreadable request ({error})", cause="unknown", deadline_s=_UNKNOWN_S)
     return replace(request, deadline_s=max(0.0, request.deadline_s))
