@@ -25,7 +25,8 @@ from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file, r
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.plans.planning import plan_service
-from hpc_serve.submit.request.request import Environment, ServeRequest
+from hpc_serve.submit.request.environment import Environment
+from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.request.sbatch_options import SlurmOptions
 from hpc_serve.submit.script.render import render_script
 from hpc_serve.submit.services import services
