@@ -35,7 +35,6 @@ from hpc_serve.gateway.metrics import CONTENT_TYPE, Metrics
 from hpc_serve.gateway.routes import route_of
 from hpc_serve.gateway.settings import Settings
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.gate_headers import SIGNS
 from hpc_serve.rendezvous.store import ServiceStore
 
 CLIENT_LEFT = 499
@@ -191,7 +190,6 @@ class Gateway:
             content_type=content_type,
             body=body,
             model=asked_model(content_type, body),
-            wants_signs=SIGNS in scope["headers"],
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests.transport import EXCHANGE
 from hpc_serve.gate.gate import discard_body
-from hpc_serve.gate.signs import COMMENT
 from hpc_serve.gateway.answers import Refusal, broken_event
 from hpc_serve.gateway.bodies import with_model
 from hpc_serve.gateway.front import Front
@@ -37,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request as it is passed on; `model` is what its body names. `wants_signs`: its client asks for signs."""
+    """A request as it is passed on; `model` is what its body names."""
 
     method: str
     route: str
@@ -46,7 +45,6 @@ class Asked:
     content_type: str
     body: bytes
     model: str | None
-    wants_signs: bool
 
 
 class Bodies:
@@ -127,7 +125,7 @@ async def forward(front: Front, asked: Asked, send: Send, metrics: Metrics) -> i
         response = await front.send(lambda: _request(asked, url, body))
         metrics.answered.labels(front.service).observe(time.perf_counter() - begun_at_s)
         try:
-            await _pass_on(front, asked, response, send, metrics)
+            await _pass_on(front, response, send, metrics)
         finally:
             _count(front.service, response, metrics)
             await response.aclose()
@@ -145,7 +143,7 @@ def _request(asked: Asked, url: http.URL, body: bytes) -> http.Request:
     return http.Request(asked.method, url, headers=asked.headers, content=body, extensions={"timeout": _TIMEOUTS})
 
 
-async def _pass_on(front: Front, asked: Asked, response: http.Response, send: Send, metrics: Metrics) -> None:
+async def _pass_on(front: Front, response: http.Response, send: Send, metrics: Metrics) -> None:
     is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
     headers = for_client(response.headers.raw, is_stream=is_stream)
     replica = front.watch.last_replica.name or ""
@@ -155,7 +153,7 @@ async def _pass_on(front: Front, asked: Asked, response: http.Response, send: Se
     stream: Any = response.stream
     try:
         async for data in stream:
-            if data and (asked.wants_signs or data != COMMENT):
+            if data:
                 sent.inc(len(data))
                 await send({"type": "http.response.body", "body": data, "more_body": True})
     except Exception as error:  # half of an answer is out: whatever it was, the client is told

@@ -35,16 +35,19 @@ class BadHeaderError(ValueError):
 
 
 def for_engine(given: Iterable[Header]) -> list[Header]:
-    """The headers of a request as the engine gets them. Raises BadHeaderError."""
+    """Return the headers of a request as the engine gets them. Raises BadHeaderError.
+
+    A client that asks for signs gets them by its own header; the transport asks the engine in any case.
+    """
     headers = [(name.lower(), value.strip(b" \t")) for name, value in given]
     left_out = _NOT_FOR_THE_ENGINE | _named_by_connection(headers)
     passed = []
     for name, value in headers:
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
             raise BadHeaderError(f"the header {name[:80]!r} has characters that no header may have")
-        if name not in left_out and not name.startswith(_LEFT_OUT_BEGINNINGS):
+        if (name, value) == SIGNS or (name not in left_out and not name.startswith(_LEFT_OUT_BEGINNINGS)):
             passed.append((name, value))
-    return [*passed, (b"accept-encoding", b"identity"), SIGNS]
+    return [*passed, (b"accept-encoding", b"identity")]
 
 
 def for_client(given: Iterable[Header], *, is_stream: bool) -> list[Header]:
