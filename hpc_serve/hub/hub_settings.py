@@ -34,15 +34,27 @@ class HubSettings:
 
 def read_hub_settings(environ: Mapping[str, str]) -> HubSettings:
     """What Hugging Face's variables say; an empty variable is as one that is not set."""
-    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = _path(environ.get("HF_HOME") or f"{base}/huggingface", environ)
-    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or str(home / "hub")
     return HubSettings(
-        cache=_path(cache, environ),
+        cache=hub_cache(environ),
         endpoint=(environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
         is_offline=_is_true(environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE")),
-        token=_token(home, environ),
+        token=_token(_home(environ), environ),
     )
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the folder of downloaded repositories. It reads no file.
+
+    >>> hub_cache({"HF_HOME": "/dev/shm/hf"}).as_posix()
+    '/dev/shm/hf/hub'
+    """
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return _path(cache or str(_home(environ) / "hub"), environ)
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _path(environ.get("HF_HOME") or f"{base}/huggingface", environ)
 
 
 def _token(home: Path, environ: Mapping[str, str]) -> str | None:

@@ -88,6 +88,7 @@ def assumed_gpu_note() -> str | None:
 
 def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> ServeRequest:
     """The request that a command's options, the environment and the site file make together. Raises HpcServeError."""
+    from hpc_serve.hub.hub_settings import hub_cache
     from hpc_serve.submit.request.job_env import expanded, parse_env
     from hpc_serve.submit.site.site_files import read_site
 
@@ -95,6 +96,7 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
     log_dir = options["log_dir"] or environ.get("HPC_SERVE_LOG_DIR") or site.log_dir
     named, (engine_args, own) = model_of(options), engine_words(options, site)
     replicas, max_replicas = options["replicas"] or (None, None)
+    env = expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"])
     asked = {one.name: options[one.name] for one in OPTIONS} | machines_of(options, site)
     asked |= {
         "service": options["service"]
@@ -112,10 +114,11 @@ def make_request(options: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         slurm=site.slurm_options(extra=options["extra"], **{name: options[name] for name in SLURM_OPTIONS}),
         environment=site.environment(environ),
         settings=_job_settings(site, options["stage"], environ),
-        env=expanded({**site.env, **(own.env if own else {})}, environ) | parse_env(options["env"]),
+        env=env,
         templates_dir=site.templates_dir,
         jobs_can_submit=site.jobs_can_submit is not False,
         memory_folders=site.memory_folders,
+        hub_cache=str(hub_cache({**environ, **env})),
         offline_nodes=bool(site.offline_nodes),
         weights_help=site.weights_help,
     )

@@ -23,7 +23,7 @@ _FIELDS = ("max_model_len", *(option.name for option in _OPTIONS))
 """The options that decide about memory and layout: the fields of EngineConfig, and the context."""
 _PLAIN = ("int | None", "float | None", "str | None")
 _LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size")
-_ONLINE = {
+ONLINE_METHODS = {
     "fp8": "fp8_per_tensor",
     "fp8_per_tensor": "fp8_per_tensor",
     "fp8_per_channel": "fp8_per_channel",
@@ -114,7 +114,7 @@ def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
         return None
     if not model.quantization.is_assumed:
         return engine.quantization
-    return _ONLINE.get(engine.quantization.lower().replace("-", "_"))
+    return ONLINE_METHODS.get(engine.quantization.lower().replace("-", "_"))
 
 
 def _flag(name: str) -> str:

@@ -23,7 +23,7 @@ from hpc_serve.plan.memory.cuda_graphs import cuda_graph_bytes, needs_state_bloc
 from hpc_serve.plan.memory.kv_cache import cache_layout
 from hpc_serve.plan.memory.overhead import ProfileRun, activation_bytes, non_torch_bytes
 from hpc_serve.plan.memory.rocm import row_padding_bytes
-from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pipeline_stages
+from hpc_serve.plan.memory.stages import PipelineStage, check_layout, offloaded_bytes, pinned_bytes, pipeline_stages
 from hpc_serve.plan.model.spec import ModelSpec
 from hpc_serve.plan.scheduling import batches_in_flight
 
@@ -36,6 +36,7 @@ class MemoryEstimate:
     is its "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
     `blocks_per_request`. Where `graphs_outside` (vLLM before 0.20), the budget does not count `cuda_graph_bytes`. vLLM
     refuses fewer blocks than `least_blocks`, which is `max_num_seqs` where each sequence has a state in a block.
+    `offloaded_bytes` of the rank's weights are not on the GPU. They take `pinned_bytes` of the node's memory.
     """
 
     total_bytes: int
@@ -57,6 +58,8 @@ class MemoryEstimate:
     max_num_seqs: int
     least_blocks: int = 0
     graphs_outside: bool = False
+    offloaded_bytes: int = 0
+    pinned_bytes: int = 0
 
     def holds(self, concurrency: int, blocks_each: int | None = None) -> bool:
         """Whether so many requests fit at once, and one of the longest context.
@@ -176,4 +179,6 @@ def _stage_estimate(run: ProfileRun, stage: PipelineStage, layout: CacheLayout, 
         max_num_seqs=sequences,
         least_blocks=sequences if counts_blocks else 0,
         graphs_outside=not engine.subtracts_cuda_graphs,
+        offloaded_bytes=offloaded_bytes(stage, engine),
+        pinned_bytes=pinned_bytes(stage, engine),
     )

@@ -77,7 +77,7 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
     if engine.cpu_offload_gb:
         yield (
             f"--cpu-offload-gb {engine.cpu_offload_gb:g}: so many GiB of weights of each GPU stay in the node's "
-            "memory, and each step reads them over PCIe (4.0 x16 is assumed). Ask for that memory with --mem."
+            "memory, and each step reads them over PCIe (4.0 x16 is assumed). `submit` asks Slurm for that memory."
         )
     if engine.is_pooling:
         yield (
@@ -99,7 +99,7 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         ("--kv-offloading-size", engine.kv_offloading_size),
     ):
         if asked:
-            yield f"Not counted: buffers and copies of {option}, in memory and in speed."
+            yield f"Not counted: buffers and copies of {option}, in GPU memory and in speed."
     if engine.uncounted:
         yield (
             f"Not counted: {', '.join(engine.uncounted)}. vLLM may need other memory with it, or be faster or slower; "

@@ -1,8 +1,9 @@
 """Which layers each pipeline stage has, and the bytes of weights on each of its ranks.
 
-`weight_bytes` are those of the checkpoint, `layer_bytes` those of its decoder layers. `loading_bytes` are what vLLM
-adds while it loads them and counts in "Model loading took": rotary tables, matrices derived from weights, LoRA slots,
-and what the allocator rounds up.
+`weight_bytes` are those of the checkpoint, `layer_bytes` those of its decoder layers. `pinned_layer_bytes` are what
+these layers take as pinned memory of the node. `loading_bytes` are what vLLM adds while it loads the weights, and
+counts in "Model loading took": rotary tables, matrices derived from weights, LoRA slots, and what the allocator rounds
+up.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class PipelineStage:
     is_last: bool
     weight_bytes: int
     layer_bytes: int
+    pinned_layer_bytes: int
     loading_bytes: int
 
 
@@ -84,6 +86,7 @@ def pipeline_stages(
                 is_last=is_last,
                 weight_bytes=sum(size for size, _ in parts),
                 layer_bytes=sum(size for size, _ in parts[:count]),
+                pinned_layer_bytes=sum(sizer.pinned_size_of(layer.block) for layer in layers),
                 loading_bytes=sum(rounding for _, rounding in parts) + derived + model.rotary_bytes,
             )
         )
@@ -97,6 +100,15 @@ def offloaded_bytes(stage: PipelineStage, engine: EngineConfig) -> int:
     It takes weights of decoder layers until they are as many GiB as --cpu-offload-gb says.
     """
     return min(int((engine.cpu_offload_gb or 0) * GIB), stage.layer_bytes)
+
+
+def pinned_bytes(stage: PipelineStage, engine: EngineConfig) -> int:
+    """Return the bytes of the node's memory that `offloaded_bytes` take: vLLM pins them.
+
+    torch rounds each pinned tensor up to a power of two (c10's CachingHostAllocator). Which tensors stay is vLLM's
+    choice, so the rounding of all layers is taken.
+    """
+    return -(-offloaded_bytes(stage, engine) * stage.pinned_layer_bytes // max(1, stage.layer_bytes))
 
 
 def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vocabulary]:
@@ -119,6 +131,7 @@ class _Sizer:
         self.ranks = ranks
         self.expert_ranks = expert_ranks
         self.known: dict[int, tuple[int, int]] = {}
+        self.pinned: dict[int, int] = {}
 
     def size_of(self, block: Block | Vocabulary) -> tuple[int, int]:
         """(bytes, what the allocator rounds up)."""
@@ -127,6 +140,13 @@ class _Sizer:
             sizes = [weight.bytes_per_rank(self.ranks, self.expert_ranks) for weight in weights]
             self.known[id(block)] = (sum(sizes), sum(allocator_rounding(size) for size in sizes))
         return self.known[id(block)]
+
+    def pinned_size_of(self, block: Block) -> int:
+        """Return the bytes of a block with each tensor rounded up to a power of two."""
+        if id(block) not in self.pinned:
+            sizes = (weight.bytes_per_rank(self.ranks, self.expert_ranks) for weight in block.weights)
+            self.pinned[id(block)] = sum(1 << (size - 1).bit_length() for size in sizes if size)
+        return self.pinned[id(block)]
 
 
 def allocator_rounding(tensor_bytes: int) -> int:

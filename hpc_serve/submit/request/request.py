@@ -49,9 +49,10 @@ class ServeRequest:
     `overlap_s` before the end of the one before (None: half an hour). A `preflight_only` job looks at its nodes, and
     ends before it starts an engine.
 
-    `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. Jobs of `offline_nodes`
-    cannot fetch weights; `weights_help` says how people get them there. `log_dir` None: the service's own folder.
-    `site` is the site file that was named, if any. `templates_dir` wins over our own.
+    `env` are variables of the job. `memory_folders` of the nodes are memory, as /dev/shm is. `hub_cache` is the jobs'
+    folder of downloaded models (None: as `env` says). Jobs of `offline_nodes` cannot fetch weights; `weights_help` says
+    how people get them there. `log_dir` None: the service's own folder. `site` is the site file that was named, if any.
+    `templates_dir` wins over our own.
     """
 
     model: str
@@ -183,6 +184,7 @@ class ServeRequest:
     env: Mapping[str, str] = field(default_factory=dict)
     templates_dir: str | None = None
     memory_folders: tuple[str, ...] = ()
+    hub_cache: str | None = None
     offline_nodes: bool = False
     weights_help: str | None = None
     jobs_can_submit: bool = True

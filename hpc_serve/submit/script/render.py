@@ -17,7 +17,7 @@ from hpc_serve.rendezvous.names import log_dir_before_job
 from hpc_serve.submit.request.option import option_words
 from hpc_serve.submit.request.request import OPTIONS, ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
-from hpc_serve.submit.script.memory import memory_gib
+from hpc_serve.submit.script.memory import memory_gib, memory_sum
 from hpc_serve.submit.script.template import Checked, comment, render_template
 from hpc_serve.submit.slurm.slurm import array_options, batch_log_option
 from hpc_serve.vllm.arguments import read_arguments
@@ -50,6 +50,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
         "title": comment(_title(request, plan)),
         "not_run": comment(_not_run(device)),
         "version": Checked(hpc_serve.__version__),
+        "memory_sum": comment(_memory_sum(request, plan)),
         "directives": [Checked(line) for line in directives(request, plan)],
         "environment": request.environment,
         "modules": request.environment.modules,
@@ -129,21 +130,21 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
 
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """
-    slurm, layout, device = request.slurm, plan.layout, plan.accelerator
+    slurm, layout = request.slurm, plan.layout
     jobs = 1 if request.chain > 1 else jobs_of(request, plan)  # of a chain each is submitted by itself
     gpus = layout.gpus_per_node * request.replicas_per_job
-    whole_nodes = slurm.exclusive if slurm.exclusive is not None else layout.num_nodes > 1 or device.kind != "gpu"
+    whole_nodes = _whole_nodes(request, plan)
     completed = replace(
         slurm,
         cpus_per_task=slurm.cpus_per_task or (None if whole_nodes else _cpus(plan, gpus)),
-        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib(request, plan, gpus)}G"),
+        mem=slurm.mem or ("0" if whole_nodes else f"{memory_gib(request, plan)}G"),
     )
     return [
         f"--job-name={slurm.job_name or f'hpc-serve-{request.service}'}",
         *completed.lines("where"),
         f"--nodes={layout.num_nodes}",
         "--ntasks-per-node=1",
-        *([slurm.gpu_line(gpus)] if device.kind == "gpu" else []),
+        *([slurm.gpu_line(gpus)] if plan.accelerator.kind == "gpu" else []),
         *completed.lines("share"),
         *(array_options(jobs) if jobs > 1 else []),
         batch_log_option(request.log_dir and log_dir_before_job(request.log_dir), is_array=jobs > 1),
@@ -152,6 +153,18 @@ def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
         "--open-mode=append",
         *slurm.extra,
     ]
+
+
+def _whole_nodes(request: ServeRequest, plan: ServePlan) -> bool:
+    """Return whether the job has its nodes alone."""
+    if request.slurm.exclusive is not None:
+        return request.slurm.exclusive
+    return plan.layout.num_nodes > 1 or plan.accelerator.kind != "gpu"
+
+
+def _memory_sum(request: ServeRequest, plan: ServePlan) -> str:
+    """Return where the figure of --mem comes from; empty for a person's own, and for whole nodes."""
+    return "" if request.slurm.mem or _whole_nodes(request, plan) else memory_sum(request, plan)
 
 
 def _cpus(plan: ServePlan, gpus: int) -> int:

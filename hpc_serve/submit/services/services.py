@@ -26,6 +26,7 @@ from hpc_serve.submit.plans.planning import idle_gpus_note, on_whole_nodes, plan
 from hpc_serve.submit.plans.preflight import check_before_plan, check_parsers, check_weights
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
+from hpc_serve.submit.script.memory import small_memory_note
 from hpc_serve.submit.script.render import devices_per_node, render_script, replicas_of
 from hpc_serve.submit.services.carry_out import end_submission
 from hpc_serve.submit.services.hand_over import (
@@ -47,7 +48,7 @@ class Submission:
 
     `wanted` is what is written down for the service; `is_there` says that its replicas were there already, so that
     nothing was submitted. `weights_note` says that weights are not
-    here yet, `machines_note` that GPUs stay idle.
+    here yet, `machines_note` that GPUs stay idle, or that --mem is too small.
     """
 
     job_id: str
@@ -90,11 +91,11 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
     job = _job_of(request, plan, speed_figures(result.estimates()))
-    idle = idle_gpus_note(request, plan)
+    note = " ".join(filter(None, (idle_gpus_note(request, plan), small_memory_note(request, plan)))) or None
     with claimed(store, service, plan.model):
         if request.cluster == "local":
             job_id, jobs = start_locally(store, job, script, log_dir)
-            return Submission(job_id=job_id, jobs=jobs, plan=plan, weights_note=weights_note, machines_note=idle)
+            return Submission(job_id=job_id, jobs=jobs, plan=plan, weights_note=weights_note, machines_note=note)
         before = read_wanted(store, service)
         wanted, there = want_submission(store, request, replicas_of(request, plan), environ)
         if not wanted.submitting:
@@ -112,7 +113,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
                 wanted = end_submission(store, service, wanted, jobs) or wanted
             undo.pop_all()
     end_what_comes(store, service)
-    return Submission(job_id=job_id, jobs=jobs, plan=plan, wanted=wanted, weights_note=weights_note, machines_note=idle)
+    return Submission(job_id=job_id, jobs=jobs, plan=plan, wanted=wanted, weights_note=weights_note, machines_note=note)
 
 
 def own_and_others(

@@ -258,6 +258,17 @@ def test_gpus_that_stay_idle_are_said_with_what_submit_accepts(words, says, caps
     assert re.search(says, json.loads(capsys.readouterr().out)["machines_note"])
 
 
+def test_a_hub_cache_in_memory_is_asked_for_and_a_mem_too_small_is_told(capsys, place, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "/dev/shm/hf")
+    script, said = script_of(capsys)
+    assert "#SBATCH --mem=48G\n" in script
+    assert "the kernel" not in said.lower()
+    assert "--mem=32G" in script_of(capsys, "--env", "HF_HOME=/scratch/hf")[0]
+    assert "--mem 12G is 12 GiB of each node, and the job keeps 16 GiB" in script_of(capsys, "--mem", "12G")[1]
+    assert run(["submit", "8b", "--json", "--mem", "12G"]) == 0
+    assert "--mem 12G" in json.loads(capsys.readouterr().out)["machines_note"]
+
+
 def test_the_replicas_asked_for_win_over_the_target_s(capsys, place):
     assert run(["submit", "8b", "--target", "throughput", "--nodes", "1", "--replicas", "2"]) == 0
     assert "#SBATCH --array=0-1\n" in place.scripts[0]
