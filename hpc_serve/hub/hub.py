@@ -1,6 +1,6 @@
 """Finds a model's config: in the catalogue, in a folder or a file, in the local Hugging Face cache, or on the hub.
 
-plan/model/ decides what a config means. Where weights are at hand, only the headers of their files are read.
+plan/model/ decides what a config means. For local weights, this module reads only the headers of their files.
 
 The hub is asked last, and only for names of the form owner/name. A token goes into its header and nowhere else.
 """
@@ -56,7 +56,7 @@ class FoundModel:
 def find_model(
     name: str, *, environ: Mapping[str, str] | None = None, transport: httpx.BaseTransport | None = None
 ) -> FoundModel:
-    """The config of a catalogue alias, a repository, a folder, or a path to a config.json.
+    """Return the config of a catalogue alias, a repository, a folder, or a path to a config.json.
 
     Raises UnknownModelError where there is none (or it may not be seen), InvalidRequestError where it cannot be read.
     `transport` stands in for the network in tests.
@@ -93,7 +93,7 @@ def find_model(
 
 
 def _with_quantization(found: FoundModel) -> FoundModel:
-    """The model with what ModelOpt's file beside its config says, which vLLM reads where the config says nothing."""
+    """Add ModelOpt's file beside the config to the model. vLLM reads the file where the config has no quantization."""
     file = found.folder / QUANTIZATION_FILE if found.folder else None
     if file is None or "quantization_config" in found.config or not file.is_file():
         return found
@@ -111,10 +111,11 @@ def find_spec(
     environ: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> tuple[FoundModel, ModelSpec]:
-    """A model and what it is made of; where its weights are at hand, as heavy as their files say.
+    """Return a model and its spec. If its weights are on this machine, their sizes come from the files.
 
-    With `stand_in`, the name of another model, the one found keeps its own names and is made of what that one is.
-    `hf_overrides` change its config, as vLLM's option does. Raises what `find_model` and `model_from_config` raise.
+    With `stand_in`, the name of another model, the found model keeps its names, and its config and weights are the
+    other model's. `hf_overrides` change its config, as vLLM's option does. Raises what `find_model` and
+    `model_from_config` raise.
     """
     found = find_model(name, environ=environ, transport=transport)
     if stand_in is not None:
@@ -138,7 +139,7 @@ def find_spec(
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor] | None:
-    """What the safetensors files of a folder hold, or None where there are none (or not all that the index names).
+    """Return the tensors of a folder's safetensors files; None if a file, or all of them, is missing.
 
     Reads each file's header only. Raises InvalidRequestError for a file that is not one.
     """
@@ -151,7 +152,7 @@ def stored_tensors(folder: Path) -> list[StoredTensor] | None:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, beside it."""
+    """Return the files that an index names, beside it."""
     names = _read(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InvalidRequestError(f"{index} has no weight_map of tensors to files: it is damaged.")
@@ -163,7 +164,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _indexed_bytes(folder: Path, spec: ModelSpec) -> int | None:
-    """What an index says that all files hold, where they are not all there; None where that is not what is loaded."""
+    """Return the total size by the index; None without a usable index, or if vLLM loads other tensors."""
     file = folder / "model.safetensors.index.json"
     if not file.is_file():
         return None
@@ -203,7 +204,7 @@ def _from_hub(
     *,
     optional: bool = False,
 ) -> Mapping[str, Any]:
-    """A JSON file of a repository. `optional`: nothing where the hub does not have it."""
+    """Return a JSON file of a repository. With `optional`, return {} if the hub has no such file or refuses it."""
     settings = read_hub_settings(environ)
     if settings.is_offline:
         raise UnknownModelError(
@@ -249,7 +250,7 @@ def _object(content: bytes, where: str) -> Mapping[str, Any]:
 
 
 def _header(file: Path) -> Mapping[str, Any]:
-    """The header of a safetensors file: eight bytes of length (little endian), then JSON."""
+    """Return the header of a safetensors file: eight bytes of length (little endian), then JSON."""
     try:
         with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -1,6 +1,6 @@
 """Asks the Hugging Face hub for a small file of a repository, for a few seconds, and says what a refusal means.
 
-When it is asked is decided by the callers. A token goes into the request's header and nowhere else.
+The callers decide when it is asked. A token goes into the request's header and nowhere else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_access(repository: str, environ: Mapping[str, str], *, transport: http
 def get_file(
     settings: HubSettings, repository: str, file: str, transport: httpx.BaseTransport | None
 ) -> httpx.Response | None:
-    """The hub's answer for a file of a repository; None where it does not answer."""
+    """Return the hub's answer for a file of a repository; None if the hub does not answer."""
     import httpx
 
     headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
@@ -49,7 +49,7 @@ def get_file(
 
 
 def check_answer(response: httpx.Response, repository: str, settings: HubSettings, *, hint: str = "") -> None:
-    """Raises UnknownModelError for an answer that is no file; `hint` names other models."""
+    """Raise UnknownModelError for an answer that is no file; `hint` names other models."""
     endpoint, token = settings.endpoint, settings.token
     if response.status_code in (401, 403):
         cure = "your HF_TOKEN may not read it" if token else "set HF_TOKEN to a token that may read it"

@@ -1,5 +1,6 @@
-"""Reads where Hugging Face's tools keep models and a token, and whether they may reach the hub: the same variables,
-in the same order, as huggingface_hub 2.4 reads them. What is found there is hub.py's.
+"""Reads where Hugging Face's tools keep models and a token, and whether they may reach the hub.
+
+The variables and their order are those of huggingface_hub 2.4. hub.py reads the models.
 
 huggingface_hub itself is not used: its cache and token functions take 0.17 to 0.25 s of CPU to import on a login node,
 against 0.08 s for all of hub.py, and bring hf-xet, fsspec and tqdm. A test compares the two where it is installed.
@@ -33,7 +34,7 @@ class HubSettings:
 
 
 def read_hub_settings(environ: Mapping[str, str]) -> HubSettings:
-    """What Hugging Face's variables say; an empty variable is as one that is not set."""
+    """Read Hugging Face's variables. An empty variable counts as unset."""
     return HubSettings(
         cache=hub_cache(environ),
         endpoint=(environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
@@ -78,7 +79,7 @@ def _is_true(value: str | None) -> bool:
 
 
 def _path(text: str, environ: Mapping[str, str]) -> Path:
-    """With `~` and variables replaced, as os.path.expanduser and expandvars do for the process's own environment."""
+    """Expand `~` and variables as os.path.expanduser and expandvars do, but with the variables of `environ`."""
     if (text == "~" or text.startswith("~/")) and environ.get("HOME"):
         text = environ["HOME"] + text[1:]
     text = os.path.expanduser(text)

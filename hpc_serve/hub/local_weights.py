@@ -1,7 +1,7 @@
 """Which of a model's weights are on this machine: in a folder, or in the Hugging Face cache.
 
 It reads names of files, the index of a checkpoint, the headers of its files and its tokenizer, and asks no network.
-What follows from what is missing is decided by `submit` before the queue, and by the preflight in the job.
+`submit`, before the queue, and the preflight in the job decide what to do about missing weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc_serve.hub.needed_files import is_plain_path
 
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# Of every tokenizer that transformers, mistral_common or a model's own code reads, at least one is there.
+# A tokenizer that transformers, mistral_common or a model's own code reads has at least one of these files.
 _OF_TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model*", "tekken.json", "vocab.*", "*.tiktoken", "*.spm", "*.vocab", "*.gguf"),
     *("spiece.model", "sentencepiece*.model", "*.bpe.model", "tokenization_*.py"),
@@ -32,7 +32,7 @@ _READERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MissingWeights:
-    """What a checkpoint lacks: `files` that its index names, or all of it if that is empty."""
+    """Weights that a checkpoint lacks: `files` that its index names, or all of its weights if that is empty."""
 
     files: tuple[str, ...] = ()
     of: int = 0
@@ -46,12 +46,13 @@ class MissingWeights:
 
 
 def cached_folder(repository: str, environ: Mapping[str, str]) -> Path | None:
-    """The folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a config.json."""
+    """Return the folder of a repository's newest snapshot in the local Hugging Face cache, if it holds a
+    config.json."""
     return snapshot_folder(read_hub_settings(environ).cache, repository, "main")
 
 
 def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
-    """The folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
+    """Return the folder of a repository at a branch, tag or commit in a cache, if it holds a config.json."""
     folder = cache / ("models--" + repository.replace("/", "--"))
     try:
         commit = read_bounded(folder / "refs" / revision, _LONGEST_REF_BYTES).decode().strip()
@@ -62,7 +63,7 @@ def snapshot_folder(cache: Path, repository: str, revision: str) -> Path | None:
 
 
 def missing_weights(folder: Path | None) -> MissingWeights | None:
-    """What a folder lacks of a model's weights; None where they are all there. Raises OSError."""
+    """Return the weights that a folder lacks; None if they are all there. Raises OSError."""
     if folder is None:
         return MissingWeights()
     for name in _INDEXES:
@@ -75,7 +76,7 @@ def missing_weights(folder: Path | None) -> MissingWeights | None:
 
 
 def lacks_tokenizer(folder: Path) -> bool:
-    """Whether a folder has none of the files from which an engine reads a tokenizer. Raises OSError."""
+    """Return whether a folder has none of the files from which an engine reads a tokenizer. Raises OSError."""
     names = os.listdir(folder)
     return not any(fnmatchcase(name, pattern) for name in names for pattern in _OF_TOKENIZERS)
 
@@ -98,7 +99,7 @@ def tokenizer_tokens(folder: Path) -> frozenset[str] | None:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files of weights that an engine reads: those of the index, else all of the first kind there is.
+    """Return the files of weights that an engine reads: those of the index, else all of the first kind there is.
 
     Raises OSError.
     """
@@ -113,7 +114,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def damaged_files(files: tuple[Path, ...]) -> tuple[str, ...]:
-    """What is wrong with which of the files: empty, unreadable, or shorter than a safetensors header says."""
+    """Return a phrase for each damaged file: it is empty, unreadable, or shorter than its safetensors header says."""
     from concurrent.futures import ThreadPoolExecutor  # slow to import, and most commands read no files
 
     with ThreadPoolExecutor(_READERS) as readers:  # each is a round trip to a shared filesystem
@@ -145,7 +146,7 @@ def _damage(path: Path) -> str:
 
 
 def _indexed(index: Path) -> tuple[str, ...]:
-    """The files that an index names; none where it cannot be read, which is vLLM's to say."""
+    """Return the files that an index names; none where it cannot be read, which is vLLM's to say."""
     try:
         names = read_json(index)["weight_map"].values()
         return tuple(sorted({str(name) for name in names}))
@@ -154,7 +155,7 @@ def _indexed(index: Path) -> tuple[str, ...]:
 
 
 def _is_there(folder: Path, file: str) -> bool:
-    """Whether a folder has a file that its index names. Engines read none that lies outside of it."""
+    """Return whether a folder has a file that its index names. Engines read no file outside the folder."""
     return is_plain_path(file) and (folder / file).is_file()
 
 

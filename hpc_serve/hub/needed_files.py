@@ -1,8 +1,8 @@
 """Which files of a repository an engine reads. Pure.
 
-Of weights that are there in several formats it is the one that vLLM 0.32 takes by itself (`--load-format auto`):
-Mistral's `consolidated*.safetensors`, then the files of the index, other safetensors, `.bin`, `.pt`. Of the rest all is
-taken but what is of another program or for people.
+If a repository has weights in several formats, the engine reads the one that vLLM 0.32 prefers (`--load-format auto`):
+Mistral's `consolidated*.safetensors`, then the files of the index, other safetensors, `.bin`, `.pt`. All other files
+are taken, except files of other programs and files for people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_READ = (
     *(".pdf", ".md", ".gitattributes", ".gitignore"),
 )
 _OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
-_DENSE_LAYER = re.compile(r"\d+_\w+/")  # of sentence-transformers, whose weights lie in folders as 2_Dense/
+_DENSE_LAYER = re.compile(r"\d+_\w+/")  # sentence-transformers has weights in folders such as 2_Dense/
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class RepositoryFile:
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether a path of a listing or of an index leads to a place below the folder that it is put behind.
+    """Return whether a path of a listing or an index stays below its folder.
 
     >>> is_plain_path("2_Dense/model.safetensors"), is_plain_path("../x"), is_plain_path("/etc/x")
     (True, False, False)
@@ -45,7 +45,7 @@ def is_plain_path(path: str) -> bool:
 def needed_files(
     files: Collection[RepositoryFile], indexed: Collection[str], *, include: Iterable[str] = ()
 ) -> tuple[RepositoryFile, ...]:
-    """The files that an engine reads, small ones first, and those that a pattern of `include` names.
+    """Return the files that an engine reads, and the files that match a pattern of `include`. Small files come first.
 
     `indexed` are the files of weights that the repository's index of safetensors names.
     """
@@ -65,7 +65,7 @@ def needed_files(
 
 
 def has_weights(files: Iterable[RepositoryFile], *, include: Iterable[str] = ()) -> bool:
-    """Whether there are weights among the files, of the formats that are taken, or of those asked for."""
+    """Return whether the files contain weights in a known format, or in one that `include` names."""
     patterns = tuple(include)
     return any(
         file.path.endswith(_WEIGHTS) or any(fnmatchcase(file.path, pattern) for pattern in patterns) for file in files

@@ -1,6 +1,6 @@
 """Finds the folder that takes the place of a model's weights (HPC_SERVE_MODEL), for `submit` and for the job alike.
 
-It only reads. What the words of its file of arguments mean, and which may be used, is decided in `hpc_serve.vllm`.
+It only reads. `hpc_serve.vllm` decides what the words of its file of arguments mean, and which may be used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpc_serve.vllm.command import StandIn
 
 
 def find_stand_in(environ: Mapping[str, str]) -> StandIn | None:
-    """The folder that HPC_SERVE_MODEL names, with its arguments; None where the variable is not set.
+    """Return the folder that HPC_SERVE_MODEL names, with its arguments; None where the variable is not set.
 
     Raises InvalidRequestError where it is no folder, or its file of arguments cannot be used or is another user's to
     write.

@@ -1,8 +1,9 @@
-"""Brings files of a repository into the cache, several at once. A large file that breaks off goes on where it was: in
-this run, after a pause, and in the next run of the command.
+"""Brings files of a repository into the cache, several at once.
 
-A part lies beside the cache's own contents, named after the content it is to become, and takes its place there once it
-has the size and the SHA-256 that the hub's list of files says.
+A large file that breaks off is continued: in this run, after a pause, and in the next run of the command.
+
+A partial file lies in the cache's `blobs` folder, named after its SHA-256. It becomes the blob once its size and its
+SHA-256 are those of the hub's list of files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hpc_serve.sizes import GIB, readable_size
 PART = ".part"
 _AT_ONCE = 8
 _TRIES = 6
-"""How often a file is tried without a byte that is new."""
+"""Tries of a file without a new byte."""
 _FIRST_PAUSE_S = 1.0
 _TICK_S = 0.25
 _SPARE_BYTES = GIB // 4  # filesystems that are quite full are slow, and other programs write too
@@ -50,12 +51,12 @@ class Download:
         self._errors: list[BaseException] = []
         self.total_bytes = sum(file.size_bytes for file in files)
         self.kept_bytes = self.total_bytes - sum(file.size_bytes - self._kept(file) for file in self._waiting)
-        """What of them was here before."""
+        """Bytes that were in the cache before this run."""
         self._done_bytes = self.kept_bytes
 
     @property
     def done_bytes(self) -> int:
-        """What is here of the files."""
+        """Bytes of the files that are in the cache."""
         with self._lock:
             return self._done_bytes
 
@@ -65,7 +66,7 @@ class Download:
         return len(self._waiting)
 
     def check_space(self) -> None:
-        """Raises StoreError where the cache's filesystem has no room for what is missing."""
+        """Raise StoreError where the cache's filesystem has no room for what is missing."""
         folder = self._repository.folder
         while not folder.exists():
             folder = folder.parent
@@ -119,7 +120,7 @@ class Download:
         return unwritable(self._repository.folder, file.path, error)
 
     def _fetch(self, file: RepositoryFile) -> None:
-        """One file, tried again while it gets on."""
+        """Fetch one file, and try again while new bytes come."""
         self._repository.forget(file.path)  # one that was cut off
         tries, before = 0, -1
         while True:
@@ -184,7 +185,7 @@ class Download:
         return self._repository.folder / "blobs" / f"{file.sha256}{PART}"
 
     def _kept(self, file: RepositoryFile) -> int:
-        """What of a file that is not whole is here."""
+        """Return the bytes of an incomplete file that are in the cache."""
         if file.sha256 is None:
             return 0
         blob = self._repository.folder / "blobs" / file.sha256
@@ -209,8 +210,11 @@ class _StoppedError(Exception):
 
 
 def _open_part(part: Path) -> BinaryIO:
-    """A part, to be read from its beginning and written at its end. What others have put in its place is removed: in a
-    cache of several people, a link would lead what comes into another file."""
+    """Open a partial file, to read from its beginning and append at its end.
+
+    Remove a link or another special file in its place. In a cache of several people, a link would lead the bytes into
+    another file.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):
         found = part.lstat()

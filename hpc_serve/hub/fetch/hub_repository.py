@@ -1,7 +1,7 @@
 """A repository of the hub at one commit, through huggingface_hub: what it holds, its bytes, its place in the cache.
 
-What the hub refuses becomes an error that says what to do. What is fetched, and how often it is tried, is decided in
-`download`.
+A refusal of the hub becomes an error with the next step. `download` decides which files are fetched, and how often each
+is tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HubConnectionError(HpcServeError):
 
 
 def unwritable(folder: Path, what: str, error: OSError) -> StoreError:
-    """The error that says that the cache at `folder` takes nothing, and what to do about it."""
+    """Return the error for a cache at `folder` that cannot be written, with the next step."""
     cure = "make room, or raise the quota, and" if error.errno in _FULL else _ELSEWHERE
     return StoreError(
         f"{what} cannot be written to {folder}: {error.strerror or error}. What has come is kept: {cure} run the same "
@@ -74,7 +74,7 @@ class HubRepository:
         self.commit = commit
 
     def files(self) -> tuple[RepositoryFile, ...]:
-        """All files of the commit."""
+        """Return all files of the commit."""
         with self._explained():
             tree = list(self._api.list_repo_tree(self.name, recursive=True, revision=self.commit))
         files = [one for one in tree if isinstance(one, self._hub.hf_api.RepoFile)]
@@ -90,13 +90,15 @@ class HubRepository:
         )
 
     def has(self, file: RepositoryFile) -> bool:
-        """Whether the cache has a file of this commit, of the size that the hub says."""
+        """Return whether the cache has a file of this commit, of the size that the hub says."""
         path = self.folder / "snapshots" / self.commit / file.path
         return path.is_file() and path.stat().st_size == file.size_bytes
 
     def forget(self, path: str) -> None:
-        """Remove a file of this commit from the cache, with its content, if it is there. What a link to elsewhere
-        leads to stays."""
+        """Remove a file of this commit from the cache, with its content, if it is there.
+
+        The target of a link out of the cache stays.
+        """
         file = self.folder / "snapshots" / self.commit / path
         with contextlib.suppress(FileNotFoundError):
             content = file.resolve(strict=True)
@@ -105,7 +107,7 @@ class HubRepository:
         file.unlink(missing_ok=True)
 
     def place(self, path: str) -> Path:
-        """Let huggingface_hub put a file of this commit into the cache; what lies in `blobs` already is not fetched."""
+        """Let huggingface_hub put a file of this commit into the cache. It does not fetch a file that is in `blobs`."""
         with self._explained(path):
             return Path(
                 self._hub.hf_hub_download(
@@ -119,7 +121,7 @@ class HubRepository:
             )
 
     def blob(self, path: str) -> Path:
-        """Where the cache keeps a file's content, by what the hub says now."""
+        """Return the cache's path for a file's content, by the ETag that the hub gives now."""
         with self._explained(path):
             found = self._hub.get_hf_file_metadata(self._url(path), token=self._token, timeout=_READ_TIMEOUT_S)
         if not found.etag or "/" in found.etag or not is_plain_path(found.etag):
@@ -128,7 +130,7 @@ class HubRepository:
 
     @contextlib.contextmanager
     def lock(self, blob: Path) -> Iterator[None]:
-        """Nobody else who locks as huggingface_hub does fetches this file meanwhile."""
+        """Hold huggingface_hub's lock on this file."""
         path = self._settings.cache / ".locks" / self.folder.name / f"{blob.name}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._hub.utils.WeakFileLock(path):
@@ -136,7 +138,10 @@ class HubRepository:
 
     @contextlib.contextmanager
     def read(self, path: str, offset: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """The bytes of a file from `offset` on, and where they begin: at 0 if the hub does not know of offsets."""
+        """Yield the offset of the first byte, and the bytes from there on.
+
+        The offset is 0 if the hub ignores `offset`.
+        """
         headers = self._hub.utils.build_hf_headers(token=self._token)
         headers["Accept-Encoding"] = "identity"  # an offset counts the file's own bytes
         if offset:
@@ -151,7 +156,7 @@ class HubRepository:
             yield begins_at, answer.iter_bytes()
 
     def note_revision(self, *, is_whole: bool) -> None:
-        """Write down which commit the revision is; one that was written before stays until this one `is_whole`.
+        """Record the commit of the revision. An older record stays until this commit `is_whole`.
 
         Raises StoreError.
         """
@@ -172,7 +177,7 @@ class HubRepository:
 
     @contextlib.contextmanager
     def _explained(self, path: str = "") -> Iterator[None]:
-        """What huggingface_hub raises, as errors of ours."""
+        """Turn huggingface_hub's errors into ours."""
         errors = self._hub.errors
         try:
             yield

@@ -1,4 +1,6 @@
-"""What of a model is to be fetched: its files at a commit of the hub, and which of them the cache lacks.
+"""Finds which files of a model to fetch: its files at a commit of the hub, and those missing from the cache.
+
+If the hub may not be asked, or does not answer, it checks whether the cache alone is enough.
 
 Where the hub may not be asked, or does not answer, it says whether the cache alone is enough.
 """
@@ -21,7 +23,7 @@ from hpc_serve.sizes import readable_size
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """The `needed` files of a model at the commit of `repository`; `left_out` are those that no engine reads."""
+    """The `needed` files of a model at the commit of `repository`. No engine reads the `left_out` files."""
 
     repository: HubRepository
     needed: tuple[RepositoryFile, ...]
@@ -30,12 +32,12 @@ class ModelFiles:
 
     @property
     def folder(self) -> Path:
-        """Where jobs find the model."""
+        """The folder where jobs find the model."""
         return self.repository.folder / "snapshots" / self.repository.commit
 
     @property
     def words(self) -> str:
-        """What is needed of it, what is here, and what is left out."""
+        """The size of the needed files, the part of them in the cache, and the files left out."""
         size, kept = self.download.total_bytes, self.download.kept_bytes
         here = f", {readable_size(kept)} of it is here" if 100 * kept >= size else ""
         here = here if self.download.num_missing else ", all of it is here"
@@ -82,9 +84,9 @@ def look_for_model(
 
 
 def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> Path:
-    """The folder of a model of which the cache has all weights; `why` says why nobody asked the hub.
+    """Return the folder of a model if the cache has all its weights; `why` says why nobody asked the hub.
 
-    Raises HubConnectionError, or InvalidRequestError where the hub may not be asked, for one that it has not.
+    Raises HubConnectionError if weights are missing, or InvalidRequestError if the hub may not be asked.
     """
     folder = snapshot_folder(settings.cache, name, revision)
     missing = missing_weights(folder)

@@ -53,7 +53,7 @@ class Meter:
         self._looks: deque[tuple[float, int]] = deque()
 
     def look(self, now_s: float, done: int) -> TransferProgress:
-        """How far it is at a time of a clock that does not go back."""
+        """Return the progress at a time of a monotonic clock."""
         if self._looks and done < self._looks[-1][1]:  # something is fetched anew
             self._looks.clear()
         self._looks.append((now_s, done))
@@ -73,7 +73,7 @@ class Tenths:
         self._told_s: float | None = None
 
     def is_one(self, now_s: float, progress: TransferProgress) -> bool:
-        """Whether it is to be told. What is told counts from then on."""
+        """Return whether to print a line now; True marks the progress as printed."""
         tenth = 10 * progress.done // progress.total if progress.total else 10
         if self._told_s is None:
             self._told_s = now_s
