@@ -16,8 +16,8 @@ from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_keys, check_valu
 from hpc_serve.vllm.options import completions, load_data, options, pinned_version
 
 OVERRULE = "--allow-unknown-vllm-options"
-"""The option of `submit` and `render` that lets pass what the pinned version does not know."""
-# What the launcher reads from the engine's command line; an abbreviation would hide it.
+"""The option of `submit` and `render` that accepts options which the pinned version does not know."""
+# The launcher reads these from the engine's command line; an abbreviation would hide them.
 _READ_BY_LAUNCHER = (
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
@@ -29,10 +29,11 @@ _READ_BY_LAUNCHER = (
 
 
 def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
-    """Raises InvalidRequestError for what cannot be given to the engine. The value of a refused option is not repeated.
+    """Raise InvalidRequestError for words that the engine must not get. The value of a refused option is not repeated.
 
-    Without `allow_unknown`, every option must be the pinned version's and take its value. With it, options and values
-    of another version pass: for the launcher, and where a person says so. What is refused stays refused.
+    Without `allow_unknown`, the pinned version must have every option and accept its value. With `allow_unknown`,
+    options and values of another version pass: for the launcher, and if a person says so. A refused option stays
+    refused.
     """
     arguments = read_arguments(words)
     for argument in arguments:
@@ -51,7 +52,7 @@ def check_arguments(words: Iterable[str], *, allow_unknown: bool) -> None:
 
 
 def check_file_arguments(words: Iterable[str]) -> None:
-    """Raises InvalidRequestError for words that a file of arguments may not hold.
+    """Raise InvalidRequestError for words that a file of arguments may not hold.
 
     A file may hold what is "free" in the pinned version: an option that nobody has looked at could name code.
     """
@@ -71,7 +72,7 @@ def check_file_arguments(words: Iterable[str]) -> None:
 
 
 def classes() -> Mapping[str, str]:
-    """The class of every option, by its name: free, owner, ours, refused or only_one."""
+    """Return the class of every option, by its name: free, owner, ours, refused or only_one."""
     return {name: kind for kind in ("free", "owner", "ours", "refused", "only_one") for name in _classes()[kind]}
 
 
@@ -97,7 +98,7 @@ def _check_no_credential(argument: Argument) -> None:
 
 
 def _meant(argument: Argument) -> tuple[str, ...]:
-    """The options that vLLM may complete an unknown spelling to."""
+    """Return the options that vLLM may complete an unknown spelling to."""
     if argument.option is not None:
         return ()
     return tuple(dict.fromkeys(options()[spelling].name for spelling in completions(argument.spelling)))

@@ -23,7 +23,7 @@ ARGS_FILE = "hpc-serve-args.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """One option as it is used. `words` are as written; `spelling` has dashes for underscores and no value.
+    """One use of an option. `words` are as written; `spelling` has dashes for underscores and no value.
 
     `option` is None where the pinned version has none of that spelling. `keys` are those of `--name.key.key`. `stray`
     are words that follow and that the option does not take.
@@ -43,7 +43,7 @@ class Argument:
 
 
 def read_args_file(text: str) -> tuple[str, ...]:
-    """The words in a file of arguments: quoted as in a shell, `#` begins a comment. Raises InvalidRequestError.
+    """Return the words in a file of arguments: quoted as in a shell, `#` begins a comment. Raises InvalidRequestError.
 
     >>> read_args_file("--dtype bfloat16  # not dummy")
     ('--dtype', 'bfloat16')
@@ -55,7 +55,7 @@ def read_args_file(text: str) -> tuple[str, ...]:
 
 
 def read_arguments(words: Iterable[str]) -> tuple[Argument, ...]:
-    """The words after `vllm serve MODEL` as arguments; every word is in exactly one of them, in order.
+    """Return the words after `vllm serve MODEL` as arguments; every word is in exactly one of them, in order.
 
     >>> [argument.name for argument in read_arguments(["-tp", "2", "--max_num_seqs=4", "--enforce-eager"])]
     ['--tensor-parallel-size', '--max-num-seqs', '--enforce-eager']
@@ -64,7 +64,9 @@ def read_arguments(words: Iterable[str]) -> tuple[Argument, ...]:
 
 
 def value_of(arguments: Iterable[Argument], name: str) -> Any:
-    """What `vllm serve` makes of the option `name` (its long name): the last use wins. None where it is not given.
+    """Return the value that `vllm serve` reads for the option `name` (its long name); None if it is not given.
+
+    The last use wins.
 
     Switches are True or False, options of several values are tuples, JSON is what it holds. Raises InvalidRequestError
     for a value that the pinned version does not take.
@@ -88,7 +90,7 @@ def value_of(arguments: Iterable[Argument], name: str) -> Any:
 
 
 def without(words: Iterable[str], names: Collection[str]) -> tuple[str, ...]:
-    """The words without the options of these names.
+    """Return the words without the options of these names.
 
     >>> without(["--max-model-len", "8192", "-tp", "2"], {"--tensor-parallel-size"})
     ('--max-model-len', '8192')
@@ -98,12 +100,12 @@ def without(words: Iterable[str], names: Collection[str]) -> tuple[str, ...]:
 
 
 def names_in(words: Iterable[str]) -> frozenset[str]:
-    """The names of the options that are used."""
+    """Return the names of the options that are used."""
     return frozenset(argument.name for argument in read_arguments(words))
 
 
 def differing(one: Iterable[str], other: Iterable[str]) -> tuple[str, ...]:
-    """The options that two commands do not give alike, in words: what the first has, and what the other one.
+    """Return the options that two commands give differently, in words: the first command's, then the second's.
 
     >>> differing(["--max-num-seqs", "4"], ["--max-num-seqs=8", "--enforce-eager"])
     ('--max-num-seqs 4, not --max-num-seqs=8', 'no --enforce-eager')
@@ -120,7 +122,7 @@ def differing(one: Iterable[str], other: Iterable[str]) -> tuple[str, ...]:
 
 
 def _said(argument: Argument) -> tuple[object, ...]:
-    """What an argument says, whichever way it is spelt."""
+    """Return the meaning of an argument, the same for every spelling."""
     is_off = argument.option is not None and argument.spelling in argument.option.negated
     return (is_off, argument.keys, argument.values, argument.stray)
 
@@ -133,7 +135,7 @@ def _by_name(words: Iterable[str]) -> dict[str, tuple[Argument, ...]]:
 
 
 def check_value(argument: Argument) -> None:
-    """Raises InvalidRequestError for values that vLLM's parser does not take after this option."""
+    """Raise InvalidRequestError for values that vLLM's parser does not take after this option."""
     option = argument.option
     assert option is not None
     if option.values == "0" and "=" in argument.words[0]:
@@ -145,7 +147,7 @@ def check_value(argument: Argument) -> None:
 
 
 def check_keys(argument: Argument) -> None:
-    """Raises InvalidRequestError for a `--name.key` that takes words from the options beside it.
+    """Raise InvalidRequestError for a `--name.key` that takes words from the options beside it.
 
     vLLM takes the word after `--name.key` for its value, even an option, and gives further ones to the option before.
     """
@@ -177,7 +179,7 @@ def _read(words: Sequence[str]) -> Iterator[Argument]:
 
 
 def _read_one(words: Sequence[str], place: int) -> tuple[Argument, int]:
-    """The argument that begins at `place`, and where the next one does."""
+    """Return the argument that begins at `place`, and where the next one does."""
     start, word = place, words[place]
     place += 1
     if not _begins_option(word):
@@ -218,7 +220,8 @@ def _end_of_values(words: Sequence[str], place: int) -> int:
 
 
 def _begins_option(word: str) -> bool:
-    """Whether vLLM's parser takes `word` for an option: any word with a dash first, but for "-", -1 and "-a b"."""
+    """Return whether vLLM's parser takes `word` for an option: any word with a dash first, but for "-", -1 and "-a
+    b"."""
     if not word.startswith("-") or word == "-":
         return False
     head = _with_dashes(_optimization_level(word).partition("=")[0])
@@ -228,7 +231,10 @@ def _begins_option(word: str) -> bool:
 
 
 def _with_dashes(head: str) -> str:
-    """`--max_num_seqs` is `--max-num-seqs`; keys after a point and short forms stay as they are."""
+    """Replace underscores by dashes: `--max_num_seqs` is `--max-num-seqs`.
+
+    Keys after a point and short forms stay as they are.
+    """
     if not head.startswith("--"):
         return head
     name, point, keys = head.partition(".")
@@ -236,7 +242,7 @@ def _with_dashes(head: str) -> str:
 
 
 def _optimization_level(word: str) -> str:
-    """-O3 and -O=3 are --optimization-level=3 to vLLM, before anything else is read."""
+    """Replace -O3 and -O=3 by --optimization-level=3, as vLLM does before it reads anything else."""
     if word.startswith("-O") and word != "-O":
         return f"--optimization-level={word[2:].removeprefix('=')}"
     return "--optimization-level" if word == "-O" else word
@@ -254,7 +260,7 @@ def _converted(argument: Argument) -> tuple[Any, ...]:
 
 
 def _merged(arguments: Iterable[Argument]) -> dict[str, Any]:
-    """What `--name.key value` words are as JSON: keys meet, lists (`--name.key+ a`) grow, the last use wins."""
+    """Merge `--name.key value` words into JSON. Keys merge, lists (`--name.key+ a`) grow, and the last use wins."""
     merged: dict[str, Any] = {}
     for argument in arguments:
         value: Any = argument.values[0] if argument.values else ""

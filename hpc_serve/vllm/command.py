@@ -1,4 +1,4 @@
-"""The command `vllm serve MODEL …` in a job's script: what it says of the layout, and what only the job can add to it.
+"""The command `vllm serve MODEL …` in a job's script: its layout, and the arguments that only the job can add.
 
 A person may have edited the script, so the layout is read from this command and is told nowhere else. Options that the
 pinned version does not know are passed on: the vLLM of the job may be another one.
@@ -55,7 +55,7 @@ class ServeCommand:
 
 
 def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> ServeCommand:
-    """The command after `--`. With `stand_in` the engine loads that folder and answers to the model's own names.
+    """Read the command after `--`. With `stand_in` the engine loads its folder and keeps the model's own names.
 
     Raises InvalidRequestError.
     """
@@ -91,7 +91,7 @@ def read_command(words: Sequence[str], *, stand_in: StandIn | None = None) -> Se
 
 
 def choose_backend(backend: str, command: ServeCommand, num_nodes: int) -> str:
-    """`ray` or `mp`: several nodes use Ray unless told otherwise, one node needs none."""
+    """Return `ray` or `mp`. Several nodes use Ray unless told otherwise, and one node needs no Ray."""
     if backend != "auto":
         return backend
     if command.executor in ("ray", "mp"):
@@ -130,7 +130,7 @@ def head_args(
     tls_files: tuple[str, str],
     shutdown_timeout_s: int = 0,
 ) -> list[str]:
-    """What the head's engine is told beside its visible command. On TPUs vLLM chooses its executor by itself.
+    """Return the arguments of the head's engine beside its visible command. On TPUs vLLM chooses its executor.
 
     vLLM binds a port at once and listens much later. It gets any port, and serves on the launcher's socket (`job`).
     `tls_files` are the files of the run's key and certificate.
@@ -147,7 +147,9 @@ def head_args(
 
 
 def multi_node_args(*, num_nodes: int, node_rank: int, master_address: str, settings_file: str) -> list[str]:
-    """vLLM's own multi-node start (backend `mp`): one command on every node, a server on the first alone.
+    """Return the arguments of vLLM's own multi-node start (backend `mp`).
+
+    Every node runs one command; only the first runs a server.
 
     The port at `master_address` is in the YAML file `settings_file`. On the command line every user of the node could
     read the port, and take it before the engine listens.

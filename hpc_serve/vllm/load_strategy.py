@@ -28,7 +28,10 @@ _PART_FOR_EAGER = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsPlace:
-    """Where the weights of a run are, as a node sees them. `available_bytes` is memory that its job may still use."""
+    """The location of a run's weights, as a node sees it.
+
+    `available_bytes` is memory that its job may still use.
+    """
 
     filesystem: str
     total_bytes: int
@@ -47,7 +50,7 @@ class LoadStrategy:
 def choose_strategy(
     words: Sequence[str], place: WeightsPlace, *, known: Sequence[str], ranks_per_node: int
 ) -> LoadStrategy:
-    """The strategy for an engine with these `words`, which win. `known` are the strategies that its version has."""
+    """Return the strategy for an engine; a choice in its `words` wins. `known` are the strategies of its version."""
     if reason := _settled_reason(words, place):
         return LoadStrategy(reason=reason)
     size, memory = readable_size(place.total_bytes), readable_size(place.available_bytes)
@@ -67,9 +70,10 @@ def choose_strategy(
 
 
 def foreseen_strategy(words: Sequence[str], place: WeightsPlace | None, *, ranks_per_node: int) -> str:
-    """What `choose_strategy` will say of a node that is not known yet, as far as that can be known.
+    """Say what `choose_strategy` will choose on a node that is not known yet, as far as possible.
 
-    Without a `place` the weights are not here. Its `available_bytes` are not the node's, and count for nothing.
+    A `place` of None means that the weights are not here. The node's memory is unknown: `place.available_bytes` is
+    ignored.
     """
     if reason := _settled_reason(words, place):
         return reason
@@ -86,7 +90,7 @@ def foreseen_strategy(words: Sequence[str], place: WeightsPlace | None, *, ranks
 
 
 def _settled_reason(words: Sequence[str], place: WeightsPlace | None) -> str:
-    """Why vLLM is told nothing, whatever memory a node has; "" if its memory decides."""
+    """Say why vLLM gets no strategy whatever memory a node has; "" if its memory decides."""
     given = read_arguments(words)
     if STRATEGY in names_in(words):
         return f"{value_of(given, STRATEGY)}, as its command says"

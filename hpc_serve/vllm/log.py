@@ -1,4 +1,7 @@
-"""What a line of an engine's log says: the stage of the start, and the figures that vLLM prints.
+"""Reads lines of an engine's log: the stage of the start, and the figures that vLLM prints.
+
+It reads one line at a time. The words are vLLM's (0.6 to 0.32 use them); an unknown line has no meaning.
+`start_progress` decides whether a start makes progress, and `diagnose` why one failed.
 
 One line at a time. The words are vLLM's (0.6 to 0.32 use them); a line that is not known says nothing. Whether a start
 still makes progress is decided in `start_progress`, why one failed in `diagnose`.
@@ -126,7 +129,7 @@ class StartStage:
 
 
 def read_stage(line: str) -> StartStage | None:
-    """The stage that `line` announces, or None.
+    """Return the stage that `line` announces, or None.
 
     >>> read_stage("Loading safetensors checkpoint shards:   1% Completed | 2/191 [00:09<15:58,  5.07s/it]")
     StartStage(name='loading weights', done=2, total=191)
@@ -141,7 +144,7 @@ def read_stage(line: str) -> StartStage | None:
 
 
 def read_figures(line: str) -> dict[str, float]:
-    """The figures in `line`, by the names that the planner uses; empty for a line without any.
+    """Return the figures in `line`, by the names that the planner uses; empty for a line without any.
 
     Names: checkpoint_bytes, model_loading_bytes, kv_cache_bytes, kv_cache_tokens, max_concurrency, max_model_len,
     num_blocks, activation_bytes, non_torch_bytes, consumed_bytes, cuda_graph_bytes, cuda_graph_estimate_bytes,
@@ -159,13 +162,13 @@ def read_figures(line: str) -> dict[str, float]:
 
 
 def is_idle_report(line: str) -> bool:
-    """Whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
+    """Return whether `line` is vLLM's report, every ten seconds, of an engine that does next to nothing."""
     found = _REPORT.search(line)
     return found is not None and all(float(number) <= _IDLE_TOKENS_PER_S for number in found.groups())
 
 
 def is_health_answer(line: str) -> bool:
-    """Whether `line` says that somebody asked `/health` and was told that the engine is well.
+    """Return whether `line` says that somebody asked `/health` and was told that the engine is well.
 
     >>> is_health_answer('INFO:     10.0.0.1:4711 - "GET /health HTTP/1.1" 200 OK')
     True

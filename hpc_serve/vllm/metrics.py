@@ -1,4 +1,4 @@
-"""What the engine's /metrics says, in Prometheus' text format. Pure: who asks, and when, is decided elsewhere."""
+"""Reads the engine's /metrics, in Prometheus' text format. Pure: others decide who asks, and when."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-# What vLLM counts in the engine's own process, a step of its scheduler at a time. The use of the cache grows with each
-# part of a long prompt, the number of tokens read only when a prompt is complete. How many requests run and wait is
-# not among them: other engines count those where requests arrive.
+# vLLM counts these in the engine's own process, at each step of its scheduler. The use of the cache grows with each
+# part of a long prompt; the number of tokens read grows only when a prompt is complete. The counts of running and
+# waiting requests are not among them: other engines count requests where they arrive.
 _PROMPT_TOKENS, _GENERATION_TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 _CACHE_USE = "vllm:kv_cache_usage_perc"
 _STEPS = (_PROMPT_TOKENS, _GENERATION_TOKENS, "vllm:iteration_tokens_total_count", _CACHE_USE)
@@ -19,14 +19,14 @@ _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? +(?P<value>\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFigures:
-    """What an engine says of its work. `under_way` requests run or wait. `steps` differ whenever it has made a step."""
+    """Figures of an engine's work. `under_way` requests run or wait. `steps` change with every step of the engine."""
 
     under_way: int
     steps: tuple[float | None, ...]
 
 
 def read_figures(text: str) -> EngineFigures | None:
-    """The figures of an engine, summed over its parts; None if it does not count its tokens."""
+    """Return the figures of an engine, summed over its parts; None if the engine does not count its tokens."""
     sums = _sums(text)
     under_way = _total(sums, _UNDER_WAY)
     steps = tuple(sums.get(name) for name in _STEPS)
@@ -36,7 +36,7 @@ def read_figures(text: str) -> EngineFigures | None:
 
 
 def requests_under_way(text: str) -> int | None:
-    """How many requests run or wait, in all of the engine's parts; None if the metrics do not say.
+    """Return how many requests run or wait, in all of the engine's parts; None if the metrics do not say.
 
     >>> requests_under_way('vllm:num_requests_running{engine="0"} 2.0\\nvllm:num_requests_waiting{engine="0"} 1.0\\n')
     3
@@ -46,7 +46,7 @@ def requests_under_way(text: str) -> int | None:
 
 
 def requests_running_and_waiting(text: str) -> tuple[int, int] | None:
-    """How many requests run, and how many wait; None if the metrics do not say."""
+    """Return how many requests run, and how many wait; None if the metrics do not say."""
     sums = _sums(text)
     running, waiting = _total(sums, [_RUNNING]), _total(sums, [_WAITING])
     return None if running is None or waiting is None else (int(running), int(waiting))
@@ -54,10 +54,10 @@ def requests_running_and_waiting(text: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineWork:
-    """What an engine does, over all of its parts; None: its metrics do not say.
+    """The work of an engine, over all of its parts. None stands for a figure that its metrics lack.
 
     `running` and `waiting` are requests. The tokens are counted since the engine started. `cache_use` is the share of
-    the KV cache that is in use, of the part that has the least room.
+    the KV cache that is in use, in the fullest part of the engine.
     """
 
     running: int | None = None
@@ -68,7 +68,7 @@ class EngineWork:
 
 
 def read_work(text: str) -> EngineWork:
-    """What an engine does, by its metrics.
+    """Return the work of an engine by its metrics.
 
     >>> read_work('vllm:num_requests_running{engine="0"} 2.0\\nvllm:kv_cache_usage_perc{engine="0"} 0.25\\n')
     EngineWork(running=2, waiting=None, prompt_tokens=None, generation_tokens=None, cache_use=0.25)
@@ -88,7 +88,7 @@ def read_work(text: str) -> EngineWork:
 
 
 def _sums(text: str) -> dict[str, float]:
-    """The sum of all samples of each metric."""
+    """Return the sum of all samples of each metric."""
     sums: dict[str, float] = {}
     for name, value in _samples(text):
         sums[name] = sums.get(name, 0.0) + value
@@ -102,7 +102,7 @@ def _samples(text: str) -> Iterator[tuple[str, float]]:
 
 
 def _total(sums: Mapping[str, float], names: Iterable[str]) -> float | None:
-    """The sum of the metrics `names`; None if one of them has no sample."""
+    """Return the sum of the metrics `names`; None if one of them has no sample."""
     values = [sums.get(name) for name in names]
     return None if any(value is None or not math.isfinite(value) for value in values) else sum(v or 0.0 for v in values)
 

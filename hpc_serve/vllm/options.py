@@ -38,7 +38,7 @@ _EXPECTED: Mapping[str, str] = {
 class Option:
     """One option. `name` is its first long spelling; `negated` are the spellings that switch it off.
 
-    `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). With
+    `values` says how many values follow: none ("0"), one ("1"), one or none ("?"), one or more ("+"). If
     `is_optional`, "None" stands for no value. `choices` is empty where vLLM's parser takes any.
     """
 
@@ -57,19 +57,19 @@ class Option:
 
 
 def load_data(name: str) -> Any:
-    """One of the data files of this package."""
+    """Load one of the data files of this package."""
     return json.loads((Path(__file__).with_name("data") / name).read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)
 def pinned_version() -> str:
-    """The version of vLLM that the options are of."""
+    """Return the version of vLLM that has these options."""
     return str(load_data("options.json")["version"])
 
 
 @lru_cache(maxsize=1)
 def options() -> Mapping[str, Option]:
-    """Every option, by each of its spellings."""
+    """Return every option, by each of its spellings."""
     found: dict[str, Option] = {}
     for entry in load_data("options.json")["options"]:
         negated = tuple(entry.get("negated", ()))
@@ -88,7 +88,8 @@ def options() -> Mapping[str, Option]:
 
 
 def completions(spelling: str) -> tuple[str, ...]:
-    """The spellings that vLLM's parser would complete `spelling` to: argparse's abbreviations, and `-n2` for `-n 2`.
+    """Return the spellings that vLLM's parser would complete `spelling` to: argparse's abbreviations, and `-n2` for `-n
+    2`.
 
     >>> completions("--max-num-seq"), completions("-t"), completions("-n2")
     (('--max-num-seqs',), ('-tp',), ('-n',))
@@ -100,7 +101,7 @@ def completions(spelling: str) -> tuple[str, ...]:
 
 
 def convert(option: Option, text: str) -> Any:
-    """One value as vLLM's parser reads it. Raises ValueError, which says what the value must be.
+    """Convert one value as vLLM's parser does. Raises ValueError, which says what the value must be.
 
     >>> convert(options()["--max-num-batched-tokens"], "8k"), convert(options()["--max-model-len"], "32K")
     (8000, 32768)
@@ -135,7 +136,7 @@ def _convert(kind: Kind, text: str) -> Any:
 
 
 def read_size(text: str) -> int:
-    """`8k` is 8,000, `8K` is 8,192, as vLLM reads numbers. Raises ValueError."""
+    """Read a number as vLLM does: `8k` is 8,000 and `8K` is 8,192. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return int(text)
@@ -144,7 +145,7 @@ def read_size(text: str) -> int:
 
 
 def _expand_sizes(text: str) -> str:
-    """In the JSON of its own settings vLLM takes `80g` for a number, outside of strings."""
+    """Replace sizes as `80g` by numbers outside of strings, as vLLM does in the JSON of its own settings."""
     parts = _JSON_STRING.split(text)
     for index in range(0, len(parts), 2):
         parts[index] = re.sub(rf"\b{_SIZE.pattern}\b", lambda match: str(read_size(match[0])), parts[index])

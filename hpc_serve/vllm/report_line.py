@@ -1,4 +1,4 @@
-"""The line in which vLLM reports, every ten seconds, what an engine has done since the last one. Pure."""
+"""Reads vLLM's report line: every ten seconds, what an engine did since the last line. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineReport:
     cache_use: float | None = None
 
     def plus(self, other: EngineReport | None) -> EngineReport:
-        """Of two parts of an engine that report at the same moment."""
+        """Add the report of another part of the engine, made at the same moment."""
         if other is None:
             return self
         uses = [use for use in (self.cache_use, other.cache_use) if use is not None]
@@ -37,7 +37,7 @@ class EngineReport:
 
 
 def read_report(line: str) -> EngineReport | None:
-    """What `line` reports, or None.
+    """Return the report in `line`, or None.
 
     >>> read_report("Avg prompt throughput: 4.0 tokens/s, Avg generation throughput: 9.5 tokens/s, Running: 2 reqs, "
     ...     "Waiting: 1 reqs, GPU KV cache usage: 12.5%, Prefix cache hit rate: 0.0%").cache_use

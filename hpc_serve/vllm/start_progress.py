@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hpc_serve.sizes import MIB
 
-# What is said again and again while nothing moves: vLLM's complaints, and the answers to our own probes.
+# Lines that repeat while nothing moves: vLLM's complaints, and the answers to our own probes.
 _WAITING = re.compile(
     r"No available shared memory broadcast block|Waiting for creating a placement group|\"(?:GET|POST) /\S* HTTP/"
 )
@@ -20,7 +20,7 @@ _LONGEST_LOOK_S = 60.0
 
 
 class StartProgress:
-    """When a start last made progress, by the monotonic clock. Times in which nobody looked do not count."""
+    """The time of a start's last progress, by the monotonic clock. Gaps between looks do not count as idle."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
