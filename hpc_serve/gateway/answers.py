@@ -1,4 +1,4 @@
-"""What the gateway says itself, in the form of OpenAI's errors: which status, which words, when to try again. Pure."""
+"""The gateway's own answers, in the form of OpenAI's errors: status, words, and when to try again. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 
 def refusal_of(error: Exception, service: str) -> Refusal:
-    """The answer to a request that got none from an engine of `service`."""
+    """Return the gateway's answer to a request that no engine of `service` answered."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HpcServeError | NoReplicaError):
@@ -53,7 +53,7 @@ def refusal_of(error: Exception, service: str) -> Refusal:
 
 
 def broken_event(error: Exception) -> bytes:
-    """The event that ends a stream which cannot go on. No `[DONE]` follows: it is not done."""
+    """Return the event that ends a broken stream. No `[DONE]` follows, since the answer is incomplete."""
     message = str(error) if isinstance(error, StreamBrokenError) else f"The stream broke: {error}"
     content = {"message": message, "type": "stream_broken", "param": None, "code": "stream_broken"}
     return b"data: " + json.dumps({"error": content}).encode() + b"\n\n"

@@ -101,7 +101,7 @@ class Gateway:
             raise Refusal(status=421, code="host_not_allowed", message=text)
 
     def _admit(self, scope: Scope) -> None:
-        """Raises Refusal for whoever may not ask."""
+        """Raise Refusal for whoever may not ask."""
         origin = value_of(scope["headers"], b"origin").decode("latin-1")
         if origin and origin not in self._settings.origins:
             text = "Web pages of this origin may not ask the gateway: start it with --allow-origin to let them."
@@ -166,7 +166,7 @@ class Gateway:
             self._metrics.requests.labels(service, route, str(status)).inc()
 
     async def _read(self, scope: Scope, receive: Receive, held: list[int]) -> Asked:
-        """The request that is to be passed on. Raises Refusal, ClientLeftError."""
+        """Return the request that is to be passed on. Raises Refusal, ClientLeftError."""
         route = route_of(scope["method"], scope["raw_path"])
         if route is None:
             text = f"{scope['method']} {scope['path'][:200]} is no route that this gateway passes on."
@@ -194,7 +194,7 @@ class Gateway:
 
 
 def make_app(store: ServiceStore, settings: Settings) -> Any:
-    """The application of a gateway to the services of `store`."""
+    """Return the application of a gateway to the services of `store`."""
     gateway = Gateway(store, settings)
     if not settings.origins:
         return gateway
@@ -204,7 +204,7 @@ def make_app(store: ServiceStore, settings: Settings) -> Any:
 
 
 async def _while_there(work: Any, receive: Receive) -> int:
-    """What `work` returns. Cancels it when the client leaves, and raises ClientLeftError."""
+    """Return what `work` returns. Cancel it when the client leaves, and raise ClientLeftError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

@@ -1,7 +1,6 @@
 """The name of the model in the body of a request, and the same body with another name. Pure.
 
-A body of JSON has the field `model`, and one of a form (audio) has a part of that name. What else is in it is the
-engine's business.
+A JSON body has the field `model`, and a form (audio) has a part of that name. The engine checks all other fields.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ _LONGEST_NAME = 1_000
 
 
 def asked_model(content_type: str, body: bytes) -> str | None:
-    """The model that a request is for; None where it names none, or the engine has to say what is wrong with it."""
+    """Return the model that a request is for.
+
+    None if the request names none, or if the engine has to say what is wrong with it.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         found = _model_part(content_type, body)
@@ -30,7 +32,7 @@ def asked_model(content_type: str, body: bytes) -> str | None:
 
 
 def with_model(content_type: str, body: bytes, model: str) -> bytes:
-    """The same body, for another name of the model."""
+    """Return the same body, for another name of the model."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         found = _model_part(content_type, body)
@@ -47,7 +49,7 @@ def _read(body: bytes) -> dict[str, Any]:
 
 
 def _model_part(content_type: str, body: bytes) -> tuple[int, bytes] | None:
-    """Where the value of the form's field `model` begins, and the value."""
+    """Return the offset and the value of the form's field `model`."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         return None

@@ -1,7 +1,7 @@
 """The services behind a gateway: which there are, and which one a model's name means.
 
-The records are read every ten seconds and, at most once a second, when a name is not known. A service goes when no live
-record of it is left and no replica of it answers: unknown is not over. How its requests are sent is up to `front`.
+The records are read every ten seconds and, at most once a second, for an unknown name. A service goes once no live
+record of it is left and no replica of it answers. `front` sends its requests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Directory:
             await asyncio.sleep(LOOK_S)
 
     async def find(self, model: str | None) -> Front:
-        """The service of a model's name, or the only one without a name. Raises Refusal."""
+        """Return the service of a model's name, or the only one without a name. Raises Refusal."""
         if (service := self._service_of(model)) is None:
             await self._look_again(older_than_s=AGAIN_S)
             service = self._service_of(model)
@@ -119,7 +119,8 @@ class Directory:
         return front
 
     async def models(self) -> list[dict[str, Any]]:
-        """What can be asked for now, as OpenAI lists models: of each service the engine's names and its own."""
+        """Return the models that can be used now, as OpenAI lists models: each service's engine names and its own
+        name."""
         self._asked_at_s = asyncio.get_running_loop().time()
         await self._look_again(older_than_s=AGAIN_S)
         fronts = [self._front(service) for service in list(self._found)]
@@ -134,7 +135,7 @@ class Directory:
         return listed
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Requests in flight and queued, by service."""
+        """Return the requests in flight and queued, by service."""
         return {front.service: (front.turns.in_flight, front.turns.queued) for front in self._fronts.values()}
 
     async def close(self) -> None:
@@ -177,14 +178,14 @@ class Directory:
             )
 
     def _last_names(self, service: str) -> tuple[str, ...]:
-        """The names of a service whose replicas have all ended."""
+        """Return the names of a service after all its replicas have ended."""
         if service in self._found:
             return self._found[service].names
         records = self._store.read(service).records
         return records[-1].served_model_names if records else ()
 
     def _read(self) -> tuple[dict[str, Found], set[str]]:
-        """The services that are there, and those whose files cannot be read. Raises StoreError."""
+        """Return the services found, and the services with unreadable files. Raises StoreError."""
         found: dict[str, Found] = {}
         unreadable: set[str] = set()
         services = self._settings.services or self._store.services()

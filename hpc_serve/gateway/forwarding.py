@@ -28,7 +28,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# How long an answer may take is for the client to say: it may leave. A replica that is lost is found by the watch.
+# The client decides how long an answer may take: it may leave. The watch finds a lost replica.
 _TIMEOUTS = {"connect": None, "read": None, "write": None, "pool": None}
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request as it is passed on; `model` is what its body names."""
+    """A request to pass on; `model` is the name in its body."""
 
     method: str
     route: str
@@ -56,7 +56,7 @@ class Bodies:
         self.held_bytes = 0
 
     async def read(self, receive: Receive, announced: bytes, held: list[int]) -> bytes:
-        """The whole body. `held` notes how many bytes to `release`. Raises Refusal; ClientLeftError."""
+        """Return the whole body. `held` notes how many bytes to `release`. Raises Refusal; ClientLeftError."""
         if announced.isdigit() and int(announced[:19]) > self._most_bytes:
             await discard_body(receive)
             raise self._too_large()
@@ -111,9 +111,9 @@ class BrokenAnswerError(Exception):
 
 
 async def forward(front: Front, asked: Asked, send: Send, metrics: Metrics) -> int:
-    """Send a request to its service and pass the answer on; its status. Raises Refusal, and what the transport raises.
+    """Send a request to its service, pass the answer on, and return its status.
 
-    Whatever is raised, nothing of an answer was sent; but BrokenAnswerError.
+    Raises Refusal, and what the transport raises. After any error but BrokenAnswerError, nothing of an answer was sent.
     """
     arrived_at_s = time.perf_counter()
     async with front.turns.turn(front.ready):
@@ -133,7 +133,7 @@ async def forward(front: Front, asked: Asked, send: Send, metrics: Metrics) -> i
 
 
 def _for_engine(front: Front, asked: Asked) -> bytes:
-    """The body, with a name that the engine knows where the client has named the service."""
+    """Return the body. A service's name in it is replaced by a model name that the engine knows."""
     if asked.model != front.service or asked.model in front.names or not (model := front.watch.model):
         return asked.body
     return with_model(asked.content_type, asked.body, model)

@@ -25,7 +25,7 @@ _MODELS_S = 3.0
 
 
 class Front:
-    """One service. `names` are those that its engines answer to."""
+    """One service. Its engines answer to `names`."""
 
     def __init__(self, store: ServiceStore, service: str, settings: Settings) -> None:
         self.service = service
@@ -67,14 +67,14 @@ class Front:
                 raise error
 
     def _searching(self) -> asyncio.Task[None]:
-        """The search for a replica that all waiting requests share."""
+        """Return the search for a replica that all waiting requests share."""
         if self._search is None or self._search.done():
             wait = wait_for_replica_async(self.watch, WaitPolicy(self._wait_s or None))
             self._search = asyncio.get_running_loop().create_task(wait)
         return self._search
 
     async def send(self, make_request: Callable[[], http.Request]) -> http.Response:
-        """The answer to a request; its body was not read. Raises what the client's transport raises."""
+        """Return the answer to a request, with its body unread. Raises what the client's transport raises."""
         rounds_left = _MOST_ROUNDS
         while True:
             rounds_left -= 1
@@ -86,7 +86,7 @@ class Front:
             await self.ready()
 
     async def models(self) -> list[dict[str, Any]]:
-        """What an engine says of its models; without an answer in time, the names in the records."""
+        """Return an engine's list of models; without an answer in time, the names in the records."""
         request = http.Request("GET", "http://gateway/v1/models", headers={"accept-encoding": "identity"})
         try:
             answer = await asyncio.wait_for(self._read(request), _MODELS_S)

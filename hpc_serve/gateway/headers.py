@@ -51,7 +51,7 @@ def for_engine(given: Iterable[Header]) -> list[Header]:
 
 
 def for_client(given: Iterable[Header], *, is_stream: bool) -> list[Header]:
-    """The headers of an answer as the client gets them. The length of a stream is not known."""
+    """Return the headers of an answer as the client gets them. The length of a stream is not known."""
     headers = [(name.lower(), value) for name, value in given]
     left_out = _NOT_FOR_THE_CLIENT | _named_by_connection(headers) | ({b"content-length"} if is_stream else set())
     return [
@@ -62,7 +62,7 @@ def for_client(given: Iterable[Header], *, is_stream: bool) -> list[Header]:
 
 
 def value_of(headers: Iterable[Header], name: bytes) -> bytes:
-    """The first header of that name; empty if there is none."""
+    """Return the first header of that name; empty if there is none."""
     return next((value for given, value in headers if given.lower() == name), b"")
 
 

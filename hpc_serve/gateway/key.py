@@ -14,7 +14,10 @@ def default_key_file(home: Path) -> Path:
 
 
 def ensure_key(path: Path) -> str:
-    """The key in a file, which is made if it is missing. Raises RecordError (not ours alone, or no key), StoreError."""
+    """Return the key in a file, and make a missing key.
+
+    Raises RecordError (not ours alone, or no key), StoreError.
+    """
     if not path.parent.is_dir():
         make_private_folder(path.parent, tighten=False)
     make_key(path)

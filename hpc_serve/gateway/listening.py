@@ -1,4 +1,8 @@
-"""Where a gateway listens: on a Unix socket that only its user reaches, or on a port.
+"""Listens for a gateway: on a Unix socket that only its user reaches, or on a port.
+
+A socket's folder is 0700, so nobody else can connect. The socket's name has the host in it, since a socket on a shared
+filesystem works only on the host that made it. The gateway holds a lock while it runs; the lock tells a used socket
+from a stale one.
 
 A socket's folder is 0700, so nobody else can connect. Its name has the host in it, since a socket on a shared
 filesystem works on the host alone that made it. A lock that the gateway holds while it runs tells a socket that is used
@@ -80,7 +84,7 @@ def on_socket(path: Path) -> Iterator[ListenAddress]:
 
 @contextmanager
 def on_default_socket(home: Path, environ: Mapping[str, str]) -> Iterator[ListenAddress]:
-    """The same at the usual place below the home, or on this node where the home cannot have a socket."""
+    """Listen on a socket below the home, or on this node if the home cannot have a socket."""
     host = socket.gethostname().partition(".")[0]
     path = home / "gateway" / f"{host}.sock"
     if len(os.fsencode(path)) <= LONGEST_PATH:
@@ -116,7 +120,7 @@ def on_port(host: str, port: int) -> Iterator[ListenAddress]:
 
 @contextmanager
 def _lock_of(path: Path) -> Iterator[None]:
-    """Hold the lock of a socket's path. Where the filesystem has no locks, whoever answers holds it."""
+    """Hold the lock of a socket's path. Without file locks, a gateway that answers is the owner."""
     descriptor = os.open(
         path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )
@@ -161,7 +165,7 @@ def _taken(path: Path) -> InvalidRequestError:
 
 
 def _can_have_sockets(folder: Path) -> bool:
-    """Whether the filesystem of a folder carries Unix sockets. Some network filesystems do not."""
+    """Return whether the filesystem of a folder carries Unix sockets. Some network filesystems do not."""
     path = folder / f".try-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         try:

@@ -1,4 +1,4 @@
-"""What a gateway counts, for Prometheus. Names of models and addresses of clients are in none of it."""
+"""Counts for Prometheus. They contain no names of models and no addresses of clients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Metrics:
 
 
 class Countable(Protocol):
-    """What says how many requests are in flight and queued, by service."""
+    """An object with the number of requests in flight and queued, by service."""
 
     def counts(self) -> Mapping[str, tuple[int, int]]: ...
 

@@ -1,8 +1,8 @@
 """Which routes of the engine are passed on: what clients ask of a model. Pure.
 
-Routes that change an engine (`/sleep`, `/v1/load_lora_adapter`, `/reset_prefix_cache` …) are not, and neither are
-those whose state one replica alone has (`GET /v1/responses/ID`). A path must be written exactly so: it is compared as
-it came, and what is sent to the engine is the path that stands here.
+Routes that change an engine (`/sleep`, `/v1/load_lora_adapter`, `/reset_prefix_cache` …) are not passed on. Routes for
+the state of one replica alone (`GET /v1/responses/ID`) are not, either. A path must be written exactly as here: it is
+compared as it came, and the engine gets the path that stands here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GET_ROUTES = frozenset(("/version", "/tokenizer_info"))
 
 
 def route_of(method: str, raw_path: bytes) -> str | None:
-    """The route that is passed on; None for any other request.
+    """Return the route that is passed on; None for any other request.
 
     >>> route_of("POST", b"/v1/completions")
     '/v1/completions'

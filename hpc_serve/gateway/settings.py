@@ -1,4 +1,4 @@
-"""What a gateway was asked for, as one value."""
+"""The settings of a gateway, as one value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`services` are those that it serves; none: all of the home. `key` is what clients must show; None: nothing.
+    """The gateway serves `services`; if empty, all of the home. `key` is what clients must show; None: nothing.
 
-    Of each service `most_in_flight` requests are with its engines, and `most_queued` wait for their turn or, `wait_s`
-    seconds, for a replica. A body has `most_body_bytes`, and all that are held have `most_held_bytes`. Web pages of
-    `origins` may ask. With `wake` a request wakes a service that is asleep. Requests to hosts other than the
-    loopback's and `hosts` are refused; None refuses none.
+    Per service, `most_in_flight` requests are with its engines. At most `most_queued` requests wait for their turn or,
+    `wait_s` seconds, for a replica. A body has at most `most_body_bytes`, and all bodies held at most
+    `most_held_bytes`. Web pages of `origins` may ask. If `wake` is set, a request wakes a service that is asleep.
+    Requests to hosts other than the loopback's and `hosts` are refused; None refuses none.
     """
 
     services: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What it takes to ask a gateway from another account: its address, key and certificate, as files of one folder.
+"""Writes the files to ask a gateway from another account: its address, key and certificate, in one folder.
 
 Readers of the folder may ask, so its owner decides who reads it. The folder may be copied as a whole. The certificate
 is the gateway's own and vouches for nothing else.
@@ -41,7 +41,7 @@ class Shared:
 
 
 def certificate_file(home: Path) -> Path:
-    """The private file of this host's key and certificate."""
+    """Return the private file of this host's key and certificate."""
     return make_private_folder(home / "gateway") / f"{_this_host()}.pem"
 
 

@@ -1,4 +1,4 @@
-"""How many requests of one service are under way at once, how many wait for their turn, and that no more do."""
+"""Limits the requests of one service that are under way at once, and the requests that wait for their turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, ready: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """One request: it waits until the service is `ready`, and for its turn. Raises Refusal, and as `ready`."""
+        """Wait until the service is `ready` and the request has its turn. Raises Refusal, and what `ready` raises."""
         if self.in_flight + self.queued >= self._most_in_flight + self._most_queued:
             raise self._full()
         self.queued += 1

@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, partial: Path, texts: list[str]) -> None:
 
 
 def _recipe(scheme: str, *, calibrated: bool) -> list[Any]:
-    """llm-compressor's modifiers: rounding as it is, or with texts its recipe for W8A8 (SmoothQuant, then GPTQ)."""
+    """Return llm-compressor's modifiers: plain rounding, or with texts its W8A8 recipe (SmoothQuant, then GPTQ)."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
@@ -133,7 +133,7 @@ def _dataset(texts: list[str], tokenizer: Any, max_tokens: int) -> Any:
 
 
 def read_texts(path: str, samples: int) -> Iterator[str]:
-    """The first texts of a JSONL file: `text`, `prompt`, or the contents of `messages` of each line.
+    """Yield the first texts of a JSONL file: `text`, `prompt`, or the contents of `messages` of each line.
 
     Raises CannotQuantizeError, naming the line.
     """
@@ -166,7 +166,7 @@ def _text_of(entry: Any, where: str) -> str:
 
 
 def copy_other_files(model: Path, output: Path) -> None:
-    """Copy what is no weights and was not written anew: processors, chat templates, licences."""
+    """Copy the files that are no weights and were not written anew: processors, chat templates, licences."""
     weights = {path for pattern in _WEIGHTS for path in model.glob(pattern)}
     for path in model.iterdir():
         if path.name == _ARGS_FILE or path in weights:

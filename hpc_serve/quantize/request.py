@@ -1,6 +1,6 @@
 """A quantisation as asked for, checked as far as that is possible without a cluster, and the script of its job. Pure.
 
-Which folder holds the weights, and whether they are all there, is found out in submission.py.
+submission.py finds the folder of the weights and checks that they are complete.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OUTPUT = re.compile(r"[^\x00-\x1f\x7f]+")
 class QuantizeRequest:
     """One model to quantise. `folder` holds its weights of `weight_bytes`, `output` shall hold the quantised ones.
 
-    `title` is the model's name for people. `calibration` is a JSONL file of texts, of which `samples` are used, each up
-    to `max_tokens`; without it weights are rounded as they are. `venv` is the folder of the environment that has
-    llm-compressor.
+    `title` is the model's name for people. `calibration` is a JSONL file of texts; `samples` texts of at most
+    `max_tokens` each are used. Without `calibration`, weights are rounded as they are. `venv` is the folder of the
+    environment that has llm-compressor.
     """
 
     title: str
@@ -78,7 +78,7 @@ class QuantizeRequest:
 
 
 def program_words(request: QuantizeRequest) -> tuple[str, ...]:
-    """The words of the program in the job."""
+    """Return the words of the program in the job."""
     words = ["--model", request.folder, "--output", request.output, "--scheme", SCHEMES[request.scheme]]
     if request.calibration is not None:
         words += ["--calibration", request.calibration]
@@ -87,7 +87,7 @@ def program_words(request: QuantizeRequest) -> tuple[str, ...]:
 
 
 def directives(request: QuantizeRequest) -> list[str]:
-    """The words of the `#SBATCH` lines: one node, as many GPUs as were asked for, and memory for all weights."""
+    """Return the words of the `#SBATCH` lines: one node, as many GPUs as were asked for, and memory for all weights."""
     slurm = request.slurm
     completed = replace(
         slurm,
@@ -109,7 +109,7 @@ def directives(request: QuantizeRequest) -> list[str]:
 
 
 def render_quantize_script(request: QuantizeRequest) -> str:
-    """The script of the job, for `sbatch`, or (cluster "local") for bash. Raises InvalidRequestError."""
+    """Return the script of the job, for `sbatch`, or (cluster "local") for bash. Raises InvalidRequestError."""
     return render_template(
         "quantize.sh.j2",
         request.templates_dir,

@@ -1,6 +1,6 @@
 """Hands a quantisation over: finds the model's weights, checks what can be checked before the queue, submits, follows.
 
-What is asked for is request.py's; the job itself is program.py's.
+request.py holds the request; program.py is the job itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """A model whose weights are here, all of them: its name for people, its folder, and the bytes of its weights."""
+    """A model with all its weights on this machine: its name for people, its folder, and the bytes of its weights."""
 
     title: str
     folder: Path
@@ -48,7 +48,7 @@ class Weights:
 
 
 def find_weights(name: str, environ: Mapping[str, str]) -> Weights:
-    """The weights of a catalogue name, a repository or a folder, as they lie here.
+    """Return the weights of a catalogue name, a repository or a folder, as they lie here.
 
     Raises UnknownModelError, and InvalidRequestError where they are not here, are not all there, or are of a kind that
     is not quantised: quantised already, or no plain language model.
@@ -68,7 +68,7 @@ def find_weights(name: str, environ: Mapping[str, str]) -> Weights:
 
 
 def check_paths(output: Path, venv: Path, calibration: Path | None) -> None:
-    """Raises InvalidRequestError where the folder is there already, or the environment or the texts are not."""
+    """Raise InvalidRequestError where the folder is there already, or the environment or the texts are not."""
     if output.exists():
         raise InvalidRequestError(f"{output} is there already; remove it, or name another folder with --output.")
     if not (venv / "bin" / "activate").is_file():
@@ -97,7 +97,7 @@ def submit(request: QuantizeRequest, home: Path) -> Submitted:
 
 
 def lines_until_end(submitted: Submitted) -> Iterator[str]:
-    """The lines of the job's log as they come, until it has ended.
+    """Yield the lines of the job's log as they come, until it has ended.
 
     Raises ServiceFailedError where the output is not there then.
     """
