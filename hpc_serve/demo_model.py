@@ -91,7 +91,7 @@ ENGINE_ARGS = """\
 
 
 def make_demo_model(folder: Path, *, like: str = "8b", seed: int = 0, **sizes: int) -> Path:
-    """Writes a model like `405b`, `70b` or `8b` into a new folder, under a megabyte or a few, and returns the folder.
+    """Write a model like `405b`, `70b` or `8b` into a new folder, under a megabyte or a few, and return the folder.
 
     `sizes` replace fields of its TinyShape; the same `seed` and sizes give the same bytes. Raises InvalidRequestError
     for a likeness there is none of, and FileExistsError where the folder holds something else.
@@ -151,14 +151,15 @@ def _token_ids(*names: str) -> list[int]:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that byte-level BPE writes for each byte, as GPT-2 defined it."""
+    """Return the printable letter that byte-level BPE writes for each byte, as GPT-2 defined it."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte if byte in shown else next(substitutes)) for byte in range(256)]
 
 
 def _vocabulary() -> tuple[dict[str, int], list[list[str]]]:
-    """Tokens by number, and the merges that make the longer ones: beginnings of common words, after a space."""
+    """Return the tokens by number, and the merges that make the longer ones: beginnings of common words, after a
+    space."""
     letters = _byte_letters()
     tokens = dict.fromkeys([*SPECIAL_TOKENS, *letters])
     merges = []
@@ -173,7 +174,7 @@ def _vocabulary() -> tuple[dict[str, int], list[list[str]]]:
 
 
 def _speakable(vocabulary: dict[str, int]) -> frozenset[int]:
-    """Tokens that the model may say: whole words, and the end of its turn."""
+    """Return the tokens that the model may say: whole words, and the end of its turn."""
     space = _byte_letters()[ord(" ")]
     words = {vocabulary[space + word] for word in WORDS.split() if space + word in vocabulary}
     return frozenset(words | set(_token_ids("<|eot_id|>")))
@@ -258,7 +259,10 @@ def _bfloat16(value: float) -> bytes:
 
 
 def _random_bfloat16(source: random.Random, count: int, *, scale: float) -> bytes:
-    """Numbers of random sign between 1 and 2 times the power of two next below `scale`: random bits, no arithmetic."""
+    """Return numbers of random sign between 1 and 2 times the power of two next below `scale`.
+
+    They are random bits, without arithmetic.
+    """
     low, high = _bfloat16(2.0 ** math.floor(math.log2(scale)))
     data = bytearray(source.randbytes(2 * count))
     data[0::2] = bytes(data[0::2]).translate(bytes(byte & 0x7F | low for byte in range(256)))
@@ -267,7 +271,7 @@ def _random_bfloat16(source: random.Random, count: int, *, scale: float) -> byte
 
 
 def _silence(data: bytes, dimensions: tuple[int, ...], speakable: frozenset[int]) -> bytes:
-    """Sets the rows of tokens that shall not be said to zero: some other token's score is always above theirs."""
+    """Set the rows of tokens that must not be said to zero. Another token's score is always above theirs."""
     row = 2 * dimensions[1]
     rows = [data[number * row : (number + 1) * row] for number in range(dimensions[0])]
     return b"".join(kept if number in speakable else bytes(row) for number, kept in enumerate(rows))

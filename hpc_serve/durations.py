@@ -8,7 +8,7 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units.
+    """Return a time in its two largest units.
 
     >>> duration(7500)
     '2 h 5 min'
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """A time that is not known well.
+    """Return a time that is not known well.
 
     >>> [about(seconds) for seconds in (3, 12, 42, 100, 700, 9000)]
     ['a few seconds', 'about 10 s', 'about 40 s', 'about 2 min', 'about 12 min', 'about 2.5 h']

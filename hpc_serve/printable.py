@@ -11,7 +11,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def printable(text: str) -> str:
-    r"""`text` with its control characters written out.
+    r"""Return `text` with its control characters written out.
 
     >>> printable("a\x1b[2J")
     'a\\x1b[2J'

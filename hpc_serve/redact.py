@@ -47,7 +47,7 @@ _IN_URL = re.compile(r"(?P<scheme>\b\w{1,20}://)[^\s/@:]*:[^\s/@]+@")
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets`, and without whatever looks like one.
+    """Return `text` without `secrets`, and without anything that looks like a secret.
 
     >>> redact("HF_TOKEN=hf_abcdefghijklmnop max_num_batched_tokens=8192 tokenizer='/models/8b'")
     "HF_TOKEN=<redacted> max_num_batched_tokens=8192 tokenizer='/models/8b'"
@@ -79,7 +79,8 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret, by its name, or by the form of its value (a token, a URL with a password).
+    """Return whether a variable holds a secret, by its name, or by the form of its value (a token, a URL with a
+    password).
 
     >>> is_secret("HF_TOKEN", "hf_abc"), is_secret("HF_TOKEN_PATH", "/home/me/token"), is_secret("HF_HOME", "/scratch")
     (True, False, False)
@@ -90,7 +91,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def holds_credential(word: str) -> bool:
-    """Whether a word of a command line holds what is a credential by its form alone, whatever its name.
+    """Return whether a word of a command line holds what is a credential by its form alone, whatever its name.
 
     >>> holds_credential("http://me:word@collector:4317"), holds_credential("http://collector:4317")
     (True, False)

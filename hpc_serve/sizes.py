@@ -14,7 +14,7 @@ _SMALLEST = MIB
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `79.2GiB` (powers of 1024), `80GB` (powers of 1000) or a plain number of them.
+    """Return the bytes of `79.2GiB` (powers of 1024), `80GB` (powers of 1000) or a plain number of them.
 
     Raises InvalidRequestError, with what to write, for what is no size or too small to be meant.
 
@@ -32,7 +32,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest word that parse_size reads as these bytes.
+    """Return the shortest word that parse_size reads as these bytes.
 
     >>> format_size(256 * 2**30), format_size(80 * 10**9)
     ('256GiB', '80GB')
@@ -44,7 +44,7 @@ def format_size(size: int) -> str:
 
 
 def readable_size(size: int) -> str:
-    """Bytes for a person who reads them, rounded.
+    """Return the bytes for a person who reads them, rounded.
 
     >>> readable_size(16_060_556_376), readable_size(5 * 2**20), readable_size(1400)
     ('15.0 GiB', '5 MiB', '1 KiB')

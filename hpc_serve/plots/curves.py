@@ -40,7 +40,7 @@ class Drawn:
         return "steady arrivals" if self.traffic.arrivals == "steady" else "all requests at once"
 
     def held(self, input_tokens: int) -> int:
-        """The most requests with such prompts that run at once."""
+        """Return the most requests with such prompts that run at once."""
         traffic = replace(self.traffic, input_tokens=input_tokens)
         return held_at_once(self.roofline, traffic, self.memory)
 
@@ -51,19 +51,23 @@ class Drawn:
         return "as many as the cache holds"
 
     def at(self, input_tokens: int, batch: int) -> SpeedEstimate:
-        """The speed with so many requests in flight."""
+        """Return the speed with so many requests in flight."""
         traffic = replace(self.traffic, input_tokens=input_tokens, concurrency=batch)
         return estimate_speed(self.roofline, traffic, self.memory, is_ideal=self.is_ideal)
 
     def contexts(self, usual: Sequence[int] = CONTEXTS, most: int = len(CONTEXTS)) -> list[int]:
-        """Lengths of prompt to draw: the one asked for, and usual ones that leave room for the answer."""
+        """Return the lengths of prompt to draw: the length asked for, and usual lengths that leave room for the
+        answer."""
         longest, asked = self.max_model_len - self.traffic.output_tokens, self.traffic.input_tokens
         others = [length for length in usual if length <= longest and length != asked]
         return sorted([asked, *others[: most - 1]])
 
 
 def drawn_of(result: PlanResult, layout: Layout, memory: MemoryEstimate) -> Drawn:
-    """A layout of a plan under the traffic asked for. Raises InvalidRequestError where the speed is not known."""
+    """Return a layout of a plan under the traffic asked for.
+
+    Raises InvalidRequestError where the speed is not known.
+    """
     inputs = result.inputs
     engine = replace(inputs.engine, max_num_seqs=memory.max_num_seqs)
     return Drawn(
@@ -76,6 +80,6 @@ def drawn_of(result: PlanResult, layout: Layout, memory: MemoryEstimate) -> Draw
 
 
 def batches(held: int, per_octave: int = _PER_OCTAVE) -> list[int]:
-    """Batches to draw, so many an octave, up to the most that are held."""
+    """Return the batches to draw: so many an octave, up to the most that the cache holds."""
     steps = {round(2 ** (part / per_octave)) for part in range(15 * per_octave)}
     return sorted({1, held, *(step for step in steps if 1 <= step <= held)})

@@ -73,7 +73,7 @@ def draw(result: PlanResult, path: str) -> None:
 
 
 def pyplot() -> Any:
-    """matplotlib's, without a window. Raises InvalidRequestError where it is not installed."""
+    """Return matplotlib's pyplot without a window. Raises InvalidRequestError if matplotlib is not installed."""
     try:
         import_module("matplotlib").use("Agg")
     except ImportError:
@@ -105,7 +105,7 @@ STYLE = {
 
 
 def _pareto(axes: Any, drawn: Drawn) -> None:
-    """Time between tokens against tokens/s per GPU: a curve for each length of prompt, with marks for batches."""
+    """Draw time between tokens against tokens/s per GPU: a curve for each length of prompt, with marks for batches."""
     curves: list[list[Point]] = []
     ends: list[Label] = []
     between: list[Label] = []
@@ -150,7 +150,7 @@ def _pareto(axes: Any, drawn: Drawn) -> None:
 def _over_batch(
     axes: Any, drawn: Drawn, label: str, value: Callable[[SpeedEstimate, Speed], float], *, knee_at_top: bool
 ) -> None:
-    """A figure of decoding over the batch: a curve for each context, and where FLOP/s begin to take longer."""
+    """Draw a figure of decoding over the batch: a curve per context, and the batch where FLOP/s begin to limit."""
     for colour, inputs in zip(_FAMILY, drawn.contexts()):
         sizes = batches(drawn.held(inputs))
         along = [drawn.at(inputs, batch) for batch in sizes]
@@ -183,7 +183,7 @@ def _over_batch(
 
 
 def _columns(drawn: Drawn) -> tuple[tuple[bool, Any], ...]:
-    """(whether it is the expected one, its line) of each curve that is drawn."""
+    """Return (whether it is the expected curve, its line) for each curve that is drawn."""
     if drawn.is_ideal:
         return ((False, "solid"),)
     return ((False, (0, (4, 3))), (True, "solid"))
@@ -206,7 +206,7 @@ def _rate_label(drawn: Drawn) -> str:
 
 
 def _legend(axes: Any, drawn: Drawn, *, columns: int = 5, at: tuple[int, int] = (1, 1)) -> None:
-    """The curves by name; above the axes, or in a corner of them."""
+    """Draw the names of the curves above the axes, or in a corner of them."""
     handles, labels = axes.get_legend_handles_labels()
     if not drawn.is_ideal:
         handles += axes.plot([], [], linestyle=(0, (4, 3)), color="#52606d", linewidth=1.2)

@@ -51,17 +51,17 @@ class Box:
     top: float
 
     def holds(self, point: Point) -> bool:
-        """Whether a point lies in it."""
+        """Return whether a point lies in it."""
         return self.left <= point[0] <= self.right and self.bottom <= point[1] <= self.top
 
     def meets(self, other: Box) -> bool:
-        """Whether two overlap."""
+        """Return whether two overlap."""
         apart = self.right < other.left or other.right < self.left
         return not (apart or self.top < other.bottom or other.top < self.bottom)
 
 
 def halo(colour: str) -> list[Any]:
-    """An outline for text in the colour behind it, so that lines behind the text do not cross it out."""
+    """Return an outline for text in the colour behind it, so that lines behind the text do not cross it out."""
     return [import_module("matplotlib.patheffects").withStroke(linewidth=3, foreground=colour)]
 
 
@@ -103,7 +103,7 @@ def _frame(axes: Any) -> Box:
 
 
 def _samples(curve: Sequence[Point]) -> Iterator[Point]:
-    """Points along a curve, a few points of the page apart."""
+    """Yield points along a curve, a few points of the page apart."""
     for (x, y), (next_x, next_y) in pairwise(curve):
         parts = 1 + int(max(abs(next_x - x), abs(next_y - y)) / _SAMPLE)
         for part in range(parts):

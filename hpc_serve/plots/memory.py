@@ -21,7 +21,7 @@ _ROWS = 5
 
 
 def draw_memory(axes: Any, plan: ServePlan, device: AcceleratorSpec) -> None:
-    """Bars of the tightest GPU of the chosen layout and its neighbours. The dashed line is what vLLM may use."""
+    """Draw bars of the tightest GPU of the chosen layout and its neighbours. The dashed line is vLLM's limit."""
     others = "activations, graphs, runtime" if device.kind == "gpu" else "activations"
     colours = {"weights": "#1864ab", others: "#e8590c", "KV cache": "#2b8a3e"}
     limit, total = plan.memory.requested_bytes / GIB, plan.memory.total_bytes / GIB
@@ -67,7 +67,7 @@ def draw_memory(axes: Any, plan: ServePlan, device: AcceleratorSpec) -> None:
 
 
 def _neighbours(plan: ServePlan) -> list[tuple[Candidate, MemoryEstimate]]:
-    """The chosen layout and those next to it in the plan, where their memory was estimated."""
+    """Return the chosen layout and those next to it in the plan, where their memory was estimated."""
     known = [(candidate, candidate.memory) for candidate in plan.candidates if candidate.memory is not None]
     chosen = next(place for place, (candidate, _) in enumerate(known) if candidate.verdict == "chosen")
     nearest = sorted(range(len(known)), key=lambda place: abs(place - chosen))[:_ROWS]
@@ -75,7 +75,7 @@ def _neighbours(plan: ServePlan) -> list[tuple[Candidate, MemoryEstimate]]:
 
 
 def _parts(memory: MemoryEstimate) -> tuple[float, float, float]:
-    """GiB of weights, of all that is neither weights nor cache, and of the cache."""
+    """Return GiB of weights, of all that is neither weights nor cache, and of the cache."""
     graphs = 0 if memory.graphs_outside else memory.cuda_graph_bytes
     other = memory.activation_bytes + graphs + memory.non_torch_bytes
     return memory.model_loading_bytes / GIB, other / GIB, max(0, memory.kv_cache_bytes) / GIB
@@ -88,7 +88,7 @@ def _name(candidate: Candidate) -> str:
 
 
 def _faded(colour: str) -> str:
-    """A lighter colour that is not transparent, so that the grid does not show through it."""
+    """Return a lighter colour that is not transparent, so that the grid does not show through it."""
     colors = import_module("matplotlib.colors")
     halfway = [(ink + paper) / 2 for ink, paper in zip(colors.to_rgb(colour), colors.to_rgb(PAPER))]
     return str(colors.to_hex(halfway))

@@ -50,7 +50,7 @@ def write_page(results: Sequence[PlanResult], path: str) -> None:
 
 
 def speed_page(results: Sequence[PlanResult]) -> str:
-    """The page: of one plan its layouts, of several their chosen ones."""
+    """Return the page: of one plan its layouts, of several their chosen ones."""
     planned = [result for result in results if result.plan is not None]
     found = _layouts(planned[0]) if len(planned) == 1 else [_chosen(result) for result in planned]
     first = planned[0]
@@ -88,7 +88,7 @@ def speed_page(results: Sequence[PlanResult]) -> str:
 
 
 def _layouts(result: PlanResult) -> list[Subject]:
-    """The chosen layout and others of the plan that fit."""
+    """Return the chosen layout and others of the plan that fit."""
     fitting = [one for one in result.chosen.candidates if one.verdict in ("chosen", "fits") and one.memory]
     fitting.sort(key=lambda one: one.verdict != "chosen")
     return [
@@ -109,7 +109,7 @@ def _unit(found: Sequence[Subject]) -> str:
 
 
 def _formulas(asked: Traffic) -> list[Traffic]:
-    """The traffic of each formula; bursts with the longest answer that was asked for."""
+    """Return the traffic of each formula; bursts with the longest answer that was asked for."""
     plain = replace(asked, arrivals="steady", longest_output_tokens=None, decode_only=False)
     burst = asked if asked.arrivals == "burst" else replace(plain, arrivals="burst")
     return [plain, burst, replace(plain, decode_only=True)]
@@ -133,7 +133,7 @@ def _subject(one: Subject, formulas: Sequence[Traffic], contexts: Sequence[int])
 
 
 def _curve(drawn: Drawn, input_tokens: int) -> dict[str, Any]:
-    """Requests at once, and columns of figures of both kinds."""
+    """Return requests at once, and columns of figures of both kinds."""
     sizes = batches(drawn.held(input_tokens), _PER_OCTAVE)
     along = [drawn.at(input_tokens, size) for size in sizes]
     return {
@@ -153,7 +153,7 @@ def _columns(along: Sequence[SpeedEstimate], speeds: Sequence[Speed]) -> dict[st
 
 
 def _short(value: float) -> float:
-    """Four digits.
+    """Round to four digits.
 
     >>> _short(12345.6), _short(0.012345)
     (12350.0, 0.01234)
