@@ -139,7 +139,9 @@ def find_spec(
 
 
 def stored_tensors(folder: Path) -> list[StoredTensor] | None:
-    """Return the tensors of a folder's safetensors files; None if a file, or all of them, is missing.
+    """Return the tensors of a folder's safetensors files.
+
+    None if there are none, or if a file of the index is missing.
 
     Reads each file's header only. Raises InvalidRequestError for a file that is not one.
     """

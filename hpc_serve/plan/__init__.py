@@ -1,4 +1,4 @@
-"""Decide what fits where: model × machines × engine options × workload → a layout, or why there is none.
+"""Decides what fits where: model × machines × engine options × workload → a layout, or why there is none.
 
 Pure: values in, values out. No processes, no network, no torch; hub.py finds a model's config.
 

@@ -1,4 +1,4 @@
-"""What the engine is asked for, in vLLM's own names, and vLLM's defaults for what is not asked for.
+"""The engine's options, in vLLM's own names, and vLLM's defaults for the options that are not given.
 
 Defaults depend on vLLM's version and on the accelerator, and only this module looks them up. One version is pinned.
 Earlier versions are known as far as published measurements need them.
@@ -250,12 +250,12 @@ class Workload:
 
 
 def gpu_memory_utilization(engine: EngineConfig) -> float:
-    """What is asked for, else vLLM's default: 0.92 in 0.32 (config/cache.py), 0.9 before it subtracted CUDA graphs."""
+    """Return the option, else vLLM's default: 0.92 in 0.32 (config/cache.py), 0.9 before it subtracted CUDA graphs."""
     return engine.gpu_memory_utilization or (0.92 if engine.subtracts_cuda_graphs else 0.9)
 
 
 def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, max_model_len: int) -> int:
-    """Tokens of one step: what is asked for, else the API server's default.
+    """Return the tokens of one step: what is asked for, else the API server's default.
 
     Source: `get_batch_defaults` in vLLM's engine/arg_utils.py. GPUs of 160 GiB or more have twice as many since pull
     request 51726 of 2026-08, which 0.26 is the first version that can have. Before V1 a step held a whole prompt,
@@ -273,7 +273,7 @@ def max_num_batched_tokens(engine: EngineConfig, accelerator: AcceleratorSpec, m
 
 
 def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
-    """Sequences of one step: what is asked for, else the API server's default, from the same source."""
+    """Return the sequences of one step: the option, else the API server's default, from the same source."""
     if engine.max_num_seqs:
         return engine.max_num_seqs
     if accelerator.kind == "cpu":
@@ -282,7 +282,7 @@ def max_num_seqs(engine: EngineConfig, accelerator: AcceleratorSpec) -> int:
 
 
 def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: bool) -> int:
-    """Tokens of a cache block: on GPUs 16, with latent attention 64; on CPUs 128, with latent attention 16.
+    """Return the tokens of a cache block: on GPUs 16, with latent attention 64; on CPUs 128, with latent attention 16.
 
     Sources: `update_block_size_for_backend` in platforms/interface.py, and platforms/cpu.py.
     """
@@ -292,6 +292,6 @@ def default_block_size(engine: EngineConfig, kind: AcceleratorKind, *, is_mla: b
 
 
 def _is_large(accelerator: AcceleratorSpec) -> bool:
-    """Whether vLLM has larger defaults for it: a GPU of 70 GiB or more that is not excepted by name."""
+    """Return whether vLLM has larger defaults for it: a GPU of 70 GiB or more that is not excepted by name."""
     is_large = accelerator.kind == "gpu" and accelerator.total_bytes >= 70 * GIB
     return is_large and not accelerator.has_small_batch_defaults

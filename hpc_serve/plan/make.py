@@ -28,14 +28,14 @@ DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024, 256
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a person asked of a plan, in their own words. None: the plan decides, or there is a default.
+    """A person's request for a plan, in their own words. None: the plan decides, or there is a default.
 
-    `gpu` names what the nodes have, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of one.
-    `engines_per_node` engines divide one node, and each uses all of its part where no size of the layout is asked for.
-    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are those of one request,
-    `longest_output_tokens` those of the longest answer where they differ. `arrivals`: how requests come.
-    `decode_only`: prompts are read elsewhere. `ideal`: figures are those that no engine can beat.
-    With `allow_unknown_config_keys` a config may have sizes that the planner does not know.
+    `gpu` names the accelerators of the nodes, as in plan/hardware/cluster.py, and `gpu_memory_bytes` is the memory of
+    one. `engines_per_node` engines divide one node. Each uses all of its part unless a size of the layout is asked for.
+    `target` is text that plan/speed/target.py reads. `input_tokens` and `output_tokens` are the tokens of one request,
+    `longest_output_tokens` those of the longest answer if answers differ. `arrivals`: how requests come. `decode_only`:
+    prompts are read elsewhere. `ideal`: print only the figures that no engine can beat. If `allow_unknown_config_keys`
+    is set, a config may have sizes that the planner does not know.
     """
 
     model: str
@@ -61,8 +61,8 @@ class PlanRequest:
 class FoundParts:
     """The model and the machines that a request names.
 
-    `served_model_names` are those the engine answers to. `note` is the catalogue's remark on the model, `warning` says
-    that its config and its files do not agree. `draft` is the draft model that --speculative-config names.
+    The engine answers to `served_model_names`. `note` is the catalogue's remark on the model, `warning` says that its
+    config and its files do not agree. `draft` is the draft model that --speculative-config names.
     """
 
     model: ModelSpec
@@ -77,8 +77,8 @@ class FoundParts:
 class PlanResult:
     """A plan, or the error that says why there is none, and what both were made from.
 
-    `contexts` are the longest ones by layout, where `--max-model-len auto` asked for them. `ideal`: the speed that was
-    asked for is the ideal one.
+    `contexts` are the longest contexts by layout, if `--max-model-len auto` asked for them. `ideal`: the person asked
+    for the ideal speed.
     """
 
     inputs: PlanInputs
@@ -107,11 +107,14 @@ class PlanResult:
         return self.plan
 
     def roofline(self, engine: EngineConfig | None = None) -> Roofline:
-        """How fast a replica of the plan is. Raises InvalidRequestError where the accelerator's speed is not known."""
+        """Return how fast a replica of the plan is.
+
+        Raises InvalidRequestError if the accelerator's speed is not known.
+        """
         return Roofline(self.model, self.accelerator, engine or self.inputs.engine, self.chosen.layout)
 
     def estimates(self, engine: EngineConfig | None = None) -> list[SpeedEstimate]:
-        """Speeds of a replica by requests in flight; none where the accelerator's speed is not known."""
+        """Return the speeds of a replica by requests in flight; none if the accelerator's speed is not known."""
         try:
             roofline = self.roofline(engine)
         except InvalidRequestError:
@@ -126,7 +129,7 @@ class PlanResult:
 
 
 def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
-    """The plan for a request whose model and machines were found.
+    """Return the plan for a request whose model and machines were found.
 
     Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
     other or the model.
@@ -175,7 +178,7 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
 
 
 def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[LayoutContexts]]:
-    """What the plan is made from, and for `--max-model-len auto` the longest contexts by layout.
+    """Return the inputs of the plan, and for `--max-model-len auto` the longest contexts by layout.
 
     The context is then the model's, or where the machines asked for do not hold it, the longest of any layout there.
     Where no number of nodes was asked for, the plan chooses it first.
@@ -204,14 +207,15 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
 
 
 def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
-    """The contexts of all layouts on as many nodes as were chosen, and of those that the plan names beside them."""
+    """Return the contexts of all layouts on as many nodes as were chosen, and of those that the plan names beside
+    them."""
     found = found or contexts_by_layout(inputs, chosen.layout.num_nodes)
     known = {one.layout for one in found}
     return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))
 
 
 def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list[str]:
-    """What `--max-model-len auto` chose, where it is not the model's own context."""
+    """Say which context `--max-model-len auto` chose, unless it is the model's own."""
     if not contexts or inputs.max_model_len == inputs.model.max_model_len:
         return []
     return [
@@ -221,7 +225,7 @@ def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list
 
 
 def _left_out(model: ModelSpec) -> str | None:
-    """What is said of the fields of a config that were left out at the person's own risk."""
+    """Return the note on fields of a config that were left out at the person's own risk; None without such fields."""
     if not model.unknown_keys:
         return None
     return (
@@ -231,7 +235,7 @@ def _left_out(model: ModelSpec) -> str | None:
 
 
 def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
-    """What each request is: the lengths asked for, else the defaults as far as the context allows.
+    """Return each request's lengths: those asked for, else the defaults as far as the context allows.
 
     Raises InvalidRequestError where the lengths asked for are more than the context.
     """
@@ -261,7 +265,7 @@ def _traffic(asked: PlanRequest, max_model_len: int) -> Traffic:
 def _for_target(
     inputs: PlanInputs, traffic: Traffic, asked: str
 ) -> tuple[ClusterSpec, EngineConfig, Workload, list[str]]:
-    """The machines, sizes and replicas that meet the target, and why.
+    """Return the machines, sizes and replicas that meet the target, and why.
 
     Raises NoLayoutError where none does, InvalidRequestError where a number of replicas was asked for as well.
     """

@@ -10,7 +10,7 @@ _DRAFTS_IN_STEP = ("ngram", "suffix", "medusa", "mlp_speculator")
 
 
 def is_async(engine: EngineConfig, kind: AcceleratorKind, pipeline_parallel_size: int) -> bool:
-    """Whether the host works on a step while the device computes the one before.
+    """Return whether the host works on a step while the device computes the one before.
 
     Sources: `__post_init__` of VllmConfig in vLLM's config/vllm.py, and platforms/cpu.py. Pull request 27614 of 0.14
     left out pipeline stages, 0.32 includes them.

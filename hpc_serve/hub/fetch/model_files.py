@@ -86,7 +86,7 @@ def look_for_model(
 def cached_alone(name: str, settings: HubSettings, revision: str, why: str) -> Path:
     """Return the folder of a model if the cache has all its weights; `why` says why nobody asked the hub.
 
-    Raises HubConnectionError if weights are missing, or InvalidRequestError if the hub may not be asked.
+    If weights are missing, raises InvalidRequestError when the hub may not be asked, else HubConnectionError.
     """
     folder = snapshot_folder(settings.cache, name, revision)
     missing = missing_weights(folder)

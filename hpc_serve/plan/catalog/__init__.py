@@ -33,14 +33,14 @@ class CatalogModel:
 
 
 def speed_accuracy() -> dict[str, Any]:
-    """By arrivals and kind of accelerator, and by class: published measurements, and how near they are."""
+    """Return published measurements, and how near the estimates are, by arrivals, kind of accelerator and class."""
     found: dict[str, Any] = load_data(SPEED_ACCURACY.name)
     return found
 
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, CatalogModel]:
-    """Every known model, by its repository name."""
+    """Return every known model, by its repository name."""
     return {
         entry["name"]: CatalogModel(
             name=entry["name"],
@@ -55,7 +55,7 @@ def models() -> dict[str, CatalogModel]:
 
 
 def find(name: str) -> CatalogModel | None:
-    """The entry of an alias or repository name (case does not matter), or None."""
+    """Return the entry of an alias or repository name (case does not matter), or None."""
     return _index().get(name.lower())
 
 
@@ -72,7 +72,11 @@ def resolve(name: str) -> CatalogModel:
 
 
 def did_you_mean(name: str) -> str:
-    """The words " Did you mean …?" with up to three close names. Without a close name: where all names are listed."""
+    """Return the words " Did you mean …?" with up to three close names. If no name is close, say where all names are
+    listed.
+
+    Without a close name: where all names are listed.
+    """
     close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
     if not close:
         tails = {key.rsplit("/", 1)[-1]: key for key in _index()}
@@ -94,7 +98,7 @@ def _index() -> dict[str, CatalogModel]:
 
 @lru_cache(maxsize=1)
 def accelerator_entries() -> dict[str, dict[str, Any]]:
-    """Every known accelerator's facts, by its name and its aliases."""
+    """Return every known accelerator's facts, by its name and its aliases."""
     index: dict[str, dict[str, Any]] = {}
     for entry in load_data("accelerators.json")["accelerators"]:
         for name in (entry["name"], *entry["aliases"]):
@@ -103,12 +107,12 @@ def accelerator_entries() -> dict[str, dict[str, Any]]:
 
 
 def is_accelerator(name: str) -> bool:
-    """Whether the catalogue has an accelerator of that name."""
+    """Return whether the catalogue has an accelerator of that name."""
     return name.lower().replace("_", "-") in accelerator_entries()
 
 
 def accelerator_entry(name: str) -> dict[str, Any]:
-    """The facts of one accelerator. Raises InvalidRequestError with the closest names."""
+    """Return the facts of one accelerator. Raises InvalidRequestError with the closest names."""
     entries = accelerator_entries()
     key = name.lower().replace("_", "-")
     if key in entries:

@@ -1,4 +1,7 @@
-"""Which of vLLM's parsers for calls of tools, and for reasoning, a model takes, by its name: data (parsers.json).
+"""Names vLLM's parsers for tool calls and for reasoning that a model takes, by the model's name: data (parsers.json).
+
+The data also lists all parsers, and the tokens that each needs in a tokenizer. A person decides whether a service has
+them.
 
 The data also says which parsers there are, and which tokens each needs in a tokenizer. Whether a service has them is
 what a person asks for.
@@ -16,7 +19,7 @@ from hpc_serve.plan.catalog import load_data
 
 @dataclass(frozen=True, kw_only=True)
 class Parsers:
-    """The names that vLLM gives them; None: the model has no such thing, or what it takes is not known."""
+    """vLLM's names of the parsers. None: the model has no such output, or its parser is not known."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -29,7 +32,7 @@ class Parsers:
 
 
 def parsers_of(model: str) -> Parsers:
-    """The parsers of a model by its repository or folder.
+    """Return the parsers of a model by its repository or folder.
 
     >>> parsers_of("Qwen/Qwen3-8B").vllm_args[1:]
     ('--tool-call-parser', 'hermes', '--reasoning-parser', 'qwen3')
@@ -40,7 +43,7 @@ def parsers_of(model: str) -> Parsers:
 
 @lru_cache(maxsize=1)
 def families() -> tuple[tuple[re.Pattern[str], Parsers], ...]:
-    """What the last part of a name must match, and the parsers of what does."""
+    """Return pairs of an expression for the last part of a name, and the parsers of the models with such a name."""
     return tuple(
         (re.compile(entry["names"]), Parsers(tools=entry.get("tools"), reasoning=entry.get("reasoning")))
         for entry in load_data("parsers.json")["families"]

@@ -31,7 +31,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What a plan is made from: the model, the machines, the engine's options, and what each replica must hold."""
+    """The inputs of a plan: the model, the machines, the engine's options, and the load that each replica must hold."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -40,7 +40,7 @@ class PlanInputs:
     max_model_len: int
 
     def for_one_replica(self) -> PlanInputs:
-        """The same with the machines of one replica.
+        """Return the same with the machines of one replica.
 
         A single replica has all machines. Several replicas have whole nodes each, or equal parts of a node. Raises
         InvalidRequestError where they cannot share the machines evenly.
@@ -60,7 +60,7 @@ class PlanInputs:
         return replace(self, cluster=replace(self.cluster, num_nodes=1, gpus_per_node=share))
 
     def evaluate(self, layout: Layout) -> Candidate:
-        """What a layout takes, and whether it holds what is asked for."""
+        """Estimate a layout's memory, and decide whether it holds the load asked for."""
         try:
             memory = self._estimate(layout, self.engine)
             if self.engine.max_num_seqs is None and 1 < memory.num_blocks < memory.least_blocks:
@@ -73,7 +73,7 @@ class PlanInputs:
         return Candidate(layout=layout, memory=memory, verdict="too small", reason=self._shortfall_text(layout, memory))
 
     def blocks_each(self, layout: Layout, memory: MemoryEstimate) -> int:
-        """Blocks of the cache that one of the requests asked for takes."""
+        """Return the blocks of the cache that one of the requests asked for takes."""
         tokens = self.workload.request_tokens
         if tokens is None or tokens >= self.max_model_len:
             return memory.blocks_per_request
@@ -82,12 +82,12 @@ class PlanInputs:
         return cache_layout(self.model, self.engine, ranks, kind=kind).blocks_per_request(tokens, step)
 
     def request_text(self) -> str:
-        """How long the requests asked for are, in words."""
+        """Say in words how long the requests asked for are."""
         tokens = self.workload.request_tokens
         return "of the longest context" if tokens is None else f"of {tokens:,} tokens"
 
     def _shortfall_text(self, layout: Layout, memory: MemoryEstimate) -> str:
-        """What a layout lacks, in words."""
+        """Say in words what a layout lacks."""
         unit, concurrency = self.cluster.accelerator.unit, self.workload.concurrency
         if memory.kv_cache_bytes <= 0:
             needed = memory.requested_bytes - memory.kv_cache_bytes
@@ -116,7 +116,8 @@ class PlanInputs:
 
 
 def max_num_seqs_for(blocks: int) -> int:
-    """The sequences of a step for a hybrid with so many blocks: a power of two that leaves a quarter of them free.
+    """Return the sequences of a step for a hybrid with so many blocks: a power of two that leaves a quarter of them
+    free.
 
     >>> max_num_seqs_for(856)
     512
@@ -125,7 +126,7 @@ def max_num_seqs_for(blocks: int) -> int:
 
 
 def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list[Candidate]:
-    """Layouts on the same nodes that were not tried and that a person might expect, with the reasons against them."""
+    """Return layouts on the same nodes that were not tried and that a person might expect, each with its reason."""
     engine = inputs.engine
     if engine.tensor_parallel_size or engine.pipeline_parallel_size:
         return []
@@ -142,20 +143,24 @@ def alternatives(inputs: PlanInputs, chosen: Layout, tried: Set[Layout]) -> list
 
 
 def next_smaller(tried: Sequence[Candidate], chosen: Layout) -> list[Candidate]:
-    """The candidates one step smaller than the chosen one: the largest on one node fewer, and all on as many nodes."""
+    """Return the candidates one step smaller than the chosen one: the largest on one node fewer, and all on as many
+    nodes."""
     same = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes]
     fewer = [candidate for candidate in tried if candidate.layout.num_nodes == chosen.num_nodes - 1]
     return on_most_gpus(fewer) + same
 
 
 def on_most_gpus(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of the candidates on most GPUs the one with the largest tensor parallel size. Empty where there is none."""
+    """Return the candidate with the largest tensor parallel size among those on most GPUs. Empty if there is none."""
     most = max((candidate.layout.num_gpus for candidate in candidates), default=0)
     return [candidate for candidate in candidates if candidate.layout.num_gpus == most][:1]
 
 
 def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The candidates that miss least, one for each reason. Those that vLLM refuses come last, the smallest first."""
+    """Return the candidates that miss least, one for each reason.
+
+    Those that vLLM refuses come last, the smallest first.
+    """
 
     def distance(candidate: Candidate) -> tuple[int, int]:
         if candidate.memory is None:
@@ -169,9 +174,9 @@ def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Cand
 
 
 def that_queues(tried: Sequence[Candidate]) -> Candidate | None:
-    """Where nothing holds all requests at once: the candidate on the fewest nodes and most GPUs. The others wait.
+    """Return the candidate on the fewest nodes and most GPUs when no layout holds all requests. Some requests wait.
 
-    None where no layout holds a single request of the longest context.
+    None if no layout holds a single request of the longest context.
     """
     able = [candidate for candidate in tried if candidate.memory is not None and candidate.memory.holds(1)]
     fewest = min((candidate.layout.num_nodes for candidate in able), default=0)
@@ -179,13 +184,16 @@ def that_queues(tried: Sequence[Candidate]) -> Candidate | None:
 
 
 def cache_room_text(memory: MemoryEstimate) -> str:
-    """What a layout leaves for requests, in words."""
+    """Say in words how much cache a layout leaves for requests."""
     return f"{memory.kv_cache_tokens:,} tokens of cache, {memory.max_concurrency:.1f} requests of the longest context"
 
 
 def _neighbours(chosen: Layout, cluster: ClusterSpec) -> Iterator[Layout]:
-    """On several nodes: one tensor-parallel group over all nodes. On one node: more GPUs. On both: half the tensor
-    parallel size."""
+    """Yield layouts beside the chosen one.
+
+    On several nodes: one tensor-parallel group over all nodes. On one node: more GPUs. On both: half the tensor
+    parallel size.
+    """
     if chosen.num_nodes > 1 and chosen.pipeline_parallel_size > 1:
         yield replace(chosen, tensor_parallel_size=chosen.num_gpus, pipeline_parallel_size=1)
     for layout in layouts_on(chosen.num_nodes, cluster, EngineConfig()):

@@ -25,7 +25,10 @@ class LayoutContexts:
 
 
 def longest_context(inputs: PlanInputs, layout: Layout) -> int:
-    """The longest context that fits for the requests asked for, at most that of `inputs`. 0: none of a step fits."""
+    """Return the longest context that fits for the requests asked for, at most that of `inputs`.
+
+    0: none of a step fits.
+    """
     whole = inputs.max_model_len
     inputs = replace(inputs, workload=replace(inputs.workload, request_tokens=None))
     if _fits(inputs, layout, whole):
@@ -38,12 +41,13 @@ def longest_context(inputs: PlanInputs, layout: Layout) -> int:
 
 
 def contexts_by_layout(inputs: PlanInputs, num_nodes: int) -> list[LayoutContexts]:
-    """The longest contexts of every layout on so many nodes that holds any, for several numbers of requests at once."""
+    """Return the longest contexts of every layout on so many nodes that holds any, for several numbers of requests at
+    once."""
     return contexts_of(inputs, layouts_on(num_nodes, inputs.cluster, inputs.engine))
 
 
 def contexts_of(inputs: PlanInputs, layouts: Iterable[Layout]) -> list[LayoutContexts]:
-    """The longest contexts of those layouts that hold any."""
+    """Return the longest contexts of those layouts that hold any."""
     found = []
     for layout in layouts:
         lengths: list[tuple[int, int]] = []

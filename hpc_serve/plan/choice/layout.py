@@ -1,6 +1,7 @@
 """Lists the layouts to choose from, preferred ones first.
 
-Tensor parallelism stays within a node, pipeline parallelism goes across nodes. Of several nodes no GPU stays idle.
+Tensor parallelism stays within a node, pipeline parallelism goes across nodes. A layout on several nodes leaves no GPU
+idle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Layout:
 
 
 def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts, from the smallest number of nodes and GPUs on. Sizes that were asked for are kept.
+    """Yield layouts, from the smallest number of nodes and GPUs on. Sizes that were asked for are kept.
 
     Raises DoesNotFitError where the sizes asked for cannot be laid on the nodes asked for.
     """
@@ -64,7 +65,7 @@ def layouts(cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
 
 
 def _no_layout_text(cluster: ClusterSpec, engine: EngineConfig) -> str:
-    """Why there is no layout with the one size that was asked for."""
+    """Say why there is no layout with the one size that was asked for."""
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     asked = f"TP={tensor}" if tensor else f"PP={pipeline}"
     option = "--tensor-parallel-size" if tensor else "--pipeline-parallel-size"
@@ -86,7 +87,7 @@ def _most_nodes(cluster: ClusterSpec) -> int:
 
 
 def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> Iterator[Layout]:
-    """Layouts on exactly so many nodes. One node may be used in part, several nodes are used whole.
+    """Yield layouts on exactly so many nodes. One node may be used in part, several nodes are used whole.
 
     Links between TPU chips span hosts, and tensor-parallel groups do too. Several TPU hosts are an offered slice.
     """
@@ -115,7 +116,7 @@ def layouts_on(num_nodes: int, cluster: ClusterSpec, engine: EngineConfig) -> It
 
 
 def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[int, int]]:
-    """(TP, PP) of `total` ranks. First the largest TP that stays within a node."""
+    """Yield (TP, PP) of `total` ranks. The largest TP that stays within a node comes first."""
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if pipeline:
         if total % pipeline == 0 and tensor in (None, total // pipeline):
@@ -132,7 +133,10 @@ def _splits(total: int, node_size: int, engine: EngineConfig) -> Iterator[tuple[
 
 
 def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layout:
-    """Both sizes as asked for. Raises DoesNotFitError where the nodes cannot hold or share them."""
+    """Return the layout with both sizes as asked for.
+
+    Raises DoesNotFitError if the nodes cannot hold the ranks or share them evenly.
+    """
     ranks = tensor * pipeline
     nodes = cluster.num_nodes or _fewest_nodes(ranks, cluster) or 1
     size = cluster.node_size_of(nodes)
@@ -156,14 +160,15 @@ def _layout_asked_for(tensor: int, pipeline: int, cluster: ClusterSpec) -> Layou
 
 
 def _leaves_asked_gpus_idle(layout: Layout, cluster: ClusterSpec) -> bool:
-    """Whether GPUs that were asked for by number would stay idle: a job takes several nodes, or a slice, whole."""
+    """Return whether GPUs that were asked for by number would stay idle: a job takes several nodes, or a slice,
+    whole."""
     is_asked_for = cluster.num_nodes is not None and cluster.gpus_per_node is not None
     takes_all = layout.num_nodes > 1 or cluster.is_whole
     return is_asked_for and takes_all and layout.gpus_per_node < cluster.node_size_of(layout.num_nodes)
 
 
 def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
-    """How many GPUs would stay idle, and what to write instead."""
+    """Return how many GPUs would stay idle, and what to write instead."""
     tensor, ranks = layout.tensor_parallel_size, layout.num_gpus
     device, nodes, size = cluster.accelerator, layout.num_nodes, cluster.node_size_of(layout.num_nodes)
     instead = []
@@ -182,7 +187,7 @@ def _too_many_gpus(layout: Layout, cluster: ClusterSpec) -> str:
 
 
 def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
-    """The fewest nodes that share so many ranks evenly, or None."""
+    """Return the fewest nodes that share so many ranks evenly, or None."""
     for nodes in range(1, _most_nodes(cluster) + 1):
         if ranks % nodes == 0 and ranks <= nodes * cluster.node_size_of(nodes):
             return nodes
@@ -190,7 +195,7 @@ def _fewest_nodes(ranks: int, cluster: ClusterSpec) -> int | None:
 
 
 def _larger_machines(ranks: int, cluster: ClusterSpec) -> str:
-    """The option for machines with room for so many ranks, followed by ", or ". Empty where there is none."""
+    """Return the option for machines with room for so many ranks, followed by ", or ". Empty where there is none."""
     device = cluster.accelerator
     if not cluster.is_whole:
         nodes = _fewest_nodes(ranks, cluster)

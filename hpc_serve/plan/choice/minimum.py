@@ -23,7 +23,7 @@ class MinimumGpus:
 
 
 def minimum_gpus(inputs: PlanInputs, *, at_most: int) -> MinimumGpus:
-    """The three figures. The search for `usable` ends at `at_most` GPUs.
+    """Return the three figures. The search for `usable` ends at `at_most` GPUs.
 
     >>> from hpc_serve.plan import ClusterSpec, EngineConfig, accelerator, model_from_config, resolve
     >>> model = model_from_config(resolve("70b").config, name="70b")

@@ -37,9 +37,9 @@ _SHOWN_WHEN_NOTHING_FITS = 4
 class ServePlan:
     """A layout that fits, and how to ask vLLM for it.
 
-    `layout` is that of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model, without
-    served names, host, port and backend. `memory` is that of the tightest rank. Where the cache does not hold all
-    requests asked for at once, `suggestions` are options with which it does. `notes` are those of the `reasons` that
+    `layout` is the layout of one replica, on nodes with `accelerator`. `vllm_args` are the options after the model,
+    without served names, host, port and backend. `memory` is the memory of the tightest rank. If the cache does not
+    hold all requests asked for at once, the options in `suggestions` make it hold them. `notes` are the `reasons` that
     no candidate has.
     """
 
@@ -59,7 +59,7 @@ class ServePlan:
 
 
 class NoLayoutError(DoesNotFitError):
-    """No layout fits. `candidates` are the layouts that miss least, `suggestions` are options with which one fits."""
+    """No layout fits. `candidates` are the layouts that miss least; with an option in `suggestions` a layout fits."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ def _check_dtype(model: ModelSpec, cluster: ClusterSpec) -> None:
 def _reasons(
     inputs: PlanInputs, chosen: Candidate, tried: list[Candidate], others: list[Candidate], minimum: MinimumGpus
 ) -> tuple[list[str], list[str]]:
-    """The reasons for the plan, and those of them that no candidate has."""
+    """Return the reasons for the plan, and those of them that no candidate has."""
     gpu, memory, layout = inputs.cluster.accelerator, chosen.memory, chosen.layout
     assert memory is not None
     usable = f"; vLLM can start on {minimum.usable}" if minimum.usable else ""
@@ -210,7 +210,7 @@ def _reasons(
 
 
 def _waiting_reasons(inputs: PlanInputs, chosen: Candidate, suggestions: tuple[Remedy, ...]) -> list[str]:
-    """A sentence on requests that wait, where the cache does not hold all that are asked for at once."""
+    """Return a sentence on requests that wait, where the cache does not hold all that are asked for at once."""
     memory, concurrency = chosen.memory, inputs.workload.concurrency
     assert memory is not None
     each = inputs.blocks_each(chosen.layout, memory)
@@ -228,7 +228,7 @@ def _has_asked_sizes(inputs: PlanInputs) -> bool:
 
 
 def _nothing_fits(asked: PlanInputs, tried: list[Candidate]) -> NoLayoutError:
-    """The error where no layout holds a single request of the longest context."""
+    """Return the error where no layout holds a single request of the longest context."""
     asked = replace(asked, workload=replace(asked.workload, concurrency=1))
     inputs = asked.for_one_replica()
     shown = [inputs.evaluate(candidate.layout) for candidate in closest_to_fitting(tried, _SHOWN_WHEN_NOTHING_FITS)]

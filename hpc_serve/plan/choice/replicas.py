@@ -33,7 +33,7 @@ class Sharing:
 
 
 def replica_options(inputs: PlanInputs) -> list[Sharing]:
-    """All options to fill one node evenly with replicas that can start. The fewest replicas come first.
+    """Return all options to fill one node evenly with replicas that can start. The fewest replicas come first.
 
     Replicas that cannot hold the whole context are listed too, with the context that they can hold.
     """
@@ -50,7 +50,7 @@ def replica_options(inputs: PlanInputs) -> list[Sharing]:
 
 
 def compare_sharing(options: list[Sharing], max_model_len: int) -> str | None:
-    """When the fewest and when the most replicas are better, with the numbers. None where there is one option."""
+    """Say when the fewest and when the most replicas are better, with the numbers. None if there is one option."""
     if len(options) < 2:
         return None
     large, many = options[0], options[-1]

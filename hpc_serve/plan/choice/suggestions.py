@@ -1,7 +1,7 @@
-"""What would make a model fit where it does not: more nodes, fewer requests, a shorter context, a smaller cache, or
-smaller weights.
+"""Finds options with which a model fits: more nodes, fewer requests, a shorter context, a smaller cache, or smaller
+weights.
 
-Each remedy is options to type in place of those given. Each is tried first: with these options a layout fits.
+Each remedy is a set of options to type in place of those given. Each was tried: with these options a layout fits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Remedy:
     gives: str = ""
 
     def without_option(self, name: str) -> Remedy:
-        """The remedy in words, where the option `name` stands for something that no option gives."""
+        """Return the remedy in words, where the option `name` stands for something that no option gives."""
         rest = " ".join(word for pair in self.options.items() if pair[0] != name for word in pair)
         return Remedy(options={}, gives=f"{self.gives}, with {rest}" if rest else self.gives)
 
@@ -46,7 +46,7 @@ class Remedy:
 
 
 def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
-    """Remedies, each of which is enough. Empty: none of them helps.
+    """Return the remedies. Each alone is enough. Empty if none helps.
 
     `asked` has the machines of all replicas. `nearest` are layouts of one replica that miss least.
     """
@@ -64,7 +64,9 @@ def suggestions(asked: PlanInputs, nearest: list[Layout]) -> list[Remedy]:
 
 
 def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
-    """Smaller weights with a shorter context, where neither helps alone; with a smaller cache, where it is longer so.
+    """Return smaller weights with a shorter context, if neither helps alone.
+
+    A smaller cache is added if the context would be too short without it.
 
     A context below a quarter of the one asked for is not worth a smaller cache or another checkpoint.
     """
@@ -88,7 +90,7 @@ def _several_at_once(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
 
 
 def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None:
-    """A smaller --max-num-seqs, for hybrids where more sequences than blocks were asked for."""
+    """Return a smaller --max-num-seqs, for hybrids where more sequences than blocks were asked for."""
     if inputs.engine.max_num_seqs is None:
         return None
     free = replace(inputs, engine=replace(inputs.engine, max_num_seqs=None))
@@ -100,7 +102,7 @@ def _fewer_sequences(inputs: PlanInputs, nearest: list[Layout]) -> Remedy | None
 
 
 def _more_nodes(asked: PlanInputs) -> Remedy | None:
-    """Another number of nodes, or another slice where a slice was named."""
+    """Return another number of nodes, or another slice if a slice was named."""
     cluster, replicas = asked.cluster, asked.workload.replicas or 1
     if cluster.is_whole:
         return _another_slice(asked)
@@ -117,7 +119,7 @@ def _more_nodes(asked: PlanInputs) -> Remedy | None:
 
 
 def _another_slice(asked: PlanInputs) -> Remedy | None:
-    """The smallest slice on which a layout fits."""
+    """Return the smallest slice on which a layout fits."""
     device = asked.cluster.accelerator
     for topology in device.slices:
         layout = _first_that_fits(replace(asked, cluster=whole_cluster(device, chip_count(topology))))
@@ -127,7 +129,7 @@ def _another_slice(asked: PlanInputs) -> Remedy | None:
 
 
 def _other_sizes(asked: PlanInputs) -> Remedy | None:
-    """The sizes nearest to those asked for that fit, on as few nodes as possible."""
+    """Return the sizes nearest to those asked for that fit, on as few nodes as possible."""
     engine = asked.engine
     tensor, pipeline = engine.tensor_parallel_size, engine.pipeline_parallel_size
     if not (tensor or pipeline):
@@ -195,7 +197,7 @@ def _smaller_weights(inputs: PlanInputs) -> Remedy | None:
 
 
 def _quantized(model: ModelSpec, scheme: Scheme) -> ModelSpec:
-    """The model with the linear layers of its decoder in `scheme`.
+    """Return the model with the linear layers of its decoder in `scheme`.
 
     Routers, embeddings, head and norms stay in 16 bit, as quantizers leave them.
     """
@@ -209,7 +211,7 @@ def _quantized(model: ModelSpec, scheme: Scheme) -> ModelSpec:
 
 
 def _first_that_fits(asked: PlanInputs) -> Layout | None:
-    """The layout of one replica that a plan would choose."""
+    """Return the layout of one replica that a plan would choose."""
     try:
         inputs = asked.for_one_replica()
         for layout in layouts(inputs.cluster, inputs.engine):

@@ -1,6 +1,6 @@
 """Turns a plan into options of `vllm serve` and back, and says what a plan assumes about the checkpoint.
 
-The names of quantisation methods that people write and those that the pinned vLLM takes differ; this file matches them.
+People and the pinned vLLM name some quantisation methods differently. This file matches the names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONLINE_METHODS = {
 
 
 def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: ModelSpec) -> tuple[str, ...]:
-    """The options after the model: the layout, the context, and what the engine was asked for."""
+    """Return the options after the model: the layout, the context, and what the engine was asked for."""
     args = [
         *("--tensor-parallel-size", str(layout.tensor_parallel_size)),
         *("--pipeline-parallel-size", str(layout.pipeline_parallel_size)),
@@ -65,9 +65,9 @@ def vllm_args(layout: Layout, max_model_len: int, engine: EngineConfig, model: M
 
 
 def read_fields(words: Iterable[str]) -> dict[str, Any]:
-    """What the options of `vllm serve` say about memory and layout, by EngineConfig's names and `max_model_len`.
+    """Return the options of `vllm serve` for memory and layout, by EngineConfig's names and `max_model_len`.
 
-    `uncounted` are the names of those that may change memory or speed and that no figure counts
+    `uncounted` are the options given that may change memory or speed, and that no figure counts
     (vllm/data/uncounted.json). Raises InvalidRequestError for a context that vLLM is to choose itself, and for values
     of another version of vLLM.
 
@@ -89,7 +89,10 @@ def read_fields(words: Iterable[str]) -> dict[str, Any]:
 
 
 def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
-    """A sentence on what the plan assumes about quantization that the checkpoint does not have. None: nothing."""
+    """Return a sentence on what the plan assumes about quantization that the checkpoint does not have.
+
+    None: nothing.
+    """
     if engine.quantization is None or not model.quantization.is_assumed:
         return None
     if _quantization_flag(engine, model):
@@ -104,12 +107,13 @@ def assumption(engine: EngineConfig, model: ModelSpec) -> str | None:
 
 
 def is_quantized_by_vllm(engine: EngineConfig, model: ModelSpec) -> bool:
-    """Whether vLLM loads the checkpoint with this quantization: the checkpoint has it, or vLLM makes it itself."""
+    """Return whether vLLM loads the checkpoint with this quantization: the checkpoint has it, or vLLM makes it
+    itself."""
     return not model.quantization.is_assumed or _quantization_flag(engine, model) is not None
 
 
 def _quantization_flag(engine: EngineConfig, model: ModelSpec) -> str | None:
-    """The value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
+    """Return the value of --quantization. None where the checkpoint says it, or where another checkpoint is needed."""
     if engine.quantization is None:
         return None
     if not model.quantization.is_assumed:

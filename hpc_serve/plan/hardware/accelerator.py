@@ -24,7 +24,7 @@ _UNITS = {"gpu": "GPU", "tpu": "chip", "cpu": "socket"}
 
 @dataclass(frozen=True, kw_only=True)
 class ListPrice:
-    """What one of an accelerator cost for an hour, at a date (YYYY-MM-DD), and who said so."""
+    """The price of one accelerator for an hour, with its date (YYYY-MM-DD) and its source."""
 
     usd_per_hour: float
     date: str
@@ -74,7 +74,8 @@ class AcceleratorSpec:
         return _UNITS[self.kind]
 
     def has_custom_all_reduce(self, ranks: int) -> bool:
-        """Whether vLLM's own all-reduce runs among so many in a node: not over PCIe, and of bridges between two alone.
+        """Return whether vLLM's own all-reduce runs among so many in a node: not over PCIe, and of bridges between two
+        alone.
 
         Source: `CustomAllreduce` in vLLM's distributed/device_communicators.
         """
@@ -82,7 +83,8 @@ class AcceleratorSpec:
         return not over_pcie and (self.link_topology != "pairs" or ranks == 2)
 
     def node_size(self, num_nodes: int) -> int:
-        """How many each of so many nodes has. A single TPU host may have more chips than the hosts of a larger slice.
+        """Return how many each of so many nodes has. A single TPU host may have more chips than the hosts of a larger
+        slice.
 
         Source: Google Cloud's TPU VM types; Ray has the same rule (_private/accelerators/tpu.py).
         """
@@ -109,7 +111,9 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
 
 
 def least_of(devices: Sequence[AcceleratorSpec]) -> AcceleratorSpec:
-    """What one engine can count on where its GPUs are of several kinds: of each figure the least.
+    """Return the accelerator that one engine can count on if its GPUs are of several kinds.
+
+    Each figure is the least of the kinds.
 
     Ranks have equal shares and wait for each other, so the smallest memory and the slowest rate decide. Raises
     InvalidRequestError for other accelerators than GPUs, and for GPUs of several vendors.

@@ -1,7 +1,8 @@
 """The machines to plan for, and the names people give them: a GPU (`h100`), a TPU slice (`v5e:4x4`, `v5e-16`), the
 sockets of a CPU node (`cpu-spr-2s`), GPUs of several kinds (`a100-80gb,h100-pcie-80gb`).
 
-One engine uses a slice, or a node named with its sockets, as a whole. Of other nodes an engine takes what it needs.
+One engine uses a slice, or a node named with its sockets, as a whole. On other nodes an engine uses only the
+accelerators that it needs.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ class ClusterSpec:
         return self.node_size_of(1)
 
     def node_size_of(self, num_nodes: int) -> int:
-        """GPUs of each node, where there are so many nodes."""
+        """Return the GPUs of each node, if there are so many nodes."""
         return self.gpus_per_node or self.accelerator.node_size(num_nodes)
 
     def with_nodes(self, num_nodes: int | None) -> ClusterSpec:
-        """The same machines with another number of nodes."""
+        """Return the same machines with another number of nodes."""
         return replace(self, num_nodes=num_nodes)
 
 
 def cluster_named(
     name: str, *, total_bytes: int | None = None, num_nodes: int | None = None, gpus_per_node: int | None = None
 ) -> ClusterSpec:
-    """The cluster that a name and the numbers asked for describe. `total_bytes` is the memory of one accelerator.
+    """Return the cluster that a name and the numbers asked for describe. `total_bytes` is the memory of one
+    accelerator.
 
     Raises InvalidRequestError for an unknown name, a slice that is not offered, or numbers that contradict it.
 
@@ -87,7 +89,7 @@ def cluster_named(
 
 
 def accelerator_of(name: str) -> Mapping[str, Any]:
-    """The catalogue's entry of the accelerator that a cluster's name holds. Raises InvalidRequestError.
+    """Return the catalogue's entry of the accelerator that a cluster's name holds. Raises InvalidRequestError.
 
     >>> accelerator_of("v5e:4x4")["name"]
     'v5e'
@@ -96,7 +98,10 @@ def accelerator_of(name: str) -> Mapping[str, Any]:
 
 
 def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
-    """So many accelerators, all for one engine: the chips of a TPU slice over its hosts, or the sockets of one host."""
+    """Return so many accelerators as the machines of one engine.
+
+    They are the chips of a TPU slice over its hosts, or the sockets of one host.
+    """
     if device.kind == "cpu" or count <= device.gpus_per_node:
         return ClusterSpec(accelerator=device, num_nodes=1, gpus_per_node=count, is_whole=True)
     size = device.node_size(count)
@@ -104,7 +109,9 @@ def whole_cluster(device: AcceleratorSpec, count: int) -> ClusterSpec:
 
 
 def part_of_node(cluster: ClusterSpec, engines: int, *, is_whole: bool = True) -> ClusterSpec:
-    """What each engine has of one node that so many engines divide evenly. It uses all of it if `is_whole`.
+    """Return the part of one node for each of several engines.
+
+    The engines divide the node evenly. Each uses all of its part if `is_whole`.
 
     Engines on CPUs may be more than a node has sockets; then they divide the memory of a socket.
     Raises InvalidRequestError for machines that cannot be divided so.
@@ -128,7 +135,7 @@ def part_of_node(cluster: ClusterSpec, engines: int, *, is_whole: bool = True) -
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """(accelerator, how many of it). The number is None for a name without slice or sockets."""
+    """Return (accelerator, its number). The number is None for a name without slice or sockets."""
     sockets = _SOCKETS.fullmatch(name)
     if sockets and accelerator_entry(sockets[1])["kind"] == "cpu":
         if not 1 <= int(sockets[2]) <= 8:
@@ -147,7 +154,8 @@ def _split(name: str) -> tuple[str, int | None]:
 
 
 def _numbered_slice(name: str, base: str, number: int) -> tuple[str, int | None]:
-    """A slice by Google's name for it: `v6e-8` has eight chips, `v5p-8` and `v4-8` have eight cores, two to a chip."""
+    """Return a slice by Google's name for it: `v6e-8` has eight chips, `v5p-8` and `v4-8` have eight cores, two to a
+    chip."""
     device = accelerator(base, total_bytes=1)
     chips = number // device.cores_in_slice_names
     if device.kind != "tpu" or slice_with(device, chips) is None or number % device.cores_in_slice_names:

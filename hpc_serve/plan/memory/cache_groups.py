@@ -1,6 +1,6 @@
-"""The groups of layers that share blocks of the KV cache, and the blocks that one request takes of them.
+"""Groups the layers that share blocks of the KV cache, and counts the blocks that one request takes of them.
 
-Which bytes a layer takes is kv_cache.py's. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
+kv_cache.py knows the bytes that a layer takes. Follows vLLM's v1/core/kv_cache_utils.py (`get_kv_cache_groups`,
 `get_kv_cache_config_from_groups`, `get_max_concurrency_for_kv_cache_config`) and kv_cache_interface.py.
 """
 
@@ -49,7 +49,7 @@ class CacheGroup:
     window: int = 0
 
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int, state_blocks: int) -> int:
-        """Blocks that one request of `max_model_len` tokens may hold at once."""
+        """Return the blocks that one request of `max_model_len` tokens may hold at once."""
         if self.kind == "state":
             return state_blocks
         held = max_model_len
@@ -73,7 +73,7 @@ class CacheLayout:
     state_blocks: int
 
     def bytes_per_block(self, first_layer: int, end_layer: int) -> int:
-        """Bytes of one block on a rank with these layers: those of its largest group."""
+        """Return the bytes of one block on a rank with these layers: those of its largest group."""
         return max(
             (
                 sum(page for layer, page in zip(group.layers, group.page_bytes) if first_layer <= layer < end_layer)
@@ -83,11 +83,11 @@ class CacheLayout:
         )
 
     def token_bytes(self, first_layer: int, end_layer: int) -> int:
-        """Bytes of the keys and values of one token in these layers."""
+        """Return the bytes of the keys and values of one token in these layers."""
         return sum(self.bytes_per_token[first_layer:end_layer])
 
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
-        """Blocks of all groups that one request of `max_model_len` tokens may hold."""
+        """Return the blocks of all groups that one request of `max_model_len` tokens may hold."""
         return sum(
             group.blocks_per_request(max_model_len, in_flight_tokens, self.state_blocks) for group in self.groups
         )

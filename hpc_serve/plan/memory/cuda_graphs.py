@@ -22,7 +22,8 @@ _WITHOUT_PIECES = {"PIECEWISE": "NONE", "FULL_AND_PIECEWISE": "FULL_DECODE_ONLY"
 
 
 def graph_mode(engine: EngineConfig) -> str:
-    """Which CUDA graphs there are, in vLLM's word: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+    """Return which CUDA graphs there are, in vLLM's word: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or
+    FULL_AND_PIECEWISE.
 
     Sources: OPTIMIZATION_LEVEL_TO_CONFIG, `_normalize_piecewise_cudagraph_mode` and the override for pooling models in
     vLLM's config/vllm.py.
@@ -41,7 +42,7 @@ def graph_mode(engine: EngineConfig) -> str:
 
 
 def needs_state_blocks(engine: EngineConfig) -> bool:
-    """Whether CUDA graphs of hybrids need a cache block for each sequence of a step: config/compilation.py."""
+    """Return whether CUDA graphs of hybrids need a cache block for each sequence of a step: config/compilation.py."""
     return engine.version >= (0, 20) and graph_mode(engine).startswith("FULL")
 
 
@@ -57,7 +58,7 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
 
 
 def graph_count(run: ProfileRun) -> int:
-    """How many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding. Before V1 only full.
+    """Return how many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding. Before V1 only full.
 
     With LoRA each has a second graph, with adapters (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
     """
@@ -74,7 +75,7 @@ def graph_count(run: ProfileRun) -> int:
 
 
 def _sizes(run: ProfileRun, sequences: int) -> list[int]:
-    """The batch sizes of graphs: those that --compilation-config names, else vLLM's up to the largest."""
+    """Return the batch sizes of graphs: those that --compilation-config names, else vLLM's up to the largest."""
     asked = run.engine.compilation_config or {}
     named, largest = asked.get("cudagraph_capture_sizes"), asked.get("max_cudagraph_capture_size")
     if named:
@@ -85,7 +86,7 @@ def _sizes(run: ProfileRun, sequences: int) -> list[int]:
 
 
 def cuda_graph_bytes(run: ProfileRun) -> int:
-    """Memory of all CUDA graphs."""
+    """Return the memory of all CUDA graphs."""
     per_graph = sum(
         count * (GRAPH_BYTES_PER_EXPERT_LAYER if _has_experts(layer) else GRAPH_BYTES_PER_DENSE_LAYER)
         for layer, count in run.distinct_layers

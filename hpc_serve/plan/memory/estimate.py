@@ -1,4 +1,4 @@
-"""What a layout takes of the memory of its tightest GPU, in the terms that vLLM prints when it starts.
+"""Estimates a layout's use of the memory of its tightest GPU, in the terms that vLLM prints when it starts.
 
     KV cache = total × gpu_memory_utilization − weights − loading − activation peak − CUDA graphs − non-torch
 
@@ -30,12 +30,12 @@ from hpc_serve.plan.scheduling import batches_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the GPU of the tightest rank. `kv_cache_bytes` is what is left for the cache: below 0 nothing fits.
+    """Bytes on the GPU of the tightest rank. `kv_cache_bytes` is the rest for the cache: below 0 nothing fits.
 
-    `weight_bytes` are those of the checkpoint, `model_loading_bytes` is vLLM's "Model loading took". `kv_cache_tokens`
-    is its "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
-    `blocks_per_request`. Where `graphs_outside` (vLLM before 0.20), the budget does not count `cuda_graph_bytes`. vLLM
-    refuses fewer blocks than `least_blocks`, which is `max_num_seqs` where each sequence has a state in a block.
+    `weight_bytes` are the checkpoint's, `model_loading_bytes` is vLLM's "Model loading took". `kv_cache_tokens` is its
+    "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
+    `blocks_per_request`. If `graphs_outside` (vLLM before 0.20), the budget does not count `cuda_graph_bytes`. vLLM
+    refuses fewer blocks than `least_blocks`. That is `max_num_seqs` if each sequence has a state in a block.
     `offloaded_bytes` of the rank's weights are not on the GPU. They take `pinned_bytes` of the node's memory.
     """
 
@@ -62,7 +62,7 @@ class MemoryEstimate:
     pinned_bytes: int = 0
 
     def holds(self, concurrency: int, blocks_each: int | None = None) -> bool:
-        """Whether so many requests fit at once, and one of the longest context.
+        """Return whether so many requests fit at once, and one of the longest context.
 
         One block is vLLM's own, the null block. `blocks_each` is what one of them takes. None: what one of the longest
         context takes.
@@ -72,7 +72,7 @@ class MemoryEstimate:
         return self.kv_cache_bytes > 0 and self.num_blocks >= needed
 
     def held(self, blocks_each: int) -> int:
-        """How many requests of so many blocks fit at once."""
+        """Return how many requests of so many blocks fit at once."""
         return max(0, self.num_blocks - 1) // blocks_each if blocks_each else self.max_num_seqs
 
 
@@ -110,7 +110,7 @@ def estimate_memory(
 def profile_runs(
     model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, sizes: tuple[int, int], max_model_len: int
 ) -> list[tuple[PipelineStage, ProfileRun]]:
-    """Each stage of a layout with its profile run. `sizes` are those of tensor and of pipeline parallelism.
+    """Return each stage of a layout with its profile run. `sizes` are those of tensor and of pipeline parallelism.
 
     Raises DoesNotFitError where vLLM refuses the layout.
     """

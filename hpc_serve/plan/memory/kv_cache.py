@@ -1,4 +1,4 @@
-"""What the KV cache takes of one rank: bytes by token and layer, and how vLLM divides it into blocks.
+"""Counts the KV cache's share of one rank: bytes by token and layer, and how vLLM divides it into blocks.
 
 Layers of one kind are a group. A model with several kinds (full attention, sliding windows, states) has several groups,
 which take blocks of equal size from one pool (cache_groups.py). Drafted tokens have states of their own. Layers that
@@ -40,14 +40,14 @@ _ELEMENT_BYTES = {
 
 
 def kv_cache_dtype(model: ModelSpec, engine: EngineConfig) -> str:
-    """The type of the cache: what is asked for, else what the checkpoint says, else the model's."""
+    """Return the type of the cache: what is asked for, else what the checkpoint says, else the model's."""
     if engine.kv_cache_dtype != "auto":
         return engine.kv_cache_dtype
     return model.quantization.kv_cache_dtype or model.dtype
 
 
 def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_align: int = 1) -> int:
-    """Bytes of one token in one layer on one rank.
+    """Return the bytes of one token in one layer on one rank.
 
     >>> layer_bytes_per_token(LayerCache(kind="full", kv_heads=8, head_dim=128, value_dim=128), 8, "bfloat16")
     512
@@ -67,7 +67,8 @@ def layer_bytes_per_token(cache: LayerCache, ranks: int, dtype: str, *, mla_alig
 
 
 def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: AcceleratorKind = "gpu") -> CacheLayout:
-    """The groups that vLLM makes of a model's layers, for `ranks` tensor-parallel ranks on that kind of accelerator.
+    """Return the groups that vLLM makes of a model's layers, for `ranks` tensor-parallel ranks on that kind of
+    accelerator.
 
     Raises DoesNotFitError where ranks cannot divide the KV heads, InvalidRequestError for an unknown kv_cache_dtype and
     for a model without attention.
@@ -124,7 +125,7 @@ def _on_rank(cache: LayerCache, model: ModelSpec, engine: EngineConfig, ranks: i
 
 
 def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ...], asked: str) -> CacheLayout:
-    """The groups of layers with compressed caches, which vLLM keeps in a packed form of fp8.
+    """Return the groups of layers with compressed caches, which vLLM keeps in a packed form of fp8.
 
     Source: `_resolve_dsv4_kv_cache_dtype` in its models/deepseek_v4/attention.py.
     """
@@ -140,7 +141,8 @@ def _compressed_layout(caches: list[LayerCache | None], per_token: tuple[int, ..
 
 
 def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> int:
-    """Bytes of the cache of one request of so many tokens, over all ranks and without blocks: the usual formula.
+    """Return the bytes of the cache of one request of so many tokens, over all ranks and without blocks: the usual
+    formula.
 
     >>> from hpc_serve.plan import resolve, model_from_config
     >>> model = model_from_config(resolve("70b").config, name="70b")

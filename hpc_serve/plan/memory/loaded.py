@@ -1,6 +1,7 @@
-"""What the engine's options load beside a model, or leave out of it: LoRA slots, prediction layers, a vision tower.
+"""Adds to a model, or removes from it, what the engine's options load: LoRA slots, prediction layers, a vision tower.
 
-The result is a model like any other, so that stages, cache and speed count it. What cannot be counted is said by name.
+The result is a model like any other, so that stages, cache and speed count it. Options that cannot be counted are named
+in a sentence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("ga
 
 
 def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None = None) -> ModelSpec:
-    """The model with what these options load or leave out. Raises InvalidRequestError where the model lacks it.
+    """Return the model with what these options load or leave out. Raises InvalidRequestError where the model lacks it.
 
     `draft` is the draft model that --speculative-config names, where its config was found.
     """
@@ -50,7 +51,7 @@ def loaded_model(model: ModelSpec, engine: EngineConfig, draft: ModelSpec | None
 
 
 def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
-    """A sentence for each option that a figure leaves out, or counts only in part."""
+    """Yield a sentence for each option that a figure leaves out, or counts only in part."""
     method, draft = engine.speculative_method, (engine.speculative_config or {}).get("model")
     if engine.speculates_with_own_layers:
         yield (
@@ -108,7 +109,7 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
 
 
 def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
-    """Whether vLLM leaves the tower out: `_mark_tower_model` in its model_executor/models/interfaces.py.
+    """Return whether vLLM leaves the tower out: `_mark_tower_model` in its model_executor/models/interfaces.py.
 
     It does so where the limit of each kind of input that the tower reads is 0, as with --language-model-only.
     """
@@ -117,13 +118,16 @@ def _is_text_only(model: ModelSpec, engine: EngineConfig) -> bool:
 
 
 def _is_left_out(kind: str, engine: EngineConfig) -> bool:
-    """Whether the limit of a kind of input, which is a number or {"count": …} with sizes, is 0."""
+    """Return whether the limit of a kind of input, which is a number or {"count": …} with sizes, is 0."""
     limit = (engine.limit_mm_per_prompt or {}).get(kind)
     return (limit.get("count") if isinstance(limit, dict) else limit) == 0
 
 
 def _with_state_type(model: ModelSpec, element_bytes: int) -> ModelSpec:
-    """The model with recurrent states of this type. The first tensor of a state is the convolution's, and stays."""
+    """Return the model with recurrent states of this type.
+
+    The first tensor of a state is the convolution's, and stays.
+    """
     known: dict[int, DecoderLayer] = {}
     for layer in model.layers:
         cache = layer.cache
@@ -134,7 +138,7 @@ def _with_state_type(model: ModelSpec, element_bytes: int) -> ModelSpec:
 
 
 def _with_redundant_experts(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
-    """The model with further copies of experts in each layer, and a buffer of one layer's experts.
+    """Return the model with further copies of experts in each layer, and a buffer of one layer's experts.
 
     Raises InvalidRequestError for what vLLM refuses: `ParallelConfig` in config/parallel.py. The buffer is
     `expert_buffer` in distributed/eplb/eplb_state.py.
@@ -165,7 +169,8 @@ def _is_expert(weight: Weight) -> bool:
 
 
 def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
-    """The model with its layers for multi-token prediction, each with a cache of its own, on the last pipeline stage.
+    """Return the model with its layers for multi-token prediction, each with a cache of its own, on the last pipeline
+    stage.
 
     A layer is like the last one, with a projection of two inputs and three norms (vLLM's deepseek_mtp.py). It shares
     embedding and head with the model (`_maybe_share_embeddings` and `_maybe_share_lm_head` in v1/spec_decode).
@@ -186,7 +191,7 @@ def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
 
 
 def _with_draft(model: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """The model with the layers of a draft model on its last stage, with their caches, embedding, norm and head.
+    """Return the model with the layers of a draft model on its last stage, with their caches, embedding, norm and head.
 
     Every rank of the model's tensor parallelism has its share (`draft_tensor_parallel_size` in vLLM's
     config/speculative.py).
@@ -210,7 +215,7 @@ def _with_draft(model: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 
 def _with_lora_slots(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
-    """The model with the tensors that vLLM allocates for adapters beside each matrix of the decoder."""
+    """Return the model with the tensors that vLLM allocates for adapters beside each matrix of the decoder."""
     changed: dict[int, DecoderLayer] = {}
     for layer in model.layers:
         if id(layer) not in changed:
@@ -225,7 +230,7 @@ def _with_lora_slots(model: ModelSpec, engine: EngineConfig) -> ModelSpec:
 
 
 def _vocabulary_slots(name: str, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
-    """The slots beside embedding or output head, which no rank divides.
+    """Yield the slots beside embedding or output head, which no rank divides.
 
     Sources: `create_lora_weights` in vLLM's lora/layers/vocab_parallel_embedding.py and logits_processor.py.
     """
@@ -236,7 +241,7 @@ def _vocabulary_slots(name: str, model: ModelSpec, engine: EngineConfig) -> Iter
 
 
 def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
-    """The matrices A and B of all slots beside one matrix, in the model's 16-bit type.
+    """Yield the matrices A and B of all slots beside one matrix, in the model's 16-bit type.
 
     A column-parallel matrix has a whole A for each of its fused parts and divides B, a row-parallel one divides A and
     has a whole B. With fully sharded LoRAs both are divided. Sources: `create_lora_weights` in vLLM's
@@ -267,7 +272,8 @@ def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Itera
 
 
 def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:
-    """Whether --lora-target-modules names a matrix or a part of it: `is_in_target_modules` in vLLM's lora/utils.py."""
+    """Return whether --lora-target-modules names a matrix or a part of it: `is_in_target_modules` in vLLM's
+    lora/utils.py."""
     if targets is None:
         return True
     suffix = name.rsplit(".", 1)[-1]

@@ -1,4 +1,4 @@
-"""What a rank takes beside weights, KV cache and CUDA graphs: activations, and memory that torch does not see.
+"""Counts a rank's memory beside weights, KV cache and CUDA graphs: activations, and memory that torch does not see.
 
 Activations are the peak of vLLM's profile run. Torch does not see NCCL and the CUDA context. Each number that is not
 arithmetic has a name here, and its source.
@@ -90,7 +90,7 @@ class ProfileRun:
 
 
 def activation_bytes(run: ProfileRun) -> int:
-    """The most that torch allocates during the profile run.
+    """Return the most that torch allocates during the profile run.
 
     Either images pass through the tower, or the decoder runs. The decoder's peak is that of forward pass or sampling,
     plus the hidden state and the residual that go to the next pipeline stage. The tokens of the images stay throughout.
@@ -102,7 +102,7 @@ def activation_bytes(run: ProfileRun) -> int:
 
 
 def image_bytes(run: ProfileRun) -> tuple[int, int]:
-    """(bytes at the peak of the vision tower, bytes of its outputs).
+    """Return (bytes at the peak of the vision tower, bytes of its outputs).
 
     A step holds as many of the largest images or videos as fit, and at least one (`MultiModalBudget` in vLLM's
     multimodal/encoder_budget.py). Model runner V2 encodes images on the first stage only.
@@ -118,7 +118,7 @@ def image_bytes(run: ProfileRun) -> tuple[int, int]:
 
 
 def visual_tokens(run: ProfileRun) -> int:
-    """Tokens of the images, or of the video, that the profile run encodes at once. 0 without a tower."""
+    """Return the tokens of the images, or of the video, that the profile run encodes at once. 0 without a tower."""
     images = run.model.images
     if images is None:
         return 0
@@ -131,19 +131,19 @@ def _row_bytes(run: ProfileRun) -> int:
 
 
 def forward_bytes(run: ProfileRun) -> int:
-    """The peak of the forward pass over a full step."""
+    """Return the peak of the forward pass over a full step."""
     element = run.model.dtype_bytes
     return run.tokens * elements_per_token(run) * element + _latent_expansion_bytes(run)
 
 
 def elements_per_token(run: ProfileRun) -> int:
-    """Elements that one token needs at the peak of the widest layer."""
+    """Return the elements that one token needs at the peak of the widest layer."""
     widest = max((_layer_elements_per_token(layer, run) for layer, _ in run.distinct_layers), default=0)
     return HIDDEN_COPIES * run.model.hidden_size + widest
 
 
 def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
-    """Elements that a token needs at once in a layer, in the widest of its parts.
+    """Return the elements that a token needs at once in a layer, in the widest of its parts.
 
     Of the MLP these are the outputs of gate and up and their product, of experts the same, of attention q, k, v and the
     output.
@@ -161,7 +161,8 @@ def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
 
 
 def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
-    """Elements per token of the two workspaces of vLLM's fused experts: `workspace_shapes` in layers/fused_moe/experts.
+    """Return the elements per token of the two workspaces of vLLM's fused experts: `workspace_shapes` in
+    layers/fused_moe/experts.
 
     One is for the first output or the result. The other is for the activation, and where workspaces are kept also large
     enough for the result.
@@ -175,7 +176,7 @@ def _expert_elements_per_token(weight: Linear, run: ProfileRun) -> int:
 
 
 def _kept_workspace_bytes(run: ProfileRun) -> int:
-    """Bytes of the experts' workspaces that remain while sampling. Kernels for mxfp4 need no workspace."""
+    """Return the bytes of the experts' workspaces that remain while sampling. Kernels for mxfp4 need no workspace."""
     if not run.engine.keeps_expert_workspaces or run.model.quantization.experts is MXFP4:
         return 0
     experts = (
@@ -200,7 +201,7 @@ def _latent_expansion_bytes(run: ProfileRun) -> int:
 
 
 def sampling_bytes(run: ProfileRun) -> int:
-    """The peak of sampling for as many sequences as a step may hold. A pooling model does not sample."""
+    """Return the peak of sampling for as many sequences as a step may hold. A pooling model does not sample."""
     if run.engine.is_pooling:
         return 0
     sequences = min(max_num_seqs(run.engine, run.accelerator), run.tokens)
@@ -211,7 +212,7 @@ def sampling_bytes(run: ProfileRun) -> int:
 
 
 def logits_copies(run: ProfileRun) -> tuple[float, int]:
-    """(32-bit copies of the logits at once, bytes of buffers) in the sampler of this version of vLLM."""
+    """Return (32-bit copies of the logits at once, bytes of buffers) in the sampler of this version of vLLM."""
     version = run.engine.version
     if run.engine.is_v0 or version < (0, 17):
         return SORTED_LOGITS_COPIES, 0
@@ -222,18 +223,18 @@ def logits_copies(run: ProfileRun) -> tuple[float, int]:
 
 
 def _has_new_runner(run: ProfileRun) -> bool:
-    """Whether vLLM uses model runner V2: for dense models since 0.25, for all models since 0.30."""
+    """Return whether vLLM uses model runner V2: for dense models since 0.25, for all models since 0.30."""
     version = run.engine.version
     return version >= (0, 30) or (version >= (0, 25) and not run.model.num_experts)
 
 
 def non_torch_bytes(run: ProfileRun) -> int:
-    """Memory that torch does not see: CUDA context and kernels, and NCCL's buffers."""
+    """Return the memory that torch does not see: CUDA context and kernels, and NCCL's buffers."""
     return context_bytes(run) + nccl_bytes(run)
 
 
 def context_bytes(run: ProfileRun) -> int:
-    """How much the CUDA context grows during the profile run. vLLM 0.1 does not count it."""
+    """Return how much the CUDA context grows during the profile run. vLLM 0.1 does not count it."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2):
         return 0
     if is_rocm(run.accelerator):
@@ -242,7 +243,7 @@ def context_bytes(run: ProfileRun) -> int:
 
 
 def nccl_bytes(run: ProfileRun) -> int:
-    """NCCL's buffers for tensor parallelism. Those of pipeline stages are too small to measure."""
+    """Return NCCL's buffers for tensor parallelism. The buffers for pipeline stages are too small to measure."""
     if run.accelerator.kind != "gpu" or run.engine.version < (0, 2) or run.ranks == 1:
         return 0
     if run.engine.version >= (0, 13) and run.accelerator.has_symmetric_memory:

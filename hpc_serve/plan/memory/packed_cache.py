@@ -1,4 +1,4 @@
-"""The groups of a model whose layers keep several tensors, in pages of different sizes: DeepSeek V4's compressed cache.
+"""Groups the layers of models with several cache tensors of different page sizes: DeepSeek V4's compressed cache.
 
 A block holds one page of each tensor of a group, side by side. Follows `_get_packed_kv_cache_groups` in vLLM's
 v1/core/kv_cache_utils.py.
@@ -16,7 +16,7 @@ _Pages = dict[int, list[int]]
 
 
 def packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]:
-    """The groups of these layers.
+    """Return the groups of these layers.
 
     Tensors with blocks of equally many tokens and equal windows are a bucket. One with several sizes of pages, and as
     many layers of each, stays whole, and the most layers of such a bucket are the least that a group has of another.
@@ -47,13 +47,13 @@ def packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]
 
 
 def _layers(pages: _Pages) -> int:
-    """The most layers with one size of page."""
+    """Return the most layers with one size of page."""
     return max(len(layers) for layers in pages.values())
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """The size, at least `least`, to whose multiples these counts are rounded up by the least sum; the largest of equal
-    ones: `_approximate_gcd` in vLLM.
+    """Return the size, at least `least`, to whose multiples these counts are rounded up by the least sum; the largest
+    of equal ones: `_approximate_gcd` in vLLM.
 
     >>> _least_padding([43, 21, 20], 21)
     22

@@ -1,4 +1,4 @@
-"""What a rank takes on ROCm in addition to the same run on CUDA: padded rows of weights, the runtime, RCCL."""
+"""Counts the memory that a rank takes on ROCm in addition to CUDA: padded rows of weights, the runtime, RCCL."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ issue 111). Several ranks take at least that."""
 
 
 def is_rocm(accelerator: AcceleratorSpec) -> bool:
-    """Whether vLLM runs on ROCm there."""
+    """Return whether vLLM runs on ROCm there."""
     return accelerator.kind == "gpu" and accelerator.vendor == "AMD"
 
 
 def row_padding_bytes(
     model: ModelSpec, layers: Sequence[DecoderLayer], accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
 ) -> int:
-    """Bytes between rows of weights on one rank of a stage. 0 where vLLM does not run on ROCm."""
+    """Return the bytes between rows of weights on one rank of a stage. 0 where vLLM does not run on ROCm."""
     if not is_rocm(accelerator):
         return 0
     return sum(count * _block_padding(block, model, ranks, expert_ranks) for block, count in distinct_blocks(layers))

@@ -33,7 +33,7 @@ class PipelineStage:
 
 
 def pipeline_layers(num_hidden_layers: int, pipeline_parallel_size: int) -> list[int]:
-    """The number of layers of each stage: `get_pp_indices` in vLLM's distributed/utils.py.
+    """Return the number of layers of each stage: `get_pp_indices` in vLLM's distributed/utils.py.
 
     Layers that are left over go to the last stages before the very last one.
 
@@ -65,7 +65,10 @@ def check_layout(model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_
 def pipeline_stages(
     model: ModelSpec, tensor_parallel_size: int, pipeline_parallel_size: int, *, expert_parallel: bool = False
 ) -> tuple[PipelineStage, ...]:
-    """All stages of a layout. Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it."""
+    """Return all stages of a layout.
+
+    Raises DoesNotFitError, which names what cannot be divided, where vLLM refuses it.
+    """
     check_layout(model, tensor_parallel_size, pipeline_parallel_size)
     sizer = _Sizer(tensor_parallel_size, tensor_parallel_size if expert_parallel else 1)
     found, start = [], 0
@@ -95,7 +98,8 @@ def pipeline_stages(
 
 
 def offloaded_bytes(stage: PipelineStage, engine: EngineConfig) -> int:
-    """Bytes of weights on a rank that stay in the node's memory: `UVAOffloader` in vLLM's model_executor/offloader.
+    """Return the bytes of weights on a rank that stay in the node's memory: `UVAOffloader` in vLLM's
+    model_executor/offloader.
 
     It takes weights of decoder layers until they are as many GiB as --cpu-offload-gb says.
     """
@@ -112,7 +116,7 @@ def pinned_bytes(stage: PipelineStage, engine: EngineConfig) -> int:
 
 
 def _outside_layers(model: ModelSpec, *, is_first: bool, is_last: bool) -> list[Block | Vocabulary]:
-    """What a stage holds beside its layers: what all stages hold, and its own of embedding, norm and head."""
+    """Return a stage's blocks beside its layers: those of all stages, and its own of embedding, norm and head."""
     everywhere = model.on_every_stage
     ends: list[Block | Vocabulary] = [model.everywhere]
     if is_first or "embedding" in everywhere or (is_last and model.head is None):
@@ -134,7 +138,7 @@ class _Sizer:
         self.pinned: dict[int, int] = {}
 
     def size_of(self, block: Block | Vocabulary) -> tuple[int, int]:
-        """(bytes, what the allocator rounds up)."""
+        """Return (bytes, bytes that the allocator adds by rounding up)."""
         if id(block) not in self.known:
             weights = block.weights if isinstance(block, Block) else (block,)
             sizes = [weight.bytes_per_rank(self.ranks, self.expert_ranks) for weight in weights]
@@ -150,7 +154,7 @@ class _Sizer:
 
 
 def allocator_rounding(tensor_bytes: int) -> int:
-    """Bytes that torch's allocator takes in addition to a tensor of this size.
+    """Return the bytes that torch's allocator takes in addition to a tensor of this size.
 
     A tensor of 10 MiB or more has a segment of its own, a multiple of 2 MiB. Others get the rest of the segment
     only where it is more than 1 MiB (c10/cuda/CUDACachingAllocator.cpp: kMinLargeAlloc, kRoundLarge,

@@ -63,7 +63,7 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
+    """Return the config as --hf-overrides changes it: `_apply_dict_overrides` in vLLM's config/model.py.
 
     Fields of the decoder's or of the tower's config are changed one by one, every other field is replaced.
 
@@ -188,7 +188,7 @@ def _named(config: Mapping[str, Any]) -> str:
 
 
 def draft_from_config(config: Mapping[str, Any], *, name: str, method: str, dtype: str = "auto") -> ModelSpec:
-    """The draft model of a config, or the head of EAGLE, which `method` says: its embedding is the model's own.
+    """Return the draft model of a config, or the head of EAGLE, which `method` says: its embedding is the model's own.
 
     Raises what `model_from_config` raises. Source: vLLM's transformers_utils/configs/eagle.py.
     """
@@ -207,7 +207,7 @@ def draft_from_config(config: Mapping[str, Any], *, name: str, method: str, dtyp
 
 
 def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
-    """(routed experts of a layer, inner size of one), the most of any layer. (0, 0) without experts."""
+    """Return (routed experts of a layer, inner size of one), the most of any layer. (0, 0) without experts."""
     inner = "experts.down_proj"
     found = [
         (weight.copies, weight.inputs.size)
@@ -219,7 +219,7 @@ def _experts(layers: tuple[DecoderLayer, ...]) -> tuple[int, int]:
 
 
 def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
-    """The routed experts that a token goes to, or 0. Raises InvalidRequestError where there are fewer."""
+    """Return the routed experts that a token goes to, or 0. Raises InvalidRequestError where there are fewer."""
     chosen: int = builder.either("num_experts_per_tok", "experts_per_token", builder.first(*_PER_TOKEN, default=0))
     if experts and chosen > experts:
         raise InvalidRequestError(f"By the config a token goes to {chosen} experts (num_experts_per_tok) of {experts}.")
@@ -227,7 +227,7 @@ def _experts_per_token(builder: LayerBuilder, experts: int) -> int:
 
 
 def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
-    """All layers. Equal layers are one object, so that everything is computed once for them."""
+    """Return all layers. Equal layers are one object, so that everything is computed once for them."""
     for key in _BY_LAYER:
         named = builder.config.peek(key)
         if named is not None and len(named) < builder.num_layers and (named or key not in _MAY_BE_EMPTY):
@@ -238,7 +238,10 @@ def _layers(builder: LayerBuilder, family: Family) -> tuple[DecoderLayer, ...]:
 
 
 def _text_config(config: CheckedConfig) -> CheckedConfig:
-    """The part of the config that describes the decoder. Multimodal configs omit some defaults of transformers."""
+    """Return the part of the config that describes the decoder.
+
+    Multimodal configs omit some defaults of transformers.
+    """
     text: CheckedConfig = config.get("text_config") or config
     for key, value in _DEFAULTS.get(str(text.get("model_type")), {}).items():
         text.setdefault(key, value)
@@ -246,7 +249,10 @@ def _text_config(config: CheckedConfig) -> CheckedConfig:
 
 
 def _dtype(config: CheckedConfig, text: CheckedConfig, asked: str) -> str:
-    """The type that weights are loaded in: what is asked for, else the checkpoint's. vLLM loads float32 as bfloat16."""
+    """Return the type that weights are loaded in: what is asked for, else the checkpoint's.
+
+    vLLM loads float32 as bfloat16.
+    """
     if asked not in ("auto", ""):
         return {"half": "float16", "float": "float32"}.get(asked, asked)
     name = _declared_dtype(config, text)
@@ -254,13 +260,13 @@ def _dtype(config: CheckedConfig, text: CheckedConfig, asked: str) -> str:
 
 
 def _declared_dtype(config: CheckedConfig, text: CheckedConfig) -> str:
-    """The type in which the checkpoint was saved, by its config."""
+    """Return the type in which the checkpoint was saved, by its config."""
     declared = config.get("torch_dtype") or config.get("dtype") or text.get("torch_dtype") or text.get("dtype")
     return str(declared or "bfloat16").removeprefix("torch.")
 
 
 def _max_model_len(builder: LayerBuilder) -> int:
-    """The longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
+    """Return the longest context the config allows: `_get_and_verify_max_len` in vLLM's config/model.py."""
     lengths = [found for key in _LENGTHS if (found := builder.get(key)) is not None]
     length: int = builder.get("model_max_length") or min(lengths, default=2048)
     scaling = builder.first("rope_scaling", "rope_parameters", default={})
@@ -274,7 +280,8 @@ def _max_model_len(builder: LayerBuilder) -> int:
 
 
 def _rotary_bytes(builder: LayerBuilder) -> int:
-    """Bytes of the table of sines and cosines: `_compute_cos_sin_cache` in vLLM's rotary_embedding/base.py."""
+    """Return the bytes of the table of sines and cosines: `_compute_cos_sin_cache` in vLLM's
+    rotary_embedding/base.py."""
     if builder.config.peek("hybrid_override_pattern"):
         return 0
     scaling = builder.get("rope_parameters", {})

@@ -37,7 +37,10 @@ class StoredTensor:
 
 
 def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
-    """Bytes that vLLM loads of these tensors. Plain floats become the model's type, all others stay as they are."""
+    """Return the bytes that vLLM loads of these tensors.
+
+    Plain floats become the model's type, all others stay as they are.
+    """
     total = 0
     for tensor in tensors:
         if _is_skipped(tensor.name, model):
@@ -53,7 +56,7 @@ def loaded_bytes(tensors: Iterable[StoredTensor], model: ModelSpec) -> int:
 
 
 def holds_what_is_loaded(names: Iterable[str], model: ModelSpec) -> bool:
-    """Whether vLLM loads all tensors of these names, and as they are stored.
+    """Return whether vLLM loads all tensors of these names, and as they are stored.
 
     Then the sum of their bytes is what it loads. The files of a model in 32 bit are twice what is loaded.
     """
@@ -61,7 +64,8 @@ def holds_what_is_loaded(names: Iterable[str], model: ModelSpec) -> bool:
 
 
 def match_checkpoint(model: ModelSpec, stored_bytes: int) -> tuple[ModelSpec, str | None]:
-    """The model with layers of the size that its files have, and a sentence about the difference, if there is one."""
+    """Return the model with layers of the size that its files have, and a sentence about the difference, if there is
+    one."""
     computed = model.weight_bytes
     difference = stored_bytes - computed
     if abs(difference) <= TOLERANCE * computed:

@@ -28,7 +28,11 @@ be compressed, by how many tokens become one (`CompressorStateCache` in compress
 
 
 def deepseek_v4(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """DeepSeek V4: a window of single tokens, and in most layers entries of 4 or 128 tokens, for 4 with an indexer."""
+    """Build a layer of DeepSeek V4.
+
+    It has a window of single tokens, and in most layers entries of 4 or 128 tokens. Entries of 4 tokens come with an
+    indexer.
+    """
     prefix = f"layers.{index}"
     ratio = max(1, builder.require("compress_ratios")[index])
     if ratio not in (1, *_STATE_BLOCKS):
@@ -45,7 +49,10 @@ def deepseek_v4(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _v4_attention(builder: LayerBuilder, prefix: str, ratio: int) -> list[Weight]:
-    """Keys that are values too, for all heads, and an output projection of low rank for each group of heads."""
+    """Return the weights of attention with keys that are values too, for all heads.
+
+    Each group of heads has an output projection of low rank.
+    """
     rank, width, groups = builder.require("q_lora_rank"), builder.head_dim, builder.require("o_groups")
     middle = Part(groups, builder.require("o_lora_rank"))
     weights: list[Weight] = [
@@ -70,7 +77,7 @@ def _v4_attention(builder: LayerBuilder, prefix: str, ratio: int) -> list[Weight
 
 
 def _compressor(builder: LayerBuilder, prefix: str, ratio: int, width: int) -> list[Weight]:
-    """What makes one entry of `ratio` tokens. For 4 the entries overlap, and have two halves."""
+    """Return the weights that make one entry of `ratio` tokens. For 4 the entries overlap, and have two halves."""
     wide = _halves(ratio) * width
     return [
         builder.vector(f"{prefix}.ape", ratio * wide, element_bytes=4),
@@ -84,7 +91,7 @@ def _halves(ratio: int) -> int:
 
 
 def _v4_experts(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    """Experts, which in the first layers are chosen by a table of tokens."""
+    """Return the experts. In the first layers a table of tokens chooses them."""
     count, size = builder.require("n_routed_experts"), builder.require("moe_intermediate_size")
     by_table = index < builder.require("num_hash_layers")
     corrected = builder.get("topk_method") == "noaux_tc" and not by_table
@@ -137,7 +144,7 @@ def _v4_cache(builder: LayerBuilder, ratio: int) -> LayerCache:
 
 
 def _waiting(name: str, ratio: int, width: int) -> CacheTensor:
-    """Keys and scores in 32 bit of tokens that are not compressed yet."""
+    """Return the cache for keys and scores, in 32 bit, of tokens that are not compressed yet."""
     halves = _halves(ratio)
     return CacheTensor(
         name=name,
@@ -149,7 +156,7 @@ def _waiting(name: str, ratio: int, width: int) -> CacheTensor:
 
 
 def deepseek_v4_beside(builder: LayerBuilder) -> Block:
-    """What joins the copies of the hidden state before the output head, on every stage."""
+    """Return the weights that join the copies of the hidden state before the output head, on every stage."""
     copies = builder.require("hc_mult")
     return block([builder.vector("hc_head", copies * (copies * builder.hidden_size + 1) + 1, element_bytes=4)])
 
@@ -165,7 +172,10 @@ def deepseek_v4_fields(config: CheckedConfig) -> None:
 
 
 def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """MiniMax-M3: norms over the queries and keys of each head, and an indexer that chooses blocks of tokens."""
+    """Build a layer of MiniMax-M3.
+
+    It has norms over the queries and keys of each head, and an indexer that chooses blocks of tokens.
+    """
     prefix = f"model.layers.{index}"
     sparse = builder.get("sparse_attention_config") or {}
     chooses = bool(sparse.get("use_sparse_attention")) and _says(sparse, "sparse_attention_freq", index)
@@ -201,7 +211,7 @@ def minimax_m3(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _says(config: Mapping[str, Any], key: str, index: int) -> bool:
-    """What a list with a 0 or a 1 for each layer says of a layer: yes where there is none."""
+    """Return whether a list with a 0 or a 1 for each layer has a 1 for the layer; True if there is no list."""
     each = config.get(key)
     if each is None:
         return True

@@ -1,7 +1,7 @@
 """Checks the fields of a Hugging Face config before anything is calculated with them.
 
 Anybody can write a config. A zero among the sizes, or text in place of a number, is an error that names the field. A
-field that is null counts as missing. A field that catalog/config_fields.json does not list is left as it is. A config
+field that is null counts as missing. A field that is not in catalog/config_fields.json stays unchanged. A config
 remembers which of its fields were read, so config_keys.py can name the fields that nobody has read.
 """
 
@@ -27,7 +27,7 @@ _OBJECTS_OF_OBJECTS = "config_groups."
 
 
 class CheckedConfig(dict[str, Any]):
-    """A config, or an object in it, whose listed fields were checked and whose nulls were removed.
+    """A config, or an object in it, with its listed fields checked and its nulls removed.
 
     `config[name]` raises InvalidRequestError where the field is missing. `read` holds the fields that `config[name]`
     and `get` were asked for, with the names of the objects that they lie in.
@@ -57,7 +57,7 @@ class CheckedConfig(dict[str, Any]):
         return super().get(name, default)
 
     def peek(self, name: str, default: Any = None) -> Any:
-        """The field as `get` has it, which does not count as read."""
+        """Return the field as `get` has it, which does not count as read."""
         return super().get(name, default)
 
     def ignore(self, name: str) -> None:
@@ -86,13 +86,13 @@ def _kinds() -> Mapping[str, str]:
 
 
 def _shown(value: Any) -> str:
-    """The value in at most 40 characters."""
+    """Return the value in at most 40 characters."""
     text = reprlib.repr(value) if isinstance(value, (list, tuple, Mapping)) or type(value) is int else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def missing(field: str) -> InvalidRequestError:
-    """The error for a missing field that is needed."""
+    """Return the error for a missing field that is needed."""
     return InvalidRequestError(f"The config has no {field!r}, without which the model's size is unknown.")
 
 

@@ -35,7 +35,7 @@ _TELLING_TEXT = re.compile(r"(?:^|_)pattern(?:_|$)")
 
 
 def check_all_read(config: CheckedConfig, architecture: str, *, name: str, allow: bool) -> tuple[str, ...]:
-    """The fields of a config that look like a size and were not read, each with its value.
+    """Return the fields of a config that look like a size and were not read, each with its value.
 
     Raises InvalidRequestError where there are some, unless `allow`.
     """
@@ -51,7 +51,8 @@ def check_all_read(config: CheckedConfig, architecture: str, *, name: str, allow
 
 
 def _unread(config: CheckedConfig, inner: CheckedConfig, architecture: str) -> Iterator[tuple[str, Any]]:
-    """The path and the value of each field that was not read, is not known to be without a size, and looks like one."""
+    """Yield the path and the value of each field that was not read, is not known to be without a size, and looks like
+    one."""
     text = config.peek("text_config")
     built_with = architectures()[architecture].get("built_with", {})
     for name, value in inner.items():
@@ -92,7 +93,8 @@ def _is_passed_over(path: str, name: str, value: Any, architecture: str) -> bool
 
 
 def looks_like_size(name: str, value: Any, *, depth: int = 0) -> bool:
-    """Whether a field may change a model's size: whole numbers but 0, lists, objects with such, and some by their name.
+    """Return whether a field may change a model's size: whole numbers but 0, lists, objects with such, and some by
+    their name.
 
     >>> looks_like_size("moe_latent_size", 1024), looks_like_size("hidden_act", "silu")
     (True, False)

@@ -14,7 +14,7 @@ _AUXILIARY_STATES = 3
 
 
 def eagle(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """EAGLE, the first: Llama's layers, of which the first has no input norm and a matrix before it."""
+    """Build a layer of the first EAGLE: Llama's layers. The first has no input norm and a matrix before it."""
     prefix, hidden = f"model.layers.{index}", builder.hidden_size
     names = ("post_attention_layernorm",) if index == 0 else ("input_layernorm", "post_attention_layernorm")
     joined: list[Weight] = [builder.linear("model.fc", 2 * hidden, [hidden])] if index == 0 else []
@@ -28,7 +28,7 @@ def eagle(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def eagle3(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """EAGLE-3: the first layer's attention reads embedding and hidden state side by side."""
+    """Build a layer of EAGLE-3: the first layer's attention reads embedding and hidden state side by side."""
     prefix, hidden = f"model.layers.{index}", builder.hidden_size
     key = Part(builder.kv_heads, builder.head_dim, replicate=True)
     query = Part(builder.heads, builder.head_dim)

@@ -14,7 +14,7 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def gemma4(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Gemma 4: wider heads where a layer attends to all tokens, whose values may be their keys.
+    """Build a layer of Gemma 4. A layer that attends to all tokens has wider heads, and its values may be its keys.
 
     The last `num_kv_shared_layers` take keys and values from a layer before. Experts stand beside the MLP.
     """
@@ -48,7 +48,7 @@ def gemma4(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def gemma4_beside(builder: LayerBuilder) -> Block:
-    """What Gemma 4's small models have beside their layers: an embedding of each token for each layer."""
+    """Return the weights beside the layers of Gemma 4's small models: an embedding of each token for each layer."""
     width = builder.get("hidden_size_per_layer_input", 0) * builder.num_layers
     rows = builder.get("vocab_size_per_layer_input", builder.vocab_size)
     if not width:
@@ -64,7 +64,8 @@ def gemma4_beside(builder: LayerBuilder) -> Block:
 
 
 def _gemma4_sizes(builder: LayerBuilder, index: int, *, attends_to_all: bool, equal: bool) -> HeadSizes:
-    """The heads of a layer, by the fields for layers with full attention or by those of transformers for each layer."""
+    """Return the heads of a layer, by the fields for layers with full attention or by those of transformers for each
+    layer."""
     each = builder.get("per_layer_config", {})
     if not isinstance(each, Mapping) or not all(isinstance(one, Mapping) for one in each.values()):
         raise InvalidRequestError("The config's per_layer_config must be an object of objects.")
@@ -90,7 +91,12 @@ _GLOBAL_HEAD_DIM = 512
 def _gemma4_attention(
     builder: LayerBuilder, prefix: str, sizes: HeadSizes, *, is_shared: bool, bias: bool
 ) -> tuple[list[Weight], list[Weight]]:
-    """(weights of a layer's attention, the values' projection, which vLLM holds even where it is the keys')."""
+    """Return (weights of a layer's attention, the values' projection).
+
+    vLLM holds the values' projection even if it is the keys' projection.
+
+    vLLM holds the projection even if the values are the keys.
+    """
     query = Part(sizes.heads, sizes.head_dim)
     kv = Part(sizes.kv_heads, sizes.head_dim, replicate=True)
     weights: list[Weight] = [

@@ -16,12 +16,15 @@ _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 
 
 def qwen3_next(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Qwen3-Next: every fourth layer has attention with a gate on its output, the others are gated delta nets."""
+    """Build a layer of Qwen3-Next.
+
+    Every fourth layer has attention with a gate on its output, the others are gated delta nets.
+    """
     return _qwen_hybrid(builder, index, f"model.layers.{index}", ("in_proj_qkvz", "in_proj_ba"))
 
 
 def qwen3_5(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Qwen 3.5 to 3.8, dense or with experts: the layers of Qwen3-Next, stored in more tensors."""
+    """Build a layer of Qwen 3.5 to 3.8, dense or with experts: the layers of Qwen3-Next, stored in more tensors."""
     return _qwen_hybrid(builder, index, f"model.language_model.layers.{index}", ("in_proj_qkv", "in_proj_b"))
 
 
@@ -63,7 +66,10 @@ def _gated_delta_net(builder: LayerBuilder, prefix: str, names: tuple[str, str])
 
 
 def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Nemotron-H: the config has a letter for each layer: Mamba (M), attention (*), MLP (-) or experts (E)."""
+    """Build a layer of Nemotron-H.
+
+    The config has a letter for each layer: Mamba (M), attention (*), MLP (-) or experts (E).
+    """
     prefix = f"backbone.layers.{index}.mixer"
     kind = builder.require("hybrid_override_pattern")[index]
     cache = None
@@ -96,7 +102,8 @@ def nemotron_h_fields(config: CheckedConfig) -> None:
 
 
 def lfm2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """LFM2 and LFM2.5: attention in some layers, a gated convolution over a few tokens in the others."""
+    """Build a layer of LFM2 or LFM2.5: attention in some layers, a gated convolution over a few tokens in the
+    others."""
     prefix = f"model.layers.{index}"
     mixer, cache = _lfm2_mixer(builder, index)
     size = builder.either("intermediate_size", "block_ff_dim", 0)
@@ -108,7 +115,7 @@ def lfm2(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def lfm2_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """LFM2 with experts after the first layers."""
+    """Build a layer of LFM2 with experts after the first layers."""
     prefix = f"model.layers.{index}.feed_forward"
     mixer, cache = _lfm2_mixer(builder, index)
     correction = ("use_expert_bias", True)
@@ -175,6 +182,6 @@ def _squared_relu_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:
 
 
 def _state_bytes(builder: LayerBuilder) -> int:
-    """Bytes of an element of the recurrent state. 0: the model's type."""
+    """Return the bytes of an element of the recurrent state. 0: the model's type."""
     name = builder.get("mamba_ssm_cache_dtype", builder.get("mamba_ssm_dtype"))
     return {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(name), 0)

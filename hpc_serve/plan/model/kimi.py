@@ -16,7 +16,7 @@ _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def kimi_linear(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """A layer of Kimi Linear or Kimi K3. The config counts layers from 1."""
+    """Return a layer of Kimi Linear or Kimi K3. The config counts layers from 1."""
     prefix, linear = f"model.layers.{index}", builder.require("linear_attn_config")
     is_delta, is_full = (index + 1 in linear[kind] for kind in ("kda_layers", "full_attn_layers"))
     if is_delta == is_full:
@@ -38,7 +38,7 @@ def kimi_linear(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _delta_attention(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
-    """Kimi's delta attention. Its gate has a matrix of its own in K3, two of low rank before."""
+    """Return Kimi's delta attention. Its gate has one matrix in K3, and two of low rank before K3."""
     config = builder.require("linear_attn_config")
     heads, width, kernel = config["num_heads"], config["head_dim"], config["short_conv_kernel_size"]
     inner, hidden = Part(heads, width), builder.hidden_size
@@ -64,7 +64,7 @@ def _delta_attention(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], 
 
 
 def _kimi_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    """The MLP: dense, or experts, which in K3 work on a projection of the hidden state."""
+    """Return the MLP: dense, or experts, which in K3 work on a projection of the hidden state."""
     count = builder.get("num_experts", 0)
     if not count or not has_experts(builder, index):
         return builder.mlp(f"{prefix}.mlp", builder.intermediate_size)

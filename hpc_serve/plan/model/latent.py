@@ -1,4 +1,4 @@
-"""Decoders with latent attention, which caches one vector for all heads, and those that attend to chosen tokens only.
+"""Decoders with latent attention, which caches one vector for all heads. Some attend to chosen tokens only.
 
 Sources: vLLM's model_executor/models/deepseek_v2.py and models/deepseek_v32.
 """
@@ -20,7 +20,7 @@ _INDEX_SCALE_BLOCK = 128
 
 
 def latent_attention(builder: LayerBuilder, prefix: str, *, gated: bool = False) -> list[Weight]:
-    """Latent attention: each rank holds the low-rank projections as a whole. Ranks divide the projections of heads.
+    """Return latent attention: each rank holds the low-rank projections whole, and ranks divide the heads' projections.
 
     `gated`: the output has a gate of its width.
     """
@@ -52,19 +52,22 @@ def latent_attention(builder: LayerBuilder, prefix: str, *, gated: bool = False)
 
 
 def deepseek(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """DeepSeek V2, V3, R1 and Kimi K2, also with images (K2.5)."""
+    """Build a layer of DeepSeek V2, V3, R1 and Kimi K2, also with images (K2.5)."""
     return _latent_layer(builder, index, [])
 
 
 def mistral3(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """The decoder of Mistral 3's models with images: Mistral's own, or from Small 4 on DeepSeek's."""
+    """Return the decoder of Mistral 3's models with images: Mistral's own, or from Small 4 on DeepSeek's."""
     if builder.get("model_type") == "mistral4":
         return deepseek(builder, index)
     return ordinary_layer(builder, index, name="llama")
 
 
 def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """DeepSeek V3.2 and GLM-5: an indexer chooses the tokens that a layer attends to. It has a cache of its own."""
+    """Build a layer of DeepSeek V3.2 or GLM-5.
+
+    An indexer with its own cache chooses the tokens that a layer attends to.
+    """
     chosen = builder.require("index_topk")
     if not _has_indexer(builder, index):
         return _latent_layer(builder, index, [], chosen_tokens=chosen)
@@ -82,7 +85,7 @@ def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _has_indexer(builder: LayerBuilder, index: int) -> bool:
-    """Whether a layer has an indexer of its own or takes the tokens of the layer before: `skip_topk` in vLLM."""
+    """Return whether a layer has an indexer of its own or takes the tokens of the layer before: `skip_topk` in vLLM."""
     kinds, pattern = builder.get("indexer_types"), builder.get("index_topk_pattern")
     frequency, offset = builder.get("index_topk_freq", 1), builder.get("index_skip_topk_offset", 2)
     found = pattern[index] != "S" if pattern else max(index - offset + 1, 0) % frequency == 0
@@ -104,14 +107,14 @@ def _latent_layer(builder: LayerBuilder, index: int, indexer: list[Weight], *, c
 
 
 def latent_cache(builder: LayerBuilder) -> LayerCache:
-    """One vector of latent and rotary part for all heads."""
+    """Return the cache of one vector, latent and rotary part, for all heads."""
     return LayerCache(
         kind="mla", kv_heads=1, head_dim=builder.require("kv_lora_rank") + builder.require("qk_rope_head_dim")
     )
 
 
 def latent_derived(builder: LayerBuilder) -> Block:
-    """What vLLM makes of the expanding matrix when it loads it."""
+    """Return the weights that vLLM derives from the expanding matrix when it loads it."""
     per_head = Part(builder.heads, builder.require("qk_nope_head_dim") + builder.require("v_head_dim"))
     return block(
         [builder.linear("absorbed_kv_b_proj", builder.require("kv_lora_rank"), [per_head], "column", plain=True)]

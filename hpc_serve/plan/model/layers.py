@@ -47,16 +47,19 @@ class LayerBuilder:
         self.intermediate_size: int = self.either("intermediate_size", "ffn_hidden_size", 0)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The field, or `default` where it is missing or null."""
+        """Return the field, or `default` where it is missing or null."""
         value = self.config.get(key)
         return default if value is None else value
 
     def first(self, *keys: str, default: Any = None) -> Any:
-        """The first of these fields that there is. Those after it are not read."""
+        """Return the first of these fields that there is. Those after it are not read."""
         return next((value for key in keys if (value := self.get(key)) is not None), default)
 
     def either(self, key: str, alias: str, default: int) -> int:
-        """The field, which some configs have by another name. Raises InvalidRequestError where the two differ."""
+        """Return the field, which some configs have by another name.
+
+        Raises InvalidRequestError where the two differ.
+        """
         value, other = self.get(key), self.get(alias)
         if None not in (value, other) and value != other:
             raise InvalidRequestError(
@@ -65,7 +68,7 @@ class LayerBuilder:
         return next((one for one in (value, other) if one is not None), default)
 
     def require(self, key: str) -> Any:
-        """The field. Raises InvalidRequestError where it is missing or null."""
+        """Return the field. Raises InvalidRequestError where it is missing or null."""
         value = self.config.get(key)
         if value is None:
             raise missing(key)
@@ -81,7 +84,7 @@ class LayerBuilder:
         bias: bool = False,
         plain: bool = False,
     ) -> Linear:
-        """A linear module in the scheme that the checkpoint has for it. `plain`: it is never quantised."""
+        """Return a linear module in the scheme that the checkpoint has for it. `plain`: it is never quantised."""
         return Linear(
             name=_within_layer(name),
             inputs=inputs if isinstance(inputs, Part) else Part(inputs),
@@ -92,11 +95,11 @@ class LayerBuilder:
         )
 
     def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
-        """A weight that is not a matrix."""
+        """Return a weight that is not a matrix."""
         return Vector(name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes)
 
     def norms(self, *names: str) -> list[Weight]:
-        """Norms over the hidden size."""
+        """Return norms over the hidden size."""
         return [self.vector(name, self.hidden_size) for name in names]
 
     def attention(
@@ -108,7 +111,8 @@ class LayerBuilder:
         gated: bool = False,
         sizes: HeadSizes | None = None,
     ) -> list[Weight]:
-        """Grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its size.
+        """Return grouped-query attention: q, k and v fused, and the output projection. `gated`: q has a gate of its
+        size.
 
         `sizes`: those of this layer, where layers differ.
         """
@@ -128,7 +132,7 @@ class LayerBuilder:
         head_dim: int | None = None,
         value_dim: int | None = None,
     ) -> HeadSizes:
-        """The sizes of a layer's attention. What is not given is the config's; values are as wide as keys."""
+        """Return the sizes of a layer's attention. What is not given is the config's; values are as wide as keys."""
         width = head_dim or self.head_dim
         return HeadSizes(
             heads=heads or self.heads,
@@ -138,11 +142,11 @@ class LayerBuilder:
         )
 
     def query_key_norms(self, prefix: str) -> list[Weight]:
-        """Norms over the queries and the keys of each head."""
+        """Return norms over the queries and the keys of each head."""
         return [self.vector(f"{prefix}.q_norm", self.head_dim), self.vector(f"{prefix}.k_norm", self.head_dim)]
 
     def mlp(self, prefix: str, size: int, *, bias: bool = False, gated: bool = True) -> list[Weight]:
-        """Gate and up fused, and down. Without `gated`: up and down."""
+        """Return an MLP: gate and up fused, and down. Without `gated`: up and down."""
         first = [size, size] if gated else [size]
         return [
             self.linear(f"{prefix}.up_proj", self.hidden_size, first, "column", bias=bias),
@@ -159,7 +163,7 @@ class LayerBuilder:
         gated: bool = True,
         bias: bool = False,
     ) -> list[Weight]:
-        """Routed experts, fused into two tensors."""
+        """Return routed experts, fused into two tensors."""
         scheme = self.quantization.scheme_of(f"{prefix}.experts", is_expert=True)
         hidden_align, size_align = scheme.expert_align
         hidden = Part(hidden_size or self.hidden_size, align=hidden_align)
@@ -196,7 +200,8 @@ class LayerBuilder:
     def router(
         self, prefix: str, count: int, *, bias: bool = False, correction: bool = False, scheme: Scheme | None = None
     ) -> list[Weight]:
-        """The router, which chooses experts: in `scheme` or unquantised, and with a 32-bit bias where `correction`."""
+        """Return the router, which chooses experts: in `scheme` or unquantised, and with a 32-bit bias where
+        `correction`."""
         gate = Linear(
             name=_within_layer(f"{prefix}.gate"),
             inputs=Part(self.hidden_size),
@@ -214,13 +219,13 @@ class LayerBuilder:
         kind: Literal["full", "sliding", "chunked"] = "full",
         sizes: HeadSizes | None = None,
     ) -> LayerCache:
-        """What a layer with attention caches."""
+        """Return the cache of a layer with attention."""
         of = sizes or self.head_sizes()
         return LayerCache(kind=kind, kv_heads=of.kv_heads, head_dim=of.head_dim, value_dim=of.value_dim, window=window)
 
 
 def _within_layer(name: str) -> str:
-    """The name without the number of its layer, so that equal layers compare equal.
+    """Return the name without the number of its layer, so that equal layers compare equal.
 
     >>> _within_layer("model.layers.12.mlp.up_proj")
     'mlp.up_proj'
@@ -229,5 +234,5 @@ def _within_layer(name: str) -> str:
 
 
 def block(*groups: Sequence[Weight]) -> Block:
-    """One block of all weights in these groups."""
+    """Return one block of all weights in these groups."""
     return Block(weights=tuple(weight for group in groups for weight in group))

@@ -20,7 +20,7 @@ _MODELOPT = {
 
 
 def mixed_precision(config: Mapping[str, Any]) -> Mapping[str, Scheme] | None:
-    """The scheme of each module that ModelOpt's MIXED_PRECISION names. None: it is one scheme for all."""
+    """Return the scheme of each module that ModelOpt's MIXED_PRECISION names. None: it is one scheme for all."""
     settings = config.get("quantization") or config
     if str(settings.get("quant_algo")).upper() != "MIXED_PRECISION":
         return None
@@ -39,7 +39,7 @@ def mixed_precision(config: Mapping[str, Any]) -> Mapping[str, Scheme] | None:
 
 
 def from_layers(module: str) -> str:
-    """A module's name without what comes before its layer's number, and the experts of a layer as one.
+    """Return a module's name without what comes before its layer's number, and the experts of a layer as one.
 
     >>> from_layers("model.language_model.layers.3.mlp.experts.7.up_proj")
     'layers.3.mlp.experts'
@@ -52,7 +52,7 @@ _BEFORE_LAYERS = re.compile(r"^.*?(?=layers\.\d+\.|lm_head$)")
 
 
 def modelopt_scheme(settings: Mapping[str, Any]) -> Scheme:
-    """The scheme of one of ModelOpt's algorithms. Raises InvalidRequestError for another."""
+    """Return the scheme of one of ModelOpt's algorithms. Raises InvalidRequestError for another."""
     named = settings.get("quant_algo", "FP8")
     found = _MODELOPT.get(str(named).upper())
     if found is None:

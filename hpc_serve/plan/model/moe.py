@@ -54,7 +54,7 @@ def experts_or_dense(
 
 
 def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    """The MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
+    """Return the MLP of a Qwen layer: dense, or routed experts with or without a shared expert."""
     count = builder.either("num_experts", "num_local_experts", 0)
     is_sparse = (index + 1) % builder.get("decoder_sparse_step", 1) == 0
     if not count or not is_sparse or index in builder.get("mlp_only_layers", ()):
@@ -69,7 +69,7 @@ def qwen_moe_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight
 
 
 def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight]:
-    """The MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
+    """Return the MLP of a DeepSeek layer: dense, or routed experts and shared ones."""
     count = builder.either("n_routed_experts", "num_experts", 0)
     if not count:
         return builder.mlp(prefix, builder.intermediate_size)
@@ -82,7 +82,7 @@ def deepseek_half(builder: LayerBuilder, index: int, prefix: str) -> list[Weight
 
 
 def has_experts(builder: LayerBuilder, index: int) -> bool:
-    """Whether a layer has experts, by `mlp_layer_types` or by the number of dense layers at the beginning.
+    """Return whether a layer has experts, by `mlp_layer_types` or by the number of dense layers at the beginning.
 
     `moe_layer_freq` is a number (every so many layers) or has a 0 or a 1 for each layer.
     """

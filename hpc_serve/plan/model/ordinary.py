@@ -1,7 +1,7 @@
 """Ordinary decoder layers: one attention, one MLP or one set of experts, and norms.
 
 catalog/architectures.json says how the layers of each family differ: in biases, in norms, in gates, in their experts,
-and in which layers have a sliding window. special.py has the families whose differences need code.
+and in the layers that have a sliding window. special.py has the families that need code.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _flag(builder: LayerBuilder, spec: Sequence[Any]) -> bool:
 
 
 def window_cache(builder: LayerBuilder, index: int, *, pattern: int = 0) -> LayerCache:
-    """The cache of a layer that may have a sliding window.
+    """Return the cache of a layer that may have a sliding window.
 
     Where the config has `layer_types`, they decide, and after them `max_window_layers`, the first layer with the
     window. Otherwise every `pattern`-th layer attends to all tokens and the others have the window. With `pattern` 0

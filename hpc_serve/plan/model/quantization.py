@@ -34,8 +34,9 @@ class Quantization:
     """Which scheme each module has: `linear` layers, fused `experts`, and `plain` for `skipped` names.
 
     `kv_cache_dtype` is the type that the checkpoint asks for, if any. `is_assumed`: a person asked for the method, and
-    the checkpoint does not have it. Where `by_module` is given, it names all quantised modules, from "layers." on, the
-    experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be, gptq.py what `dynamic` is.
+    the checkpoint does not have it. If `by_module` is given, it names all quantised modules, from "layers." on, with
+    the experts of a layer as one. skipped_modules.py says what a pattern in `skipped` may be, gptq.py what `dynamic`
+    is.
     """
 
     method: str
@@ -50,7 +51,7 @@ class Quantization:
     dynamic: DynamicRules = ()
 
     def scheme_of(self, module: str, *, is_expert: bool = False, is_fused: bool = False) -> Scheme:
-        """The scheme of a linear module, by its name in the checkpoint. `is_fused`: vLLM makes one of several.
+        """Return the scheme of a linear module, by its name in the checkpoint. `is_fused`: vLLM makes one of several.
 
         Raises InvalidRequestError where a checkpoint has them in several schemes.
         """
@@ -67,7 +68,7 @@ class Quantization:
 def quantization_from_config(
     config: Mapping[str, Any] | None, *, plain: Scheme, override: str | None = None
 ) -> Quantization:
-    """The quantization of a `quantization_config`. `override` is vLLM's --quantization: as if quantised with it.
+    """Return the quantization of a `quantization_config`. `override` is vLLM's --quantization: as if quantised with it.
 
     Raises InvalidRequestError for a method that the planner does not know.
     """
@@ -134,7 +135,7 @@ _SKIP_KEYS = (
 
 
 def _skipped(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of modules that are not quantised, under the key of each method."""
+    """Return the names of modules that are not quantised, under the key of each method."""
     inner = config.get("quantization") or {}
     return tuple(str(name) for key in _SKIP_KEYS for name in config.get(key) or inner.get(key) or ())
 
@@ -145,18 +146,18 @@ def _same_method(declared: str, override: str) -> bool:
 
 
 def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with what ModelOpt wrote `beside` it, to QUANTIZATION_FILE; as it is where that is empty."""
+    """Return the config with what ModelOpt wrote `beside` it, to QUANTIZATION_FILE; as it is where that is empty."""
     return {**config, "quantization_config": {"quant_method": "modelopt", **beside}} if beside else config
 
 
 def _producer(config: Mapping[str, Any]) -> str:
-    """The program that quantised a checkpoint, which ModelOpt writes in place of a method."""
+    """Return the program that quantised a checkpoint, which ModelOpt writes in place of a method."""
     producer = config.get("producer")
     return str(producer.get("name", "")) if isinstance(producer, Mapping) else ""
 
 
 def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Scheme, Scheme, Scheme]:
-    """The schemes of (linear layers, experts, output head) for a method."""
+    """Return the schemes of (linear layers, experts, output head) for a method."""
     if method == "fp8":
         block = config.get("weight_block_size")
         scheme = fp8_blocks(block) if block else FP8_TENSOR
@@ -193,14 +194,15 @@ def _schemes(method: str, config: Mapping[str, Any], plain: Scheme) -> tuple[Sch
 
 
 def _deepseek_v4_experts(config: Mapping[str, Any], scheme: Scheme) -> Scheme:
-    """The scheme of experts in fp8: another one where `expert_dtype` says so, which DeepSeek V4's configs have."""
+    """Return the scheme of experts in fp8: another one where `expert_dtype` says so, which DeepSeek V4's configs
+    have."""
     if config.get("expert_dtype") != "fp4":
         return scheme
     return NVFP4 if str(config.get("moe_quant_algo")).upper() == "NVFP4" else MXFP4
 
 
 def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
-    """The KV cache's type by the checkpoint: `get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py."""
+    """Return the KV cache's type by the checkpoint: `get_kv_cache_quant_algo_string` in vLLM's utils/torch_utils.py."""
     inner = config.get("quantization") or config
     algorithm = inner.get("kv_cache_scheme") or config.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if isinstance(algorithm, Mapping):
@@ -209,7 +211,7 @@ def _kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of compressed-tensors, which all its groups must share."""
+    """Return the scheme of compressed-tensors, which all its groups must share."""
     groups = config.get("config_groups") or {}
     schemes = [_weights_scheme(groups[name]["weights"]) for name in groups if groups[name].get("weights")]
     if not schemes:
@@ -224,7 +226,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
 
 
 def _weights_scheme(weights: Mapping[str, Any]) -> Scheme:
-    """The scheme of what a group of compressed-tensors says of its weights."""
+    """Return the scheme of what a group of compressed-tensors says of its weights."""
     bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
     strategy, group = str(weights.get("strategy", "tensor")), int(weights.get("group_size") or 0)
     if kind == "float" and bits == 4:
@@ -245,7 +247,7 @@ def _other_weights(layer: Any, weights: Mapping[str, Any]) -> bool:
 
 
 def _quark(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of AMD's Quark, by the specification for all weights."""
+    """Return the scheme of AMD's Quark, by the specification for all weights."""
     weights = (config.get("global_quant_config") or {}).get("weight") or {}
     kind, strategy = str(weights.get("dtype")), str(weights.get("qscheme", "per_tensor"))
     known = {

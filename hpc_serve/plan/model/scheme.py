@@ -1,6 +1,6 @@
 """Storage formats of weights: the bytes a matrix takes once vLLM has loaded it, with scales and bias.
 
-Where tensor parallelism would divide a block or a group of scales, vLLM refuses, and so does this. quantization.py
+vLLM refuses tensor parallelism that would divide a block or a group of scales, and so does this module. quantization.py
 decides which module has which scheme.
 """
 
@@ -35,7 +35,7 @@ class Scheme:
     expert_align: tuple[int, int] = (1, 1)
 
     def linear_bytes(self, outputs: Sequence[int], inputs: int, *, bias: bool) -> int:
-        """Bytes of one fused matrix with its scales and its bias."""
+        """Return the bytes of one fused matrix with its scales and its bias."""
         rows = sum(outputs)
         total = rows * inputs * self.weight_bits / 8
         if self.granularity == "tensor":
@@ -90,7 +90,10 @@ BNB_INT8 = Scheme(name="bitsandbytes int8", weight_bits=8, granularity="channel"
 
 
 def fp8_blocks(block: Sequence[int]) -> Scheme:
-    """fp8 with a 32-bit scale for each block of (output, input) features. Raises InvalidRequestError for another."""
+    """Return fp8 with a 32-bit scale for each block of (output, input) features.
+
+    Raises InvalidRequestError for another block size.
+    """
     if len(block) != 2 or any(type(size) is not int or not 1 <= size <= 2**20 for size in block):
         raise InvalidRequestError(f"weight_block_size is {str(block)[:40]}: it must be two whole numbers.")
     return FP8_BLOCK if tuple(block) == FP8_BLOCK.block else replace(FP8_BLOCK, block=(block[0], block[1]))
@@ -98,7 +101,7 @@ def fp8_blocks(block: Sequence[int]) -> Scheme:
 
 @lru_cache(maxsize=64)
 def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
-    """AWQ and GPTQ: packed integers, a 16-bit scale for each group, and packed zero points where asymmetric."""
+    """Return AWQ and GPTQ: packed integers, a 16-bit scale for each group, and packed zero points where asymmetric."""
     name = f"int{bits} groups of {group}" if group > 0 else f"int{bits} per channel"
     if group <= 0:
         return Scheme(name=name, weight_bits=bits, granularity="channel", scale_bytes=2)
@@ -113,7 +116,7 @@ def int_groups(bits: int, group: int, zero_points: bool) -> Scheme:
 
 
 def plain_scheme(dtype: str) -> Scheme:
-    """The scheme of weights in `dtype`, by torch's name. Raises InvalidRequestError for another type."""
+    """Return the scheme of weights in `dtype`, by torch's name. Raises InvalidRequestError for another type."""
     name = dtype.removeprefix("torch.")
     known = {"bfloat16": BF16, "float16": FP16, "half": FP16, "float32": FP32, "float": FP32}
     if name not in known:

@@ -21,7 +21,7 @@ _MOST_REPETITIONS = 4
 
 
 def is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
-    """Whether one of the patterns matches a module's name.
+    """Return whether one of the patterns matches a module's name.
 
     >>> is_skipped("model.layers.3.mlp.gate", ("lm_head", "mlp.gate")), is_skipped("model.gates", ("gate",))
     (True, False)
@@ -34,7 +34,7 @@ def is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=32)
 def _matchers(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str] | None]:
-    """The patterns that are plain names, which may be many, and those that are not as one expression."""
+    """Return the patterns that are plain names, which may be many, and those that are not as one expression."""
     names: set[str] = set()
     expressions: list[str] = []
     for pattern in patterns:
@@ -70,6 +70,6 @@ def checked_expression(expression: str, *, is_text: bool = False) -> str:
 
 
 def _runs(module: str) -> Iterator[str]:
-    """Every run of the dotted parts of a name: a.b gives a, a.b and b."""
+    """Return every run of the dotted parts of a name: a.b gives a, a.b and b."""
     parts = module.split(".")
     return (".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))

@@ -1,4 +1,4 @@
-"""What a model is made of: every weight, and what each layer caches.
+"""The parts of a model: every weight, and every layer's cache.
 
 architectures.py builds a `ModelSpec` from a Hugging Face config. memory/ decides what it takes on each GPU of a layout.
 """
@@ -20,11 +20,11 @@ CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheTensor:
-    """One of the tensors that a layer with a compressed cache keeps, each with blocks of its own size.
+    """One of several cache tensors of a layer with a compressed cache. Its blocks have a size of their own.
 
     A block has `block_tokens` tokens, and an entry of `entry_bytes` for each `tokens_per_entry` of them. A page is
-    rounded up to `align` bytes. With a `window` only the last tokens are kept. `is_attended`: attention reads its
-    entries. Other tensors are an indexer's keys, or what is not compressed yet.
+    rounded up to `align` bytes. If there is a `window`, only the last tokens are kept. `is_attended`: attention reads
+    its entries. Other tensors are an indexer's keys, or tokens that are not compressed yet.
     """
 
     name: str
@@ -44,14 +44,14 @@ class CacheTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCache:
-    """What one layer keeps of a request.
+    """The cache of one layer for a request.
 
     "full" keeps all tokens, "sliding" the last `window` tokens, "chunked" the current chunk of `window` tokens. Each of
     these keeps `kv_heads` x (`head_dim` + `value_dim`) elements per token, and tensor parallelism divides the heads.
-    "mla" keeps `head_dim` elements per token (latent and rotary) on every rank, and `index_bytes` bytes beside them
-    where the layer chooses its tokens by an indexer, which takes `index_flops` for each token of the context. A token
-    then attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps tensors of
-    fixed size. "compressed" keeps `tensors`, each in blocks of its own, on every rank.
+    "mla" keeps `head_dim` elements per token (latent and rotary) on every rank. If an indexer chooses the tokens, it
+    keeps `index_bytes` bytes per token beside them and takes `index_flops` for each token of the context. A token then
+    attends to `chosen_tokens` of them (0: to all). "full" may have such an indexer too. "state" keeps tensors of fixed
+    size. "compressed" keeps `tensors` on every rank, and each tensor has its own blocks.
     """
 
     kind: CacheKind
@@ -77,7 +77,7 @@ class DecoderLayer:
 
 
 def distinct_blocks(layers: Sequence[DecoderLayer]) -> list[tuple[Block, int]]:
-    """Each block of the layers once, with the number of layers that share it: layers alike share one object."""
+    """Return each block of the layers once, with the number of layers that share it: layers alike share one object."""
     counts = Counter(id(layer.block) for layer in layers)
     blocks = {id(layer.block): layer.block for layer in layers}
     return [(block, counts[key]) for key, block in blocks.items()]
@@ -85,12 +85,12 @@ def distinct_blocks(layers: Sequence[DecoderLayer]) -> list[tuple[Block, int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageEncoder:
-    """What images take while vLLM profiles memory.
+    """The memory that images take while vLLM profiles.
 
-    `image_tokens` is the most tokens that one image becomes, each from `patches_per_token` patches. At the peak of the
-    tower a patch needs `patch_elements` elements on every rank and `split_patch_elements` divided among the ranks.
-    `output_rows` are rows of output per token: more than one where inner layers feed the decoder too. A video is
-    profiled with as many pairs of frames as the context holds, at most `frame_pairs`, each of `image_tokens`; 0: no
+    `image_tokens` is the most tokens that one image becomes; each token is made from `patches_per_token` patches. At
+    the peak of the tower a patch needs `patch_elements` elements on every rank and `split_patch_elements` divided among
+    the ranks. `output_rows` are rows of output per token: more than one if inner layers feed the decoder too. A video
+    is profiled with as many pairs of frames as the context holds, at most `frame_pairs`, each of `image_tokens`; 0: no
     video is larger than an image. vLLM 0.11 keeps `kept_tokens_0_11` for the largest video.
     """
 
@@ -103,7 +103,7 @@ class ImageEncoder:
     kept_tokens_0_11: int = 0
 
     def largest_video(self, max_model_len: int) -> int:
-        """Tokens of the largest video: `get_num_frames_with_most_features` in vLLM's models/qwen2_vl.py.
+        """Return the tokens of the largest video: `get_num_frames_with_most_features` in vLLM's models/qwen2_vl.py.
 
         >>> qwen = ImageEncoder(
         ...     image_tokens=16384, patches_per_token=4, patch_elements=1, split_patch_elements=1, frame_pairs=7
@@ -165,7 +165,10 @@ class ModelSpec:
     unknown_keys: tuple[str, ...] = ()
 
     def with_weights(self, change: Callable[[tuple[Weight, ...]], tuple[Weight, ...]]) -> ModelSpec:
-        """The same model with the weights of each decoder layer changed. Layers that are one object stay one object."""
+        """Return the same model with the weights of each decoder layer changed.
+
+        Layers that are one object stay one object.
+        """
         changed: dict[int, DecoderLayer] = {}
         for layer in self.layers:
             if id(layer) not in changed:

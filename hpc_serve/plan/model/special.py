@@ -1,4 +1,4 @@
-"""Families whose layers need code: one function for one layer of each. ordinary.py has the others.
+"""Families that need code: one function for one layer of each. ordinary.py has the others.
 
 Falcon runs attention and MLP in parallel. Nemotron's layers lack parts, Llama 4 attends within chunks. Laguna, MiMo-V2
 and Step 3.5 have layers with other heads, and ERNIE 4.5 says in its own fields which layers have experts.
@@ -21,7 +21,10 @@ _SWA_HEADS_FACTOR = 2
 
 
 def falcon(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Falcon: no gate, and attention and MLP in parallel after one norm with bias, or each after its own."""
+    """Build a layer of Falcon: no gate.
+
+    Attention and MLP run in parallel after one norm with bias, or each after its own norm.
+    """
     prefix = f"transformer.h.{index}"
     bias = bool(builder.get("bias", False))
     size = builder.intermediate_size or 4 * builder.hidden_size
@@ -48,7 +51,10 @@ def falcon_fields(config: CheckedConfig) -> None:
 
 
 def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Nemotron from architecture search: each layer has its own KV heads and MLP size, or lacks one of the two."""
+    """Build a layer of Nemotron from architecture search.
+
+    Each layer has its own KV heads and MLP size, or lacks one of the two.
+    """
     prefix = f"model.layers.{index}"
     config = builder.require("block_configs")[index]
     attention = config.get("attention", CheckedConfig({}, path=f"{config.path}attention."))
@@ -68,7 +74,10 @@ def nemotron_nas(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Llama 4: experts in every `interleave_moe_layer_step`-th layer. Three of four layers attend within chunks."""
+    """Build a layer of Llama 4.
+
+    Every `interleave_moe_layer_step`-th layer has experts. Three of four layers attend within chunks.
+    """
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("attention_bias", False))
     step, sparse = builder.get("interleave_moe_layer_step", 1), builder.get("moe_layers")
@@ -96,7 +105,7 @@ def llama4(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def laguna(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Laguna: as many heads in a layer as the config says for it, and a gate for each head or each of its elements."""
+    """Build a layer of Laguna: as many heads as the config says for it, and a gate per head or per element."""
     prefix = f"model.layers.{index}"
     each, gating = builder.get("num_attention_heads_per_layer"), builder.get("gating", True)
     sizes = builder.head_sizes(heads=each[index] if each else None)
@@ -127,7 +136,10 @@ def laguna(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def mimo_v2(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """MiMo-V2: values narrower than keys, and layers with a window that have other heads and a sink for each."""
+    """Build a layer of MiMo-V2: values are narrower than keys.
+
+    Layers with a window have other heads and a sink for each head.
+    """
     prefix = f"model.layers.{index}"
     pattern, kinds = builder.get("hybrid_layer_pattern"), builder.get("layer_types")
     slides = bool(pattern[index]) if pattern else bool(kinds) and kinds[index] == "sliding_attention"
@@ -159,7 +171,7 @@ def mimo_v2(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def step3p5(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """Step 3.5 and 3.7: layers with a window have other heads, and each head has a gate."""
+    """Build a layer of Step 3.5 and 3.7: layers with a window have other heads, and each head has a gate."""
     prefix = f"model.layers.{index}"
     kinds = builder.get("layer_types")
     slides = bool(kinds) and kinds[index] == "sliding_attention"
@@ -209,7 +221,7 @@ def step3p5_fields(config: CheckedConfig) -> None:
 
 
 def ernie4_5_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
-    """ERNIE 4.5 with experts, from a first layer to a last one, every so many layers."""
+    """Build a layer of ERNIE 4.5 with experts, from a first layer to a last one, every so many layers."""
     prefix = f"model.layers.{index}"
     bias = bool(builder.get("use_bias", False))
     count, size = builder.require("moe_num_experts"), builder.require("moe_intermediate_size")

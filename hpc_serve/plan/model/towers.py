@@ -17,7 +17,7 @@ patches of which four are merged."""
 
 
 def glm4v(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of GLM-4.1V to 4.6V: the MLPs of its layers are as wide as the decoder, its merger's as said."""
+    """Return the tower of GLM-4.1V to 4.6V: the MLPs of its layers are as wide as the decoder, its merger's as said."""
     width, inner, output = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
     merge, bias = config.get("spatial_merge_size", 2), bool(config.get("attention_bias", False))
     pixels = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config["patch_size"] ** 2
@@ -45,7 +45,7 @@ def glm4v(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnco
 
 
 def moon_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Kimi's MoonViT-3D with the projector that merges patches. K3's has wider attention, and no biases."""
+    """Return Kimi's MoonViT-3D with the projector that merges patches. K3's has wider attention, and no biases."""
     width = config.get("vt_hidden_size", config.get("hidden_size", 1152))
     inner = config.get("vt_intermediate_size", config.get("intermediate_size", 4304))
     count = config.get("vt_num_hidden_layers", config.get("num_hidden_layers", 27))
@@ -80,7 +80,7 @@ def moon_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageE
 
 
 def minimax(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """MiniMax-M3's tower, its projector, and the one after it that merges patches."""
+    """Return MiniMax-M3's tower, its projector, and the one after it that merges patches."""
     width, inner, bias = config["hidden_size"], config["intermediate_size"], bool(config["multimodal_projector_bias"])
     compression = config.get("img_token_compression_config") or {}
     merge, frames = compression.get("spatial_merge_size", 2), compression.get("temporal_patch_size", 2)
@@ -101,7 +101,10 @@ def minimax(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEn
 
 
 def step3p7(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Step-3.7's perception encoder, by its own names of fields or transformers', and the convolutions after it."""
+    """Return Step-3.7's perception encoder and the convolutions after it.
+
+    Its fields have its own names or transformers'.
+    """
     width = config.get("width", config.get("hidden_size", 1536))
     count = config.get("layers", config.get("num_hidden_layers", 47))
     inner = config.get("intermediate_size", int(width * config.get("mlp_ratio", 8960 / 1536)))
@@ -124,7 +127,7 @@ def step3p7(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEn
 
 
 def lfm2_siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """SigLIP 2 without its head, and the projector of LFM2-VL."""
+    """Return SigLIP 2 without its head, and the projector of LFM2-VL."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     factor, between = config["downsample_factor"], config["projector_hidden_size"]
     bias, patch = bool(config["projector_bias"]), config.get("patch_size", 16)
@@ -150,7 +153,7 @@ def lfm2_siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Ima
 
 
 def muse(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Muse Glimmer, the adapter that merges patches, and the projection."""
+    """Return the tower of Muse Glimmer, the adapter that merges patches, and the projection."""
     width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("merge_size", 2)
     merged, between = config["out_hidden_size"], config["projector_hidden_size"]
     pixels = 3 * config.get("patch_temporal", 2) * config["patch_size"] ** 2
@@ -169,7 +172,8 @@ def muse(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncod
 
 
 def gemma4(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Gemma 4's tower, which no rank divides (vLLM takes transformers' own), and the projection of its outputs."""
+    """Return Gemma 4's tower, which no rank divides (vLLM takes transformers' own), and the projection of its
+    outputs."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     heads, head_dim = config["num_attention_heads"], config.get("head_dim", 64)
     kv_heads, bias = config.get("num_key_value_heads", heads), bool(config.get("attention_bias", False))

@@ -25,7 +25,7 @@ Qwen2.5-VL's videos of 14 frames ("114688 tokens"). vLLM 0.11 kept Qwen3-VL's vi
 
 
 def rotating_encoder(width: int, tokens: int, merge: int, *, output_rows: int = 1) -> ImageEncoder:
-    """What a tower with rotary embeddings needs.
+    """Return the memory needs of a tower with rotary embeddings.
 
     Every rank holds residual and normed input, and its share of q, k and v (3 widths) and of q and k rotated in 32 bit
     (10 widths of 16 bit). MiMo-VL-7B on H100: 2.49 GiB measured, 2.47 by this.
@@ -64,7 +64,7 @@ def encoder_layers(prefix: str, count: int, names: Sequence[str], width: int, in
 
 
 def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """SigLIP and Gemma 3's projector."""
+    """Return SigLIP and Gemma 3's projector."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     patches = (config["image_size"] // config["patch_size"]) ** 2
     names = ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2", "layer_norms")
@@ -101,7 +101,7 @@ def siglip(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
 
 
 def pixtral(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """Pixtral's encoder, its patch merger, and the projector of Mistral 3."""
+    """Return Pixtral's encoder, its patch merger, and the projector of Mistral 3."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     merge = config["spatial_merge_size"]
     layers: list[Weight] = []
@@ -127,7 +127,7 @@ def pixtral(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEn
 
 
 def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Qwen2.5-VL: a gated MLP, norms without bias."""
+    """Return the tower of Qwen2.5-VL: a gated MLP, norms without bias."""
     width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("spatial_merge_size", 2)
     merged = width * merge**2
     layers: list[Weight] = []
@@ -152,7 +152,8 @@ def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, 
 
 
 def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Qwen3-VL and Qwen 3.5: a merger at the end, and one after each layer that feeds the decoder."""
+    """Return the tower of Qwen3-VL and Qwen 3.5: a merger at the end, and one after each layer that feeds the
+    decoder."""
     width, inner, output = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
     merge, fed = config["spatial_merge_size"], config.get("deepstack_visual_indexes", ())
     merged = width * merge**2
@@ -174,7 +175,7 @@ def qwen3_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, Im
 
 
 def llama4_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
-    """The tower of Llama 4, its pixel-shuffle adapter and its projector."""
+    """Return the tower of Llama 4, its pixel-shuffle adapter and its projector."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     output = config["vision_output_dim"]
     between, adapted = config.get("projector_input_dim", output), config.get("projector_output_dim", output)

@@ -16,7 +16,7 @@ VOCAB_PADDING = 64
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `number`.
+    """Return the least multiple of `multiple` that is at least `number`.
 
     >>> round_up(151_669, 64)
     151680
@@ -43,7 +43,7 @@ class Part:
         return self.units * self.width
 
     def per_rank(self, ranks: int, name: str) -> int:
-        """Features on each of `ranks` ranks. Raises DoesNotFitError where vLLM refuses to divide them."""
+        """Return the features on each of `ranks` ranks. Raises DoesNotFitError if vLLM refuses to divide them."""
         if self.units % ranks == 0:
             return round_up(self.units // ranks * self.width, self.align)
         if self.replicate and ranks % self.units == 0:
@@ -77,14 +77,14 @@ class Linear:
         return self.copies * rows * (self.inputs.size + self.bias)
 
     def shard(self, ranks: int) -> tuple[list[int], int]:
-        """(output features of each fused part, input features) on one rank."""
+        """Return (output features of each fused part, input features) on one rank."""
         column = ranks if self.split == "column" else 1
         row = ranks if self.split == "row" else 1
         outputs = [part.per_rank(column, self.name) for part in self.outputs]
         return outputs, self.inputs.per_rank(row, self.name)
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes on one rank. `expert_ranks` above 1 divides whole experts instead of their matrices."""
+        """Return the bytes on one rank. `expert_ranks` above 1 divides whole experts instead of their matrices."""
         copies = self.copies
         if self.is_expert and expert_ranks > 1:
             copies, ranks = -(-self.copies // expert_ranks), 1
@@ -110,7 +110,7 @@ class Vocabulary:
         return self.rows * self.width
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes on one rank."""
+        """Return the bytes on one rank."""
         rows = Part(round_up(self.rows, VOCAB_PADDING)).per_rank(ranks, f"the padded vocabulary of {self.name}")
         return self.scheme.linear_bytes([rows], self.width, bias=False)
 
@@ -130,7 +130,7 @@ class Vector:
         return self.size
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes on one rank."""
+        """Return the bytes on one rank."""
         return self.element_bytes * Part(self.size).per_rank(ranks if self.split else 1, self.name)
 
 
@@ -149,5 +149,5 @@ class Block:
         return sum(weight.parameters for weight in self.weights)
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
-        """Bytes on one tensor-parallel rank."""
+        """Return the bytes on one tensor-parallel rank."""
         return sum(weight.bytes_per_rank(ranks, expert_ranks) for weight in self.weights)

@@ -61,7 +61,7 @@ def no_plan_json(error: NoLayoutError, model: ModelSpec, gpu: AcceleratorSpec) -
 
 
 def contexts_json(found: LayoutContexts) -> dict[str, Any]:
-    """The longest contexts of one layout. 0: none."""
+    """Return the longest contexts of one layout. 0: none."""
     return {
         **_named(found.layout, _LAYOUT_KEYS),
         "by_requests": [{"at_once": count, "max_model_len": length} for count, length in found.by_requests],

@@ -10,7 +10,7 @@ from hpc_serve.plan.speed.step import Roofline
 
 
 def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
-    """The figures of a plan's classes by name: of its accelerator the narrowest with runs, and all wide ones."""
+    """Return the figures of a plan's classes by name: of its accelerator the narrowest with runs, and all wide ones."""
     found = speed_accuracy()["classes"]
     own = [name for name in own_classes(roofline) if name in found][:1]
     wide = [name for name in wide_classes(roofline) if name in found]
@@ -18,7 +18,8 @@ def measured_classes(roofline: Roofline) -> dict[str, dict[str, Any]]:
 
 
 def class_texts(roofline: Roofline) -> list[str]:
-    """A sentence for each class, without its full stop: "Published runs of all models on v6e had 0.4 to 1.3 times"."""
+    """Return a sentence for each class, without its full stop: "Published runs of all models on v6e had 0.4 to 1.3
+    times"."""
     return [f"Published runs of {name} had {_spread(figures)}" for name, figures in measured_classes(roofline).items()]
 
 

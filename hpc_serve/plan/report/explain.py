@@ -22,7 +22,7 @@ _ROUND_CONTEXT = 128_000
 def explain(
     inputs: PlanInputs, layout: Layout, memory: MemoryEstimate, minimum: MinimumGpus, *, note: str | None = None
 ) -> list[str]:
-    """Lines of text: the model, its cache, the fewest GPUs for it, and the tightest GPU of the layout."""
+    """Return lines of text: the model, its cache, the fewest GPUs for it, and the tightest GPU of the layout."""
     runs = profile_runs(
         inputs.model,
         inputs.cluster.accelerator,
@@ -78,7 +78,7 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
 
 
 def _distinct(inputs: PlanInputs) -> list[tuple[int, int]]:
-    """(parameters, count) of each different layer, in order of appearance."""
+    """Return (parameters, count) of each different layer, in order of appearance."""
     counts: dict[int, int] = {}
     for layer in inputs.model.layers:
         size = layer.block.parameters
@@ -127,7 +127,7 @@ def _budget_lines(inputs: PlanInputs, memory: MemoryEstimate, run: ProfileRun) -
 
 
 def _activation_text(run: ProfileRun) -> str:
-    """Which of images, forward pass and sampling is the largest, and its calculation."""
+    """Say which of images, forward pass and sampling is the largest, with its calculation."""
     forward, sampling = overhead.forward_bytes(run), overhead.sampling_bytes(run) if run.is_last else 0
     encoder, _ = overhead.image_bytes(run)
     if run.model.images and encoder > max(forward, sampling):

@@ -38,7 +38,7 @@ def estimates_by_concurrency(
     usd_per_gpu_hour: float | None = None,
     is_ideal: bool = False,
 ) -> list[SpeedEstimate]:
-    """Estimates for one request in flight, powers of four, the number asked for, and as many as are held."""
+    """Return estimates for one request in flight, powers of four, the number asked for, and as many as are held."""
     held = held_at_once(roofline, traffic, memory)
     counts = {1, held, *(size for size in (4, 16, 64, 256) if size < held)}
     if traffic.concurrency > 1:
@@ -56,7 +56,7 @@ def estimates_by_concurrency(
 
 
 def formula_text(traffic: Traffic) -> str:
-    """How requests arrive, in words."""
+    """Say in words how requests arrive."""
     if traffic.decode_only:
         return "decoding alone: prompts are read elsewhere and take no time"
     if traffic.arrivals == "steady":
@@ -67,13 +67,13 @@ def formula_text(traffic: Traffic) -> str:
 
 
 def arrivals_text(traffic: Traffic) -> str:
-    """How requests arrive, in words, and the option for the other way."""
+    """Say in words how requests arrive, and name the option for the other way."""
     others = {"steady": "; --arrivals burst: all at once", "burst": "; --arrivals steady: so many are always in flight"}
     return formula_text(traffic) + ("" if traffic.decode_only else others[traffic.arrivals])
 
 
 def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
-    """How near such figures are to published measurements, in words."""
+    """Say in words how near such figures are to published measurements."""
     if traffic.decode_only:
         return "no published measurement is of decoding alone"
     found = speed_accuracy()[traffic.arrivals].get(kind)
@@ -96,7 +96,7 @@ def accuracy_text(traffic: Traffic, kind: AcceleratorKind) -> str:
 
 
 def waiting_text(estimate: SpeedEstimate) -> str | None:
-    """A sentence on requests that wait. None where all run at once."""
+    """Return a sentence on requests that wait. None where all run at once."""
     traffic, running = estimate.traffic, int(estimate.batch)
     if running >= traffic.concurrency:
         return None
@@ -108,7 +108,7 @@ def waiting_text(estimate: SpeedEstimate) -> str | None:
 
 
 def start_text(roofline: Roofline, estimate: SpeedEstimate) -> str | None:
-    """How long the first requests of a run wait, which arrive at once. None where none arrive so, or all do."""
+    """Say how long the first requests of a run wait, which arrive at once. None if none arrive so, or all do."""
     traffic = estimate.traffic
     if traffic.arrivals != "steady" or traffic.decode_only or traffic.concurrency == 1:
         return None
@@ -144,7 +144,7 @@ def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, i
 
 
 def critical_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> str:
-    """The batch from which FLOP/s take longer than reading weights, beside what is held."""
+    """Return the batch from which FLOP/s take longer than reading weights, beside what is held."""
     batch = critical_batch(roofline)
     if batch is None:
         return "No critical batch: reading the weights takes longer than the FLOP/s at any batch."
@@ -154,7 +154,7 @@ def critical_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) 
 
 
 def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
-    """The step of one estimate, ideal beside expected, and the factors between the two."""
+    """Yield the step of one estimate, ideal beside expected, and the factors between the two."""
     traffic, ideal, expected = estimate.traffic, estimate.ideal, estimate.expected
     work = roofline.work.stages
     yield (
@@ -201,7 +201,8 @@ def _formula_word(traffic: Traffic) -> str:
 
 
 def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
-    """Dollars for a million output tokens: by the price that a person gave, else by a list price with its date."""
+    """Yield dollars for a million output tokens: by the price that a person gave, else by a list price with its
+    date."""
     listed, usd, unit = roofline.accelerator.list_price, estimate.usd_per_gpu_hour, roofline.accelerator.unit
     if usd:
         origin = "as --usd-per-gpu-hour says"
@@ -240,7 +241,7 @@ def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str
 
 
 def speed_json(estimates: list[SpeedEstimate]) -> dict[str, Any]:
-    """Estimates under stable keys. Times are in seconds, rates per second."""
+    """Return estimates under stable keys. Times are in seconds, rates per second."""
     traffic = estimates[0].traffic
     return {
         "arrivals": traffic.arrivals,

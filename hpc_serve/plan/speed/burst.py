@@ -20,7 +20,7 @@ SHRINK_RATIO = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """So many equal steps, and how many requests each of them serves."""
+    """A number of equal steps, and how many requests each of them serves."""
 
     steps: float
     requests: float
@@ -32,7 +32,7 @@ class _Stretch:
 
 
 def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """One column of an estimate: all requests arrive at once, `batch` of them can run, the others wait.
+    """Return one column of an estimate: all requests arrive at once, `batch` of them can run, the others wait.
 
     While the batch fills, steps contain prompts only. Answers of different lengths are geometric, cut off at the
     longest. They end at a constant rate, so the last ones run in small batches.
@@ -83,7 +83,7 @@ def burst_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fac
 
 @lru_cache(maxsize=512)
 def share_ending_per_step(mean: float, longest: float | None) -> float:
-    """The share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
+    """Return the share of answers that end at each step. Lengths are geometric with that mean, cut off at `longest`.
 
     Solves mean = (1 - exp(-r·longest)) ÷ r. 0 where all answers have the longest length.
     """
@@ -99,7 +99,7 @@ def share_ending_per_step(mean: float, longest: float | None) -> float:
 
 
 def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors) -> _Stretch:
-    """The steps that read the prompts of the first batch."""
+    """Return the steps that read the prompts of the first batch."""
     inputs = traffic.input_tokens
     chunks = math.ceil(first * inputs / roofline.max_num_batched_tokens)
     step = roofline.step(first * inputs / chunks, 0, traffic.mean_context, factors, inputs)
@@ -107,7 +107,10 @@ def _fill(roofline: Roofline, traffic: Traffic, first: float, factors: Factors) 
 
 
 def _drain(roofline: Roofline, traffic: Traffic, first: float, factors: Factors, ends: float) -> list[_Stretch]:
-    """The steps that generate the answers of a batch which no request joins. A share of `ends` ends at each step."""
+    """Return the steps that generate the answers of a batch which no request joins.
+
+    A share of `ends` ends at each step.
+    """
     context, longest = traffic.mean_context, traffic.longest_output_tokens
     if not ends:
         step = roofline.decode(first, context, factors)

@@ -1,7 +1,7 @@
-"""To which classes of published runs a plan belongs: by accelerator and weights, and by what no term describes.
+"""Names the classes of published runs that a plan belongs to: by accelerator and weights, and by uncounted effects.
 
-A class has no factor of its own. What is said of it is how far its runs were from what is printed, which
-benchmarks/accuracy/speed_accuracy.py finds (plan/catalog/speed_accuracy.json).
+The classes do not change the estimate. Each class tells how far its runs were from the printed figures;
+benchmarks/accuracy/speed_accuracy.py measures it (plan/catalog/speed_accuracy.json).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FORMATS = {"bfloat16": "16 bit", "float16": "16 bit", "fp8": "fp8 (per tensor)"
 
 
 def weights_format(model: ModelSpec) -> str:
-    """The format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
+    """Return the format of most of a model's weights; of fp8 its kind too, because kernels differ by it."""
     counts: Counter[str] = Counter()
     for block, layers in distinct_blocks(model.layers):
         for weight in block.weights:

@@ -13,7 +13,7 @@ _MOST = 1 << 20
 
 
 def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """One column of an estimate: `batch` requests run, the others in flight wait. The first token comes with a step."""
+    """Return one column of an estimate: `batch` requests run, the others wait. The first token comes with a step."""
     step = roofline.decode(batch, traffic.mean_context, factors)
     requests_per_s = batch / (step.total_s * traffic.output_tokens)
     queue_s = (traffic.concurrency - batch) / requests_per_s

@@ -22,8 +22,8 @@ from hpc_serve.plan.speed.traffic import Speed, Traffic
 class SpeedEstimate:
     """The speed of one replica under some traffic.
 
-    Of the requests in flight `batch` run at once, the others wait. The cache holds `capacity` of them. `is_ideal`: a
-    person asked for the ideal figures alone.
+    At once, `batch` of the requests in flight run, and the others wait. The cache holds `capacity` of them. `is_ideal`:
+    a person asked for the ideal figures alone.
     """
 
     traffic: Traffic
@@ -68,7 +68,7 @@ def estimate_speed(
     usd_per_gpu_hour: float | None = None,
     is_ideal: bool = False,
 ) -> SpeedEstimate:
-    """The speed of one replica under some traffic.
+    """Return the speed of one replica under some traffic.
 
     `memory` is that of the layout. Requests that the cache or vLLM's max_num_seqs cannot hold wait.
     """
@@ -88,7 +88,7 @@ def estimate_speed(
 
 
 def requests_held(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -> float:
-    """How many requests of the traffic's mean length the cache of a layout holds at once."""
+    """Return how many requests of the traffic's mean length the cache of a layout holds at once."""
     engine = roofline.engine
     ranks = roofline.layout.tensor_parallel_size
     layout = cache_layout(roofline.model, engine, ranks, kind=roofline.accelerator.kind)
@@ -103,12 +103,12 @@ def held_at_once(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate) -
 
 
 def running_requests(roofline: Roofline, traffic: Traffic, capacity: float) -> float:
-    """How many of the requests in flight run at once: as many as the cache holds and max_num_seqs allows."""
+    """Return how many of the requests in flight run at once: as many as the cache holds and max_num_seqs allows."""
     return max(1.0, min(traffic.concurrency, capacity, roofline.max_num_seqs))
 
 
 def speed_column(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """One column of an estimate, by the formula for the way in which requests arrive. `batch` of them can run."""
+    """Return one column of an estimate, by the formula for the arrival of requests. `batch` of them can run."""
     if traffic.decode_only:
         return decode_speed(roofline, traffic, batch, factors)
     if traffic.arrivals == "burst":

@@ -9,7 +9,7 @@ from hpc_serve.plan.speed.step import IDEAL, Roofline
 
 
 def limit_lines(roofline: Roofline) -> Iterator[str]:
-    """A sentence: whether communication or FLOP/s take longer in a full step. None for one GPU."""
+    """Yield a sentence: whether communication or FLOP/s take longer in a full step. None for one GPU."""
     gpu, model, width = roofline.accelerator, roofline.model, roofline.layout.tensor_parallel_size
     inner = model.intermediate_size or model.moe_intermediate_size
     if gpu.slices and inner and width > 1:

@@ -12,7 +12,7 @@ from hpc_serve.plan.speed.traffic import Speed, Traffic
 
 
 def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
-    """One column of an estimate: `batch` requests run, the others in flight wait.
+    """Return one column of an estimate: `batch` requests run, the others in flight wait.
 
     A round serves all running requests once. It takes as many steps as a request has output tokens, or more where the
     prompts need more. Each prompt is read in steps of its own together with the tokens of others, and prompts share

@@ -109,8 +109,8 @@ class StepTime:
 class Roofline:
     """How long a step of one model on one layout takes, for any batch. The work is counted once.
 
-    With async scheduling the host works on a step while the device computes the last one (`is_async` in scheduling.py).
-    Raises InvalidRequestError for an accelerator whose FLOP/s or bandwidth no source confirms.
+    If scheduling is async, the host works on a step while the device computes the last one (`is_async` in
+    scheduling.py). Raises InvalidRequestError if no source confirms the accelerator's FLOP/s or bandwidth.
     """
 
     def __init__(
@@ -134,13 +134,14 @@ class Roofline:
         self.hop_bytes_per_s = network_rate(accelerator) if layout.num_nodes > 1 else link_rate(accelerator, layout)
 
     def decode(self, batch: float, context: float, factors: Factors = EXPECTED) -> StepTime:
-        """A step that generates one token for each of `batch` sequences, each with `context` tokens before it."""
+        """Return a step that generates one token for each of `batch` sequences, each with `context` tokens before
+        it."""
         return self.step(batch, batch, context, factors)
 
     def step(
         self, tokens: float, sequences: float, context: float, factors: Factors, prompt_tokens: float = 0
     ) -> StepTime:
-        """A step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
+        """Return a step of `tokens`: one for each of `sequences`, the others of prompts with `prompt_tokens` each.
 
         The batch is divided among the pipeline stages, which work one after the other.
         """
@@ -198,7 +199,7 @@ class Roofline:
 
 
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
-    """The rate at which a rank sends to its tensor-parallel group, in bytes per second.
+    """Return the rate at which a rank sends to its tensor-parallel group, in bytes per second.
 
     In a mesh every pair has a link of its own: a group smaller than the node has only the links between its members.
     A bridge of two GPUs is of no use to more.
@@ -215,5 +216,5 @@ def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
 
 
 def network_rate(accelerator: AcceleratorSpec) -> float:
-    """One GPU's share of its node's network, in bytes per second, one direction."""
+    """Return one GPU's share of its node's network, in bytes per second, one direction."""
     return accelerator.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S

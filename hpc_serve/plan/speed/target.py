@@ -29,13 +29,13 @@ _UNITS = {"ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedTarget:
-    """What to choose for: most tokens per second, with at most `tpot_s` between tokens and `ttft_s` to the first."""
+    """The goal: most tokens per second, with at most `tpot_s` between tokens and `ttft_s` to the first."""
 
     tpot_s: float | None = None
     ttft_s: float | None = None
 
     def is_met(self, estimate: SpeedEstimate) -> bool:
-        """Whether the expected times are within the limits."""
+        """Return whether the expected times are within the limits."""
         speed = estimate.expected
         in_time = self.tpot_s is None or speed.tpot_s <= self.tpot_s
         return in_time and (self.ttft_s is None or speed.ttft_s <= self.ttft_s)
@@ -79,7 +79,7 @@ def parse_speed_target(text: str) -> SpeedTarget:
 
 
 def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[Deployment, list[str]]:
-    """The fastest deployment that meets the target, and the reasons.
+    """Return the fastest deployment that meets the target, and the reasons.
 
     `traffic.concurrency` above 1 is that of all replicas together. 1 leaves the batch to this function. Raises
     DoesNotFitError where no layout fits, and where none is fast enough.
@@ -107,7 +107,7 @@ def choose_deployment(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget)
 
 
 def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> str:
-    """The deployment nearest to a target that none meets, and what would be faster."""
+    """Return the deployment nearest to a target that none meets, and what would be faster."""
 
     def excess(deployment: Deployment) -> float:
         speed = deployment.estimate.expected
@@ -128,7 +128,7 @@ def _unmet_target_text(deployments: list[Deployment], target: SpeedTarget) -> st
 
 
 def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> tuple[list[Deployment], list[Candidate]]:
-    """(deployments, layouts that hold less than one request), on the fewest nodes that have a deployment."""
+    """Return (deployments, layouts that hold less than one request), on the fewest nodes that have a deployment."""
     cluster = inputs.cluster
     found: list[Deployment] = []
     small: list[Candidate] = []
@@ -155,7 +155,7 @@ def _deployments(inputs: PlanInputs, traffic: Traffic, target: SpeedTarget) -> t
 
 
 def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, int]]:
-    """(layout, replicas) that fill so many nodes evenly, with engines over all nodes, over some, or within one.
+    """Yield (layout, replicas) that fill so many nodes evenly, with engines over all nodes, over some, or within one.
 
     There are no more stages than nodes. _NO_BUBBLES says why.
     """
@@ -172,7 +172,8 @@ def _even_deployments(inputs: PlanInputs, nodes: int) -> Iterator[tuple[Layout, 
 def _best_batch(
     roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, target: SpeedTarget, replicas: int
 ) -> SpeedEstimate:
-    """The estimate at the largest batch that meets the target, or at the traffic's concurrency where it is above 1."""
+    """Return the estimate at the largest batch that meets the target, or at the traffic's concurrency where it is above
+    1."""
 
     def at(concurrency: int) -> SpeedEstimate:
         return estimate_speed(roofline, replace(traffic, concurrency=concurrency), memory, factors=EXPECTED)

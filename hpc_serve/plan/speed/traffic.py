@@ -1,6 +1,6 @@
 """The requests that a replica gets, and the figures that tell how fast they are answered.
 
-steady.py and burst.py have a formula each for the two ways in which requests arrive.
+steady.py and burst.py each have a formula for one way in which requests arrive.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _COUNTS = ("input_tokens", "output_tokens", "concurrency")
 class Traffic:
     """The requests that one replica gets: tokens in and out of each, and how many there are.
 
-    Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst that
-    many arrive at once, and no more come. With `longest_output_tokens` the answers of a burst differ in length: they
-    have `output_tokens` on average and at most that many. None: all have the same length. With `decode_only` the
-    prompts are in the cache already, and reading them takes no time.
+    Steady arrivals keep `concurrency` requests in flight: when one is answered, the next one comes. In a burst
+    `concurrency` requests arrive at once, and no more come. `longest_output_tokens` says that the answers of a burst
+    differ in length: they have `output_tokens` on average and at most `longest_output_tokens`. None: all have the same
+    length. `decode_only`: the prompts are in the cache already, and reading them takes no time.
     """
 
     input_tokens: int = 1024

@@ -54,7 +54,7 @@ class Attention:
     index_flops: int = 0
 
     def held(self, length: float) -> float:
-        """Tokens that a token at that position attends to."""
+        """Return the tokens that a token at that position attends to."""
         return min(length, self.window) if self.window else length
 
 
@@ -81,7 +81,8 @@ class StageWork:
     attention: tuple[Attention, ...]
 
     def weight_bytes(self, tokens: float) -> float:
-        """Bytes of weights that a step reads. Of the experts these are the ones that at least one token goes to.
+        """Return the bytes of weights that a step reads. Of the experts these are the ones that at least one token goes
+        to.
 
         With an even router a token misses a given expert with probability 1 - k/E. So n tokens go to
         E·(1 - (1 - k/E)^n) experts on average.
@@ -89,27 +90,30 @@ class StageWork:
         return self.dense_bytes + self.expert_bytes * self.share_of_experts(tokens)
 
     def share_of_experts(self, tokens: float) -> float:
-        """The share of the experts that a step of so many tokens reads on average. 0 for a dense model."""
+        """Return the share of the experts that a step of so many tokens reads on average. 0 for a dense model."""
         if not self.experts:
             return 0.0
         return 1.0 - float((1.0 - self.experts_per_token / self.experts) ** tokens)
 
     def cache_bytes(self, context: float) -> float:
-        """Bytes of cache for one token that attends to `context` tokens. A state is read and written."""
+        """Return the bytes of cache for one token that attends to `context` tokens. A state is read and written."""
         return sum(
             part.count * (part.held(context) * part.bytes_per_token + context * part.index_bytes + 2 * part.state_bytes)
             for part in self.attention
         )
 
     def attention_flops(self, context: float) -> float:
-        """Operations of attention for one generated token that attends to `context` tokens."""
+        """Return the operations of attention for one generated token that attends to `context` tokens."""
         return sum(
             part.count * (part.decode_flops * part.held(context) + part.index_flops * context)
             for part in self.attention
         )
 
     def prompt_attention_flops(self, tokens: float) -> float:
-        """Operations of attention over a prompt. It is causal: half of all pairs, and less with a window."""
+        """Return the operations of attention over a prompt.
+
+        Attention is causal: half of all pairs, and less with a window.
+        """
         total = 0.0
         for part in self.attention:
             window = part.held(tokens)
@@ -127,17 +131,17 @@ class ModelWork:
     hidden_bytes: int
 
     def all_reduce_bytes(self, stage: StageWork, tokens: float) -> float:
-        """Bytes that a rank sends for the all-reduces of a stage. In a ring it sends 2·(n - 1)/n of each."""
+        """Return the bytes that a rank sends for the all-reduces of a stage. In a ring it sends 2·(n - 1)/n of each."""
         ranks = self.layout.tensor_parallel_size
         return stage.layers * ALL_REDUCES_PER_LAYER * tokens * self.hidden_bytes * 2 * (ranks - 1) / ranks
 
     def hop_bytes(self, tokens: float) -> float:
-        """Bytes that a rank sends to the next stage: its share of the activations and of the residual."""
+        """Return the bytes that a rank sends to the next stage: its share of the activations and of the residual."""
         return 2 * tokens * self.hidden_bytes / self.layout.tensor_parallel_size
 
 
 def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineConfig, layout: Layout) -> ModelWork:
-    """The work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
+    """Return the work of a layout. Raises DoesNotFitError where vLLM refuses the layout."""
     tensor, pipeline = layout.tensor_parallel_size, layout.pipeline_parallel_size
     expert_ranks = tensor if engine.enable_expert_parallel and model.num_experts else 1
     found = []
@@ -180,7 +184,8 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
-    """The type in which a matrix is multiplied: its own where the accelerator has it, else the model's 16-bit type.
+    """Return the type in which a matrix is multiplied: its own where the accelerator has it, else the model's 16-bit
+    type.
 
     Integer groups (AWQ, GPTQ), bitsandbytes, and int8 that vLLM makes itself while loading are unpacked before the
     multiplication. MXFP4 is unpacked on hardware without 4-bit arithmetic, and multiplied with 8-bit activations on
@@ -202,7 +207,8 @@ def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec)
 def _count(
     weights: tuple[Weight, ...], model: ModelSpec, accelerator: AcceleratorSpec, ranks: int, expert_ranks: int
 ) -> tuple[Counter[str], Counter[str], int]:
-    """(operations per token in dense matrices, the same in experts, bytes of experts) of one block on one rank."""
+    """Return (operations per token in dense matrices, the same in experts, bytes of experts) of one block on one
+    rank."""
     dense: Counter[str] = Counter()
     experts: Counter[str] = Counter()
     expert_bytes = 0
@@ -261,7 +267,10 @@ def _attention(
 
 
 def _compressed_attention(cache: LayerCache, count: int, heads: float) -> Iterator[Attention]:
-    """Attention to each tensor that is attended to. An entry of several tokens counts in part for each of them."""
+    """Yield attention to each tensor that is attended to.
+
+    An entry of several tokens counts in part for each of them.
+    """
     for tensor in cache.tensors:
         if tensor.is_attended:
             flops = int(4 * heads * cache.head_dim / tensor.tokens_per_entry)
@@ -278,7 +287,7 @@ def _compressed_attention(cache: LayerCache, count: int, heads: float) -> Iterat
 
 
 def _latent_widths(weights: tuple[Weight, ...]) -> tuple[int, int]:
-    """(query, value) features of a head with latent attention, read from its projections."""
+    """Return (query, value) features of a head with latent attention, read from its projections."""
     query = value = 0
     for weight in weights:
         if isinstance(weight, Linear) and weight.name.endswith(("q_b_proj", "q_proj")):
