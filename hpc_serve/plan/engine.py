@@ -181,7 +181,7 @@ class EngineConfig:
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model, or head of EAGLE, whose weights and cache can be counted. None: there is none."""
+        """The draft model, or head of EAGLE, with weights and a cache that can be counted. None: there is none."""
         asked = self.speculative_config or {}
         named = asked.get("model") if self.speculative_method in ("draft_model", "eagle", "eagle3") else None
         return str(named) if named else None
@@ -209,7 +209,7 @@ class EngineConfig:
 
     @property
     def redundant_experts(self) -> int:
-        """Copies of experts in each layer beside the model's own, of which --enable-eplb makes use."""
+        """Copies of experts in each layer beside the model's own, for --enable-eplb."""
         return int((self.eplb_config or {}).get("num_redundant_experts") or 0)
 
 

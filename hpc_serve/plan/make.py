@@ -129,9 +129,9 @@ class PlanResult:
 
 
 def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
-    """Return the plan for a request whose model and machines were found.
+    """Return the plan for a request, given its model and machines.
 
-    Where nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
+    If nothing fits, the result holds the NoLayoutError. Raises InvalidRequestError for numbers that contradict each
     other or the model.
     """
     if asked.ideal and asked.target is not None:
@@ -180,8 +180,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
 def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[LayoutContexts]]:
     """Return the inputs of the plan, and for `--max-model-len auto` the longest contexts by layout.
 
-    The context is then the model's, or where the machines asked for do not hold it, the longest of any layout there.
-    Where no number of nodes was asked for, the plan chooses it first.
+    The context is then the model's, or the longest of any layout if the machines asked for do not hold the model's. If
+    no number of nodes was asked for, the plan chooses the number first.
     """
     whole = found.model.max_model_len
     is_auto = asked.workload.max_model_len == LONGEST_THAT_FITS
@@ -207,8 +207,7 @@ def _inputs(asked: PlanRequest, found: FoundParts) -> tuple[PlanInputs, list[Lay
 
 
 def _all_contexts(inputs: PlanInputs, found: list[LayoutContexts], chosen: ServePlan) -> list[LayoutContexts]:
-    """Return the contexts of all layouts on as many nodes as were chosen, and of those that the plan names beside
-    them."""
+    """Return the contexts of all layouts on the chosen number of nodes, and of the plan's other candidates."""
     found = found or contexts_by_layout(inputs, chosen.layout.num_nodes)
     known = {one.layout for one in found}
     return found + contexts_of(inputs, (one.layout for one in chosen.candidates if one.layout not in known))

@@ -24,7 +24,8 @@ def is_async(engine: EngineConfig, kind: AcceleratorKind, pipeline_parallel_size
 
 
 def batches_in_flight(engine: EngineConfig, kind: AcceleratorKind, pipeline_parallel_size: int) -> int:
-    """Batches whose tokens a sliding window keeps until they are computed: `max_in_flight_tokens` in config/vllm.py.
+    """Return the batches for which a sliding window keeps tokens until computed: `max_in_flight_tokens` in
+    config/vllm.py.
 
     Before 0.26 it is one, however many are computed at once.
     """

@@ -72,10 +72,9 @@ def resolve(name: str) -> CatalogModel:
 
 
 def did_you_mean(name: str) -> str:
-    """Return the words " Did you mean …?" with up to three close names. If no name is close, say where all names are
-    listed.
+    """Return the words " Did you mean …?" with up to three close names.
 
-    Without a close name: where all names are listed.
+    If no name is close, say where all names are listed.
     """
     close = difflib.get_close_matches(name.lower(), _index(), n=3, cutoff=0.6)
     if not close:
@@ -137,7 +136,7 @@ def ordinary_layers() -> Mapping[str, Mapping[str, Any]]:
 
 
 def config_fields() -> Mapping[str, Any]:
-    """Return the fields of configs whose values are checked, and those that change no size of any model."""
+    """Return the fields of configs to check, and the fields that change no size of any model."""
     found: Mapping[str, Any] = load_data("config_fields.json")
     return found
 

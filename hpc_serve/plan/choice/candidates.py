@@ -159,7 +159,7 @@ def on_most_gpus(candidates: Sequence[Candidate]) -> list[Candidate]:
 def closest_to_fitting(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """Return the candidates that miss least, one for each reason.
 
-    Those that vLLM refuses come last, the smallest first.
+    Candidates that vLLM refuses come last, the smallest first.
     """
 
     def distance(candidate: Candidate) -> tuple[int, int]:

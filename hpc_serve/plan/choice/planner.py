@@ -89,9 +89,9 @@ def plan(
 ) -> ServePlan:
     """Return the smallest layout that holds the model and the workload.
 
-    If none holds all requests at once, it is one that holds as many as possible: the others wait. Raises NoLayoutError
-    where none holds a single request of the longest context, and InvalidRequestError for a context longer than the
-    model's.
+    If no layout holds all requests at once, return one that holds as many as possible: the others wait. Raises
+    NoLayoutError if no layout holds a single request of the longest context, and InvalidRequestError for a context
+    longer than the model's.
     """
     engine, workload = engine or EngineConfig(), workload or Workload()
     asked = PlanInputs(

@@ -70,12 +70,13 @@ class AcceleratorSpec:
 
     @property
     def unit(self) -> str:
-        """What people call one of them: GPU, chip, socket."""
+        """The word for one accelerator: GPU, chip, socket."""
         return _UNITS[self.kind]
 
     def has_custom_all_reduce(self, ranks: int) -> bool:
-        """Return whether vLLM's own all-reduce runs among so many in a node: not over PCIe, and of bridges between two
-        alone.
+        """Return whether vLLM's own all-reduce runs among so many in a node.
+
+        It does not run over PCIe. Over bridges it runs between two alone.
 
         Source: `CustomAllreduce` in vLLM's distributed/device_communicators.
         """

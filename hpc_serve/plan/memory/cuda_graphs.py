@@ -47,7 +47,7 @@ def needs_state_blocks(engine: EngineConfig) -> bool:
 
 
 def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
-    """Batch sizes for which vLLM captures CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
+    """Return vLLM's batch sizes for CUDA graphs, up to `limit`: `_set_cudagraph_sizes` in config/vllm.py.
 
     >>> len(capture_sizes(512))
     51
@@ -58,7 +58,10 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
 
 
 def graph_count(run: ProfileRun) -> int:
-    """Return how many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding. Before V1 only full.
+    """Return how many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding.
+
+    Before V1 vLLM captures only full graphs. LoRA doubles the count by a graph with adapters for each
+    (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
 
     With LoRA each has a second graph, with adapters (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
     """
@@ -75,7 +78,7 @@ def graph_count(run: ProfileRun) -> int:
 
 
 def _sizes(run: ProfileRun, sequences: int) -> list[int]:
-    """Return the batch sizes of graphs: those that --compilation-config names, else vLLM's up to the largest."""
+    """Return the batch sizes of graphs: the sizes in --compilation-config, else vLLM's up to the largest."""
     asked = run.engine.compilation_config or {}
     named, largest = asked.get("cudagraph_capture_sizes"), asked.get("max_cudagraph_capture_size")
     if named:

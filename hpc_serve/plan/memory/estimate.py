@@ -35,7 +35,7 @@ class MemoryEstimate:
     `weight_bytes` are the checkpoint's, `model_loading_bytes` is vLLM's "Model loading took". `kv_cache_tokens` is its
     "KV cache size", `max_concurrency` its "Maximum concurrency". A request of the longest context takes
     `blocks_per_request`. If `graphs_outside` (vLLM before 0.20), the budget does not count `cuda_graph_bytes`. vLLM
-    refuses fewer blocks than `least_blocks`. That is `max_num_seqs` if each sequence has a state in a block.
+    refuses fewer blocks than `least_blocks`; this is `max_num_seqs` if each sequence has a state in a block.
     `offloaded_bytes` of the rank's weights are not on the GPU. They take `pinned_bytes` of the node's memory.
     """
 

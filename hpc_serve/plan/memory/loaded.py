@@ -169,8 +169,7 @@ def _is_expert(weight: Weight) -> bool:
 
 
 def _with_prediction_layers(model: ModelSpec) -> ModelSpec:
-    """Return the model with its layers for multi-token prediction, each with a cache of its own, on the last pipeline
-    stage.
+    """Return the model with its layers for multi-token prediction on the last pipeline stage. Each has its own cache.
 
     A layer is like the last one, with a projection of two inputs and three norms (vLLM's deepseek_mtp.py). It shares
     embedding and head with the model (`_maybe_share_embeddings` and `_maybe_share_lm_head` in v1/spec_decode).
@@ -243,9 +242,9 @@ def _vocabulary_slots(name: str, model: ModelSpec, engine: EngineConfig) -> Iter
 def _lora_slots(weight: Weight, model: ModelSpec, engine: EngineConfig) -> Iterator[Linear]:
     """Yield the matrices A and B of all slots beside one matrix, in the model's 16-bit type.
 
-    A column-parallel matrix has a whole A for each of its fused parts and divides B, a row-parallel one divides A and
-    has a whole B. With fully sharded LoRAs both are divided. Sources: `create_lora_weights` in vLLM's
-    lora/layers/base_linear.py, column_parallel_linear.py and fused_moe.py.
+    A column-parallel matrix has a whole A for each of its fused parts and divides B. A row-parallel one divides A and
+    has a whole B. Fully sharded LoRAs divide both. Sources: `create_lora_weights` in vLLM's lora/layers/base_linear.py,
+    column_parallel_linear.py and fused_moe.py.
     """
     if not isinstance(weight, Linear) or not _is_target(weight.name, engine.lora_target_modules):
         return

@@ -145,8 +145,7 @@ def elements_per_token(run: ProfileRun) -> int:
 def _layer_elements_per_token(layer: DecoderLayer, run: ProfileRun) -> int:
     """Return the elements that a token needs at once in a layer, in the widest of its parts.
 
-    Of the MLP these are the outputs of gate and up and their product, of experts the same, of attention q, k, v and the
-    output.
+    An MLP and experts need the outputs of gate and up and their product. Attention needs q, k, v and the output.
     """
     widest, experts = 0, 0
     for weight in layer.block.weights:

@@ -18,8 +18,9 @@ _Pages = dict[int, list[int]]
 def packed_groups(caches: Sequence[LayerCache | None]) -> tuple[CacheGroup, ...]:
     """Return the groups of these layers.
 
-    Tensors with blocks of equally many tokens and equal windows are a bucket. One with several sizes of pages, and as
-    many layers of each, stays whole, and the most layers of such a bucket are the least that a group has of another.
+    A bucket holds the tensors with equal numbers of tokens in a block and equal windows. A bucket with several sizes of
+    pages, and as many layers of each, stays whole. The most layers of such a bucket are the least number of layers in a
+    group of another bucket.
     """
     buckets: dict[tuple[int, int], _Pages] = {}
     for index, cache in enumerate(caches):
@@ -52,8 +53,9 @@ def _layers(pages: _Pages) -> int:
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
-    """Return the size, at least `least`, to whose multiples these counts are rounded up by the least sum; the largest
-    of equal ones: `_approximate_gcd` in vLLM.
+    """Return the size, at least `least`, that adds least when all counts are rounded up to its multiples.
+
+    Among equal sizes it returns the largest: `_approximate_gcd` in vLLM.
 
     >>> _least_padding([43, 21, 20], 21)
     22

@@ -90,11 +90,11 @@ def model_from_config(
     allow_unknown_keys: bool = False,
     is_draft: bool = False,
 ) -> ModelSpec:
-    """Return the model of a Hugging Face config. `is_draft`: it may be a draft head, which is no model of its own.
+    """Return the model of a Hugging Face config. `is_draft`: accept a draft head, which is not a model by itself.
 
     `dtype` and `quantization` are vLLM's options of those names. None: as the checkpoint is. Raises InvalidRequestError
-    for an architecture or a quantization that the planner does not know, and, unless `allow_unknown_keys`, for a field
-    that looks like a size and that it does not know.
+    for an unknown architecture or quantization. Raises it also for an unknown field that looks like a size, unless
+    `allow_unknown_keys`.
     """
     architecture = _known_architecture(config, name, is_draft=is_draft)
     about = architectures()[architecture]

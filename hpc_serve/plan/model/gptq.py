@@ -1,6 +1,6 @@
 """GPTQModel's `dynamic` rules: modules of a checkpoint with other bits or groups than the rest, or with none.
 
-The first rule that matches a module's name decides. vLLM asks by the names of its own modules, and q, k and v are one
+The first rule that matches a module's name decides. vLLM matches the names of its modules, and q, k and v are one
 matrix there. Follows vLLM's quantization/utils/gptq_utils.py and quantization/auto_gptq.py.
 """
 

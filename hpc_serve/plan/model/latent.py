@@ -85,7 +85,7 @@ def deepseek_sparse(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 
 def _has_indexer(builder: LayerBuilder, index: int) -> bool:
-    """Return whether a layer has an indexer of its own or takes the tokens of the layer before: `skip_topk` in vLLM."""
+    """Return whether a layer has an indexer, or takes the tokens of the layer before: `skip_topk` in vLLM."""
     kinds, pattern = builder.get("indexer_types"), builder.get("index_topk_pattern")
     frequency, offset = builder.get("index_topk_freq", 1), builder.get("index_skip_topk_offset", 2)
     found = pattern[index] != "S" if pattern else max(index - offset + 1, 0) % frequency == 0

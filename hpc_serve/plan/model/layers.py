@@ -52,7 +52,7 @@ class LayerBuilder:
         return default if value is None else value
 
     def first(self, *keys: str, default: Any = None) -> Any:
-        """Return the first of these fields that there is. Those after it are not read."""
+        """Return the first of these fields that there is. Later fields are not read."""
         return next((value for key in keys if (value := self.get(key)) is not None), default)
 
     def either(self, key: str, alias: str, default: int) -> int:
@@ -132,7 +132,10 @@ class LayerBuilder:
         head_dim: int | None = None,
         value_dim: int | None = None,
     ) -> HeadSizes:
-        """Return the sizes of a layer's attention. What is not given is the config's; values are as wide as keys."""
+        """Return the sizes of a layer's attention.
+
+        The config gives all other sizes; values are as wide as keys by default.
+        """
         width = head_dim or self.head_dim
         return HeadSizes(
             heads=heads or self.heads,

@@ -30,9 +30,9 @@ def experts_or_dense(
 ) -> list[Weight]:
     """Return the second half of a layer: routed experts with or without shared ones, or a dense MLP.
 
-    `count` and `size` name the fields of the routed experts; some configs have the size as `size_alias`.
-    The shared experts have as many features as the field `shared_size` says, or those of `shared_count` routed ones.
-    The layers before the field `dense_before` are dense, or with `dense_by_layer` those that `has_experts` names.
+    `count` and `size` name the fields of the routed experts; some configs have the size as `size_alias`. The field
+    `shared_size` gives the features of the shared experts; otherwise they are those of `shared_count` routed ones.
+    Layers before the field `dense_before` are dense. With `dense_by_layer`, `has_experts` decides which layers are.
     `correction` (or its field) gives the router a bias; `wide_router` has the router in 32 bit.
     """
     is_dense = (

@@ -79,9 +79,9 @@ def _flag(builder: LayerBuilder, spec: Sequence[Any]) -> bool:
 def window_cache(builder: LayerBuilder, index: int, *, pattern: int = 0) -> LayerCache:
     """Return the cache of a layer that may have a sliding window.
 
-    Where the config has `layer_types`, they decide, and after them `max_window_layers`, the first layer with the
-    window. Otherwise every `pattern`-th layer attends to all tokens and the others have the window. With `pattern` 0
-    all layers have the window.
+    If the config has `layer_types`, they decide; next decides `max_window_layers`, the first layer with the window.
+    Otherwise every `pattern`-th layer attends to all tokens and the others have the window. If `pattern` is 0, all
+    layers have the window.
     """
     window, kinds, first = (
         builder.get("sliding_window", 0),

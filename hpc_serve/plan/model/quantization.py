@@ -146,7 +146,7 @@ def _same_method(declared: str, override: str) -> bool:
 
 
 def with_quantization_file(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config with what ModelOpt wrote `beside` it, to QUANTIZATION_FILE; as it is where that is empty."""
+    """Return the config with ModelOpt's QUANTIZATION_FILE, which lies `beside` it. Unchanged if `beside` is empty."""
     return {**config, "quantization_config": {"quant_method": "modelopt", **beside}} if beside else config
 
 

@@ -34,7 +34,7 @@ def is_skipped(module: str, patterns: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=32)
 def _matchers(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str] | None]:
-    """Return the patterns that are plain names, which may be many, and those that are not as one expression."""
+    """Return the patterns that are plain names, and one expression for all other patterns. There may be many names."""
     names: set[str] = set()
     expressions: list[str] = []
     for pattern in patterns:

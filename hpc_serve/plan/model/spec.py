@@ -127,14 +127,13 @@ class ModelSpec:
     """A model as the planner sees it. Sizes are in elements.
 
     `dtype` is torch's name of the type without quantization, and `dtype_asked` says that a person asked for it by name.
-    `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None where the output
-    head is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes) and those
-    of "embedding", "final" and "head" that `on_every_stage` names, because some models in vLLM ignore the stage.
-    `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's layers for
-    multi-token prediction, which vLLM loads only to speculate. Where it does, the last `draft_layers` of `layers` are
-    these. `stored_wide`: the files hold 32-bit floats, which are
-    loaded in 16 bit. `unknown_keys` are fields of the config that look like a size and were left out at the person's
-    own risk.
+    `max_model_len` is the longest context the config allows, which is vLLM's default. `head` is None if the output head
+    is the embedding. Each pipeline stage holds `everywhere` (the vision tower, which `images` describes). Some models
+    in vLLM ignore the stage, so each stage also holds the parts in `on_every_stage`: of "embedding", "final" and
+    "head". `rotary_bytes` is the table of sines and cosines on each rank. `prediction_layers` are the checkpoint's
+    layers for multi-token prediction, which vLLM loads only to speculate. When it loads them, they are the last
+    `draft_layers` of `layers`. `stored_wide`: the files hold 32-bit floats, which are loaded in 16 bit. `unknown_keys`
+    are fields of the config that look like a size and were left out at the person's own risk.
     """
 
     name: str
@@ -202,7 +201,7 @@ class ModelSpec:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Elements that one token uses: of the routed experts only those chosen for it."""
+        """Elements that one token uses. Of the routed experts, only the chosen ones count."""
         if not self.num_experts:
             return self.parameters
         idle = 0

@@ -121,9 +121,9 @@ def start_text(roofline: Roofline, estimate: SpeedEstimate) -> str | None:
 
 
 def knee_text(roofline: Roofline, traffic: Traffic, memory: MemoryEstimate, *, is_ideal: bool = False) -> str:
-    """Up to which number of requests in flight more of them pay.
+    """Say up to which number of requests in flight more of them pay.
 
-    That is the first power of two from which twice as many requests give less than half as many tokens/s more.
+    The number is the first power of two from which twice as many requests give less than half as many tokens/s more.
     """
     held = held_at_once(roofline, traffic, memory)
 
@@ -220,9 +220,9 @@ def _cost_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
 
 
 def _separate_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
-    """What decoding alone gives, with prompts on other replicas, and how many of those it takes.
+    """Yield lines on decoding alone, with prompts read on other replicas, and the number of those replicas.
 
-    A prompt alone takes p seconds. A replica that decodes ends batch / (output tokens x step) requests a second, so p
+    A prompt alone takes p seconds. A replica that decodes ends batch / (output tokens x step) requests a second. So p
     times as many replicas of the same layout read prompts for it (How To Scale Your Model, part 8).
     """
     traffic = estimate.traffic

@@ -30,7 +30,9 @@ def weights_format(model: ModelSpec) -> str:
 
 
 def own_classes(roofline: Roofline) -> tuple[str, ...]:
-    """Classes of this accelerator alone, the narrowest first. None for CPUs, of which only another engine was measured.
+    """Return the classes of this accelerator alone, the narrowest first.
+
+    Empty for CPUs: only another engine was measured on them.
 
     Eager runs are classes of their own: no term has the host's work for each kernel that CUDA graphs spare.
     """
@@ -44,11 +46,11 @@ def own_classes(roofline: Roofline) -> tuple[str, ...]:
 
 
 def wide_classes(roofline: Roofline) -> tuple[str, ...]:
-    """Classes of several accelerators, each for a reason that work.py's counts do not have.
+    """Return classes of several accelerators, each for a reason that work.py's counts do not have.
 
     A GPU without 4-bit arithmetic unpacks MXFP4 in its kernels (Marlin or Triton, by its generation), and how fast they
-    are differs by both. Many experts are narrow grouped products, whose tiles are partly empty. Without CUDA graphs the
-    host starts each kernel.
+    are differs by both. Many experts are narrow grouped products with tiles that are partly empty. An engine without
+    CUDA graphs starts each kernel from the host.
     """
     model, accelerator, found = roofline.model, roofline.accelerator, []
     if accelerator.kind == "gpu" and weights_format(model) == "mxfp4" and "fp4" not in accelerator.dense_flops:

@@ -30,9 +30,10 @@ def decode_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Fa
 
 
 def critical_batch(roofline: Roofline) -> int | None:
-    """From how many requests on the FLOP/s of a step take longer than reading its weights, both ideal. None: never.
+    """Return the requests from which on a step's FLOP/s take longer than reading its weights, both ideal. None: never.
 
-    It does not depend on the context. For a dense model on one GPU it is bytes of a weight x FLOP/s / (2 x bandwidth).
+    The context does not change the number. For a dense model on one GPU the number is bytes of a weight x FLOP/s / (2 x
+    bandwidth).
     """
 
     def is_reached(batch: int) -> bool:

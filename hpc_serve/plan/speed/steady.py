@@ -14,9 +14,9 @@ from hpc_serve.plan.speed.traffic import Speed, Traffic
 def steady_speed(roofline: Roofline, traffic: Traffic, batch: float, factors: Factors) -> Speed:
     """Return one column of an estimate: `batch` requests run, the others in flight wait.
 
-    A round serves all running requests once. It takes as many steps as a request has output tokens, or more where the
-    prompts need more. Each prompt is read in steps of its own together with the tokens of others, and prompts share
-    steps where there are too few. Throughput, waiting and time between tokens follow by Little's law.
+    A round serves all running requests once. It takes as many steps as a request has output tokens, or more if the
+    prompts need more. Each prompt has its own steps, together with the tokens of other requests. Prompts share steps if
+    there are too few steps. Throughput, waiting and time between tokens follow by Little's law.
     """
     inputs, outputs, context = traffic.input_tokens, traffic.output_tokens, traffic.mean_context
     steps = max(float(outputs), batch * (inputs + outputs) / roofline.max_num_batched_tokens)

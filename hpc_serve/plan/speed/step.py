@@ -91,7 +91,7 @@ class StepTime:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds by cause. Of weights and FLOP/s only the larger counts."""
+        """Return seconds by cause. Only the larger of weights and FLOP/s counts."""
         return {
             "weights": self.weights_s if self.weights_s >= self.flops_s else 0.0,
             "FLOP/s": self.flops_s if self.flops_s > self.weights_s else 0.0,
@@ -201,8 +201,8 @@ class Roofline:
 def link_rate(accelerator: AcceleratorSpec, layout: Layout) -> float:
     """Return the rate at which a rank sends to its tensor-parallel group, in bytes per second.
 
-    In a mesh every pair has a link of its own: a group smaller than the node has only the links between its members.
-    A bridge of two GPUs is of no use to more.
+    In a mesh every pair has its own link: a group smaller than the node has only the links between its members. A
+    bridge of two GPUs is of no use to more.
     """
     ranks = layout.tensor_parallel_size
     if layout.splits_layers_across_nodes and accelerator.kind != "tpu":

@@ -212,7 +212,7 @@ def _reasons(met: list[Deployment], missed: list[Deployment], small: list[Candid
 
 
 def _time_text(deployment: Deployment) -> str:
-    """What most of a deployment's time goes to, and on several GPUs the share of communication."""
+    """Name the main limit of a deployment, and on several GPUs the share of communication."""
     if deployment.layout.num_gpus == 1:
         return f"bound by {deployment.estimate.bound}"
     share = 100 * deployment.estimate.expected.causes["communication"]

@@ -81,11 +81,10 @@ class StageWork:
     attention: tuple[Attention, ...]
 
     def weight_bytes(self, tokens: float) -> float:
-        """Return the bytes of weights that a step reads. Of the experts these are the ones that at least one token goes
-        to.
+        """Return the bytes of weights that a step reads. Only experts that at least one token goes to are read.
 
-        With an even router a token misses a given expert with probability 1 - k/E. So n tokens go to
-        E·(1 - (1 - k/E)^n) experts on average.
+        If the router is even, a token misses a given expert with probability 1 - k/E. Then n tokens go to E·(1 - (1 -
+        k/E)^n) experts on average.
         """
         return self.dense_bytes + self.expert_bytes * self.share_of_experts(tokens)
 
@@ -184,8 +183,9 @@ def model_work(model: ModelSpec, accelerator: AcceleratorSpec, engine: EngineCon
 
 
 def compute_type(scheme: Scheme, model: ModelSpec, accelerator: AcceleratorSpec) -> str:
-    """Return the type in which a matrix is multiplied: its own where the accelerator has it, else the model's 16-bit
-    type.
+    """Return the type in which vLLM multiplies a matrix.
+
+    This is the matrix's own type if the accelerator has it, else the model's 16-bit type.
 
     Integer groups (AWQ, GPTQ), bitsandbytes, and int8 that vLLM makes itself while loading are unpacked before the
     multiplication. MXFP4 is unpacked on hardware without 4-bit arithmetic, and multiplied with 8-bit activations on
