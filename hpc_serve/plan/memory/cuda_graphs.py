@@ -60,10 +60,8 @@ def capture_sizes(limit: int, *, step_above_256: int = 16) -> list[int]:
 def graph_count(run: ProfileRun) -> int:
     """Return how many CUDA graphs vLLM captures: for mixed batches, and full ones for decoding.
 
-    Before V1 vLLM captures only full graphs. LoRA doubles the count by a graph with adapters for each
+    Before V1 vLLM captures only full graphs. For LoRA each graph has a second one, with adapters
     (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
-
-    With LoRA each has a second graph, with adapters (`get_lora_capture_cases` in v1/worker/gpu/lora_utils.py).
     """
     mode = graph_mode(run.engine)
     if mode == "NONE" or run.accelerator.kind != "gpu":
