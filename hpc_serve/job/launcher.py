@@ -99,7 +99,7 @@ def _load_strategy(
 def run_cache(
     options: LaunchOptions, allocation: Allocation, command: ServeCommand, environ: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[EngineCache]:
-    """Where the engine keeps what it compiles on this node."""
+    """Open the folder for the engine's compiled code on this node."""
     return open_cache(
         cache_key(command, options.device, allocation.num_nodes),
         Path(environ["HPC_SERVE_NODE_TMP"]),

@@ -33,7 +33,7 @@ from hpc_serve.rendezvous.store import ServiceStore, default_home
 
 _log = logging.getLogger(__name__)
 
-# Ray makes UNIX sockets below its folder. The kernel allows 107 characters, of which Ray's part takes 64.
+# Ray makes UNIX sockets below its folder. The kernel allows 107 characters, and Ray's part takes 64 of them.
 _MAX_RAY_DIR_LENGTH = 43
 
 

@@ -1,5 +1,5 @@
-"""Decides whether a job whose run has ended shall have another run, which the batch script of `submit --requeue` then
-asks Slurm for.
+"""Decides whether a job gets another run after the end of a run. The batch script of `submit --requeue` then asks Slurm
+for it.
 
     python -m hpc_serve.job.rerun --service NAME --most 5
 

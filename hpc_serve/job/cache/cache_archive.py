@@ -44,7 +44,7 @@ class CacheArchive:
 
     @classmethod
     def of(cls, home: Path, folder: Path, *, key: str, machine: str, rank: int, limit_bytes: int) -> CacheArchive:
-        """That of `folder` on a `machine`, for the node `rank` of an engine with this key."""
+        """Return the archive of `folder` on a `machine`, for the node `rank` of an engine with this key."""
         digest = hashlib.sha256(f"{machine} {rank} {folder}".encode()).hexdigest()[:16]
         return cls(path=home / "caches" / f"{key}-{digest}{_ENDING}", limit_bytes=limit_bytes)
 
@@ -67,7 +67,7 @@ class CacheArchive:
         return True
 
     def pack(self, folder: Path) -> None:
-        """Write it anew from the folder. What goes wrong is logged: the engine serves without it."""
+        """Write the archive anew from the folder. An error is only logged: the engine serves without the archive."""
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
         try:
             if (size := folder_bytes(folder)) > self.limit_bytes:
@@ -115,7 +115,7 @@ class CacheArchive:
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """What is archived of a member: files and folders alone, and without whose they are."""
+    """Keep files and folders alone, and remove their owners."""
     if not (member.isfile() or member.isdir()) or PurePosixPath(member.name) == PurePosixPath(READY):
         return None
     member.uid = member.gid = 0

@@ -28,7 +28,7 @@ _UNUSED_S = 30 * 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFolder:
-    """A folder of which this process has the lock, in `descriptor`."""
+    """A folder that this process has locked; `descriptor` holds the lock."""
 
     path: Path
     descriptor: int
@@ -46,8 +46,8 @@ class LockedFolder:
 def lock_folder(root: Path, key: str, *, first: int = 0) -> LockedFolder | None:
     """Make and lock the first folder of this key that nobody uses, from number `first` on; None if all are in use.
 
-    A folder in which somebody else has a file is removed first, and passed over if it cannot be. Raises OSError, as
-    where the filesystem has no locks.
+    A folder with a file of another user is removed first, and is skipped if it cannot be removed. Raises OSError, for
+    example on a filesystem without locks.
     """
     for number in range(first, first + _MOST_AT_ONCE):
         path = root / f"{key}-{number}"

@@ -1,8 +1,8 @@
-"""Which caches of compiled code are of one kind: those of the same model, layout and versions of the engine, and of the
-same kind of machine.
+"""Keys of the caches of compiled code.
 
-The engine itself looks up what it has compiled by all that its code depends on. So a key that is too coarse costs
-space, and never gives wrong code; that goes not for the machine, whose instructions compiled code may hold.
+A key stands for a model, a layout, the engine's versions, and the kind of machine. The engine itself looks up its
+compiled code by everything that the code depends on. So a key that is too coarse costs space, but never gives wrong
+code. The machine is an exception: compiled code may hold its instructions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPU_MODEL = re.compile(r"^Model:\s*(.*)$", re.MULTILINE)
 
 
 def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
-    """Of an engine's model, layout and versions; 16 hexadecimal digits, the same on all nodes of a run."""
+    """Return the key of an engine's model, layout and versions: 16 hexadecimal digits, equal on all nodes of a run."""
     model = command.stand_in or command.model
     return _digest(
         [model, _text_of(Path(model) / "config.json")],
@@ -35,7 +35,7 @@ def cache_key(command: ServeCommand, device: Device, num_nodes: int) -> str:
 
 
 def machine_key(*, cpus: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """Of what a node's compiled code may depend on: its processor, its GPUs, its C library."""
+    """Return the key of a node's processor, GPUs and C library: compiled code may depend on them."""
     gpu_models = {match for path in gpus.glob("*/information") for match in _GPU_MODEL.findall(_text_of(path))}
     return _digest(
         [platform.machine(), *platform.libc_ver()], sorted(set(_CPU_FIELDS.findall(_text_of(cpus)))), sorted(gpu_models)

@@ -1,8 +1,8 @@
-"""Where the engine of a run keeps what it compiles, and whether that is there from an earlier start.
+"""The folder where the engine of a run keeps compiled code, and whether an earlier start has filled it.
 
 The folder outlives the run, and its path is the same in every run of the same engine, because compiled code names it.
-Where no such folder can be used safely the run's private folder takes its place, and the record says why. The folders,
-their locks and their bound are in `cache_folders`.
+If no such folder is safe to use, the run's private folder takes its place, and the record says why. The folders, their
+locks and their bound are in `cache_folders`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineCache:
     archive: CacheArchive | None = None
 
     def environ(self) -> dict[str, str]:
-        """What tells the engine where its caches lie."""
+        """Return the variables that tell the engine where its caches are."""
         found = {
             "VLLM_CACHE_ROOT": str(self.path / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
@@ -95,11 +95,11 @@ def open_cache(
     rank: int = 0,
     on_several_nodes: bool = False,
 ) -> Iterator[EngineCache]:
-    """The caches of an engine with this key, for as long as the context lasts.
+    """Yield the caches of an engine with this key, locked until the context ends.
 
-    Of several folders of the key it is the first that no other run uses, from number `first` on. An engine on several
-    nodes that does not become ready leaves nothing: which node's caches are damaged is not known.
-    Raises InvalidRequestError if another user can change what is in HPC_SERVE_CACHE_DIR, or for a setting that is none.
+    A key may have several folders. The first that no other run uses is taken, from number `first` on. An engine on
+    several nodes that does not become ready leaves nothing: nobody knows which node's caches are damaged. Raises
+    InvalidRequestError for a wrong setting, or if another user can change the content of HPC_SERVE_CACHE_DIR.
     """
     limit_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_SIZE")
     archives_bytes = _limit_bytes(environ, "HPC_SERVE_CACHE_ARCHIVE_SIZE")
@@ -209,7 +209,7 @@ def _require_own(path: Path) -> None:
 
 
 def _limit_bytes(environ: Mapping[str, str], variable: str) -> int | None:
-    """What all may take; 0: nothing is kept; None: the default. Raises InvalidRequestError."""
+    """Return the most bytes of all caches; 0: keep nothing; None: the default. Raises InvalidRequestError."""
     text = environ.get(variable)
     if not text:
         return None

@@ -1,8 +1,8 @@
 """A launcher's private folder on its node, and the lock that shows whether the launcher lives.
 
 A launcher holds a lock on the folder's `owner` file as long as it lives. It locks the file before it gives it the name
-`owner`. So an `owner` file without a lock belongs to a launcher that has ended, and whoever locks it then may remove
-the folder. When folders are looked for is decided in `sweep`.
+`owner`. An `owner` file without a lock therefore belongs to a launcher that has ended. The process that locks it then
+may remove the folder. `sweep` decides when to look for such folders.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def lock_abandoned(path: Path, *, wait: bool = False) -> Iterator[DirOwner | Non
     """Lock a folder whose launcher has ended, and yield that launcher.
 
     Yields None if the launcher lives, if it ran on another node, or if another process has the lock to remove the
-    folder. With `wait` it first waits until the lock is free.
+    folder. If `wait` is true, it first waits until the lock is free.
     """
     try:
         descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

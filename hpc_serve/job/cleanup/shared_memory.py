@@ -1,8 +1,8 @@
 """The shared memory of a run: which files in /dev/shm its processes use, and how they are removed after it.
 
 vLLM, PyTorch and NCCL make files of random names there and remove them at their end. A process that is killed leaves
-its files, and their names do not show whose they were. So the files that the run's processes have mapped are listed
-while the run lives. When to list and to remove them is decided in `sweep`.
+its files, and their names do not show whose they were. The files that the run's processes have mapped are therefore
+listed while the run lives. `sweep` decides when to list and when to remove them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Segment:
 
 
 def list_segments(*, folder: Path = _FOLDER) -> set[Segment]:
-    """The segments of this user whose names are of a kind in `_NAME`."""
+    """Return this user's segments with a name that matches `_NAME`."""
     try:
         entries = [Segment(entry.name, entry.inode()) for entry in os.scandir(folder)]
     except OSError:
@@ -39,7 +39,7 @@ def list_segments(*, folder: Path = _FOLDER) -> set[Segment]:
 
 
 def mapped_by(pids: Iterable[int], segments: Iterable[Segment], *, folder: Path = _FOLDER) -> set[Segment]:
-    """Those of `segments` that any of the processes has mapped. Processes whose maps are not readable are left out."""
+    """Return the `segments` that any of the processes has mapped. Processes with unreadable maps are left out."""
     inodes = {inode for pid in pids for inode in _mapped_inodes(pid, folder)}
     return {segment for segment in segments if segment.inode in inodes}
 
@@ -68,8 +68,8 @@ def _mapped_inodes(pid: int, folder: Path) -> Iterator[int]:
         return
     for line in lines:
         # The fields are address, permissions, offset, device, inode and path. The path is the name that the file had
-        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared. A container
-        # has a /dev/shm of its own, where the same inode is another file.
+        # when it was mapped. A semaphore is mapped before it gets its final name, so the inode is compared. Another
+        # container has another /dev/shm, and there the same inode is another file.
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[3] == device and fields[5].startswith(f"{folder}/"):
             yield int(fields[4])

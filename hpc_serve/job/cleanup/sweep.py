@@ -1,4 +1,4 @@
-"""Removes what launchers that were killed have left on a node. One sweep process runs beside each launcher.
+"""Removes the leftovers of killed launchers on a node. One sweep process runs beside each launcher.
 
 `python -m hpc_serve.job.cleanup.sweep FOLDER` first clears the folders of this user's dead launchers next to FOLDER.
 Then it waits for the end of its own launcher (`node_dir`), which closes its standard input, and clears FOLDER if the
@@ -45,7 +45,7 @@ def main(path: Path) -> None:
 
 
 def remove_abandoned(root: Path) -> list[Path]:
-    """Clear the folders in `root` whose launcher ran on this node and has ended; returns the removed ones."""
+    """Clear the folders in `root` of launchers of this node that have ended; return the removed folders."""
     removed = []
     with contextlib.suppress(OSError):
         for path in node_dir.list_private(root):
@@ -71,7 +71,7 @@ def _clear(path: Path, owner: DirOwner) -> bool:
 def _list_shared_memory_until_end(path: Path) -> None:
     """Write down the run's shared memory until its launcher ends.
 
-    Reading the maps of a process slows the process down. So they are read only while there are segments that may be
+    Reading the maps of a process slows the process down. The maps are therefore read only while some segments may be
     the run's. A segment that no process of the run has mapped at two checks in a row counts as another run's.
     """
     ours: set[Segment] = set()

@@ -1,4 +1,4 @@
-"""Where the engine of a run listens, and the certificate of the run by which it shows that it is this engine.
+"""The address of a run's engine, and the run's certificate, by which the engine proves its identity.
 
 The socket and the certificate are made before the engine starts, so that the record names them from the beginning.
 """
@@ -53,9 +53,9 @@ def make_endpoint(node: Node, record: EndpointRecord, store: ServiceStore) -> En
 
 
 def move_endpoint(node: Node, endpoint: EngineEndpoint) -> EngineEndpoint:
-    """The same endpoint with a socket of its own, for an engine that is started again.
+    """Return the endpoint with a new socket, for an engine that is started again.
 
-    The old port went with the old engine. One that the command names stays. Raises PortsInUseError.
+    The old port went with the old engine. A port that the command names stays. Raises PortsInUseError.
     """
     socket = _listen(node)
     record, address = replace(endpoint.record, port=socket.port), replace(endpoint.address, port=socket.port)

@@ -81,7 +81,7 @@ class Engine:
         return self._endpoint.address
 
     async def hold(self, environ: Mapping[str, str]) -> None:
-        """Have its program imported before `serve` is due; `environ` is that of `serve`, as far as it is known."""
+        """Import the engine's program before `serve` is due; `environ` has the known variables of `serve`."""
         await self._process.hold(self._endpoint, environ)
 
     async def serve(self, environ: Mapping[str, str]) -> None:
@@ -180,7 +180,7 @@ class Engine:
         await asyncio.to_thread(lambda: shared_memory.remove(unlisted | listed))
 
     def _write_segments(self) -> None:
-        """Write down its shared memory: whose that was is not to be seen once it is killed."""
+        """Write down the engine's shared memory: after a kill nothing shows who owned it."""
         node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
 
     def _mapped_segments(self) -> set[Segment]:
@@ -269,7 +269,7 @@ class Engine:
                     await asyncio.wait_for(is_up.wait(), _POLL_INTERVAL_S)
 
     async def _read_so_far(self) -> ReadSoFar:
-        """What the run's processes on all nodes have read so far; it grows while weights are loaded."""
+        """Return the bytes that the run's processes on all nodes have read; they grow while weights are loaded."""
         return await asyncio.to_thread(self._reading.look) + self._read_by_workers()
 
     def _read_line(self, line: str) -> None:

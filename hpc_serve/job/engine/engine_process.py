@@ -1,9 +1,9 @@
-"""The engine's process: its command, and the imports that it has behind it when it may start.
+"""The engine's process: its command, and the imports that are done before it may start.
 
-Over Ray the engine starts once all nodes have joined. Until then a child has imported vLLM's command line
-(`engine_start`), five seconds of a core; at the start it is told the rest, and is the engine. No word of the command is
-acted on before. Where `vllm` is not the script of this Python, and for TPUs, whose chips an import may take, the
-command itself is started, as at every later start of the engine.
+Over Ray the engine starts once all nodes have joined. Until then a child process imports vLLM's command line
+(`engine_start`), which takes five seconds of a core. At the start the child is told the command, and becomes the
+engine. It acts on no word of the command before. The command itself is started in three cases: `vllm` is not the script
+of this Python; the device is a TPU, because an import may take its chips; the engine is started a second time or later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRACE_S = 1.0
 
 
 class EngineProcess:
-    """Starts the engine's process on the head. `on_line` gets its lines, but those that are noise."""
+    """Starts the engine's process on the head. `on_line` gets its lines, without the lines that are noise."""
 
     def __init__(
         self, node: Node, parts: Parts, *, on_line: Callable[[str], None], is_noise: Callable[[str], bool]
@@ -42,7 +42,7 @@ class EngineProcess:
         self._held_environ: dict[str, str] = {}
 
     async def hold(self, endpoint: EngineEndpoint, environ: Mapping[str, str]) -> None:
-        """Have vLLM be imported, if it can. `environ` is what `start` will be given, as far as it is known."""
+        """Start the import of vLLM, if possible. `environ` has the known variables of the later `start`."""
         script = shutil.which(self._node.command.argv[0], path=environ.get("PATH"))
         if self._node.options.device == "TPU" or not is_own_script(script, engine_start.VLLM_MODULE):
             return

@@ -1,8 +1,8 @@
 """The socket that the engine serves on. The head's launcher makes it, and it listens from then on.
 
 vLLM binds its port with SO_REUSEADDR and listens once it has loaded. Until then any user of the node can bind the same
-port and listen first. So vLLM binds a port that nobody is told of, and its server serves on the launcher's socket in
-place of that. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
+port and listen first. vLLM therefore binds a port that nobody is told of, and its server serves on the launcher's
+socket instead. The server asks for the socket when it is up, through a Unix socket in the node's private folder.
 """
 
 from __future__ import annotations

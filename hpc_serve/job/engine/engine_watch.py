@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.5
 _AFTER_SILENCE_S = 0.5
 _LOOK_TIMEOUT_S = 2.0
-# With a longer time between two looks the launcher stood still, and its engine perhaps as well: a suspended job.
+# Seconds; after a longer time between two looks the launcher was suspended, and its engine perhaps too.
 _LONGEST_INTERVAL_S = 12.0
 _MOST_SILENCE_S = 10.0
 _UNHEALTHY_LOOKS = 2
@@ -36,8 +36,8 @@ _PORTS_REMEMBERED = 64
 class Answers:
     """The answers of one engine, and whether it is unresponsive by them. Times are seconds of one monotonic clock.
 
-    An engine is unresponsive when /health is left unanswered for `limit_s` (10 s at most), when it answers with an
-    error twice in a row, and when its gate says why it makes no step.
+    An engine is unresponsive in three cases. It leaves /health unanswered for `limit_s` (10 s at most). It answers with
+    an error twice in a row. Its gate says why the engine makes no step.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -91,10 +91,11 @@ class Answers:
 
 @dataclass(kw_only=True)
 class EngineWatch:
-    """The watch of one engine from its readiness on. `request` is what it answered first, and is asked again.
+    """The watch of one engine from its readiness on. `request` is the first request that the engine answered, and is
+    sent again.
 
-    Without an answer for `limit_s` seconds the engine is unresponsive, and after `give_up_s` seconds of that it is
-    given up. With `limit_s` 0 nobody asks.
+    After `limit_s` seconds without an answer the engine is unresponsive, and after `give_up_s` more seconds it is given
+    up. If `limit_s` is 0, nothing is asked.
     """
 
     address: EngineAddress

@@ -1,9 +1,9 @@
-"""What the launcher asks an engine: whether it is ready, and later whether it still works.
+"""The launcher's questions to an engine: whether it is ready, and later whether it still works.
 
-It is ready when it answers /health, lists the model's name, and has completed one request.
-One of these alone is not enough: /health answers before the workers are up, and an engine can end at its first request.
-Each connection is verified first (`trust.connection`), so nobody else gets the key. When to ask, and what follows from
-the answer, is decided by the head.
+An engine is ready when it answers /health, lists the model's name, and has completed one request. One of these alone is
+not enough: /health answers before the workers are up, and an engine can end at its first request. Each connection is
+verified first (`trust.connection`), so nobody else gets the key. The head decides when to ask, and what follows from
+the answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotReadyError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAddress:
-    """Where the engine listens, and how it shows that it is the engine."""
+    """The address of the engine, and the identity by which it is verified."""
 
     host: str
     port: int
@@ -123,9 +123,9 @@ def look(engine: EngineAddress, *, timeout_s: float, tell_port: Callable[[int], 
 
 
 def requests_under_way(engine: EngineAddress) -> int | None:
-    """How many requests run or wait, as the engine says it; None if its metrics have no such figures.
+    """Return the number of requests that run or wait; None if the engine's metrics have no such figures.
 
-    Raises OSError or HTTPException if it does not say anything now.
+    Raises OSError or HTTPException if the engine does not answer now.
     """
     with contextlib.closing(_connect(engine)) as connection:
         status, text, _ = _exchange(connection, engine, "GET", "/metrics", timeout_s=_METRICS_TIMEOUT_S)
@@ -204,7 +204,7 @@ def _answer(
     timeout_s: float,
     body: Mapping[str, Any] | None = None,
 ) -> http.client.HTTPResponse:
-    """An answer whose content was not read. What is asked with a body is a canary."""
+    """Send a request and return its answer with the content unread. A request with a body is a canary."""
     if connection.sock is not None:
         connection.sock.settimeout(timeout_s)
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.identity.api_key}"}

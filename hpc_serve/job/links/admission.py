@@ -1,8 +1,8 @@
-"""Which connections to the head's control port are looked at: those whose first line shows the run's token.
+"""Admits connections to the head's control port: the first line of a connection must show the run's token.
 
 Anybody can connect. A thread takes each connection, reads what has come with it, and closes it at once if that is no
-ticket. So a connection without the token takes no place, no time and no memory, however many there are. Who a
-connection is from is decided by `control`, which asks for a proof that cannot be sent twice.
+ticket. So a connection without the token takes no place, no time and no memory, however many there are. `control`
+decides who has connected: it asks for a proof that cannot be sent twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Admission:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no further connection. Those that were admitted stay open."""
+        """Take no further connection. Admitted connections stay open."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends an accept() that waits

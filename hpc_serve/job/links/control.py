@@ -28,7 +28,7 @@ from hpc_serve.job.machine.network import PortsInUseError
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_HELLO_TEXT = 256
-# Of those who have shown a ticket. A node tries several times at once.
+# Most handshakes at once, after the ticket. A node tries several times at once.
 _HANDSHAKES_PER_NODE = 4
 _SPARE_HANDSHAKES = 64
 _RETRY_INTERVAL_S = 0.2
@@ -39,8 +39,8 @@ _MAX_WRONG_ANSWERS = 3
 class ControlServer:
     """The head's end: accepts launchers that hold the token, and calls `on_link` with the connection of each.
 
-    Anybody can connect to it. Who shows no ticket costs nothing (`Admission`). Of those who do, each has
-    _HANDSHAKE_TIMEOUT_S for its proof, and the oldest goes where they are too many.
+    Anybody can connect to it. A connection without a ticket is closed at once (`Admission`). A connection with a ticket
+    has _HANDSHAKE_TIMEOUT_S for its proof. If there are too many, the oldest is closed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ControlServer:
         self._admission = Admission(listener, self._token, admit)
 
     def close(self) -> None:
-        """Take no further connection. Those of launchers stay open."""
+        """Take no further connection. The connections of launchers stay open."""
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -136,11 +136,10 @@ async def connect(
 ) -> Link:
     """Connect to the head's launcher, and try until it listens.
 
-    Where connections are slow, since strangers open many, several tries run at once; the first that the head greets
-    goes on. `own_address` is called after the head was reached, because the answer depends on the route to it.
-    Raises LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another
-    program answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves
-    nothing.
+    Connections are slow when strangers open many. So several tries run at once, and the first that the head greets goes
+    on. `own_address` is called after the head was reached, because the answer depends on the route to it. Raises
+    LinkLostError if the head is not reached within `deadline_s` seconds. Raises PortsInUseError if another program
+    answers on the head's port: at once after a few wrong answers, at the deadline if what answers proves nothing.
     """
     deadline = time.monotonic() + deadline_s
     about: Message = {"rank": rank, "name": name, "cache": cache[:_MAX_HELLO_TEXT]}

@@ -45,7 +45,7 @@ class WorkerLinks:
 
     @property
     def absent_ranks(self) -> list[int]:
-        """The ranks of the nodes whose launcher has not connected."""
+        """Return the ranks of the nodes without a connected launcher."""
         return sorted(set(range(1, self._num_nodes)) - set(self._links))
 
     @property
@@ -55,7 +55,7 @@ class WorkerLinks:
 
     @property
     def read(self) -> ReadSoFar:
-        """What the run's processes on the other nodes have read so far."""
+        """Return the bytes that the run's processes on the other nodes have read so far."""
         return sum((link.read for link in self._links.values()), ReadSoFar())
 
     def add_worker(self, link: Link) -> None:
@@ -77,8 +77,8 @@ class WorkerLinks:
     async def start_all(self, *, keeps_cache: bool, gcs: str = "", master_port: int = 0) -> None:
         """Tell every worker to start its part.
 
-        `gcs` is the "address:port" of Ray's GCS. Without Ray, the engine's processes meet at `master_port` of the head.
-        Without `keeps_cache` the engine uses no folder of caches that outlives the run.
+        `gcs` is the "address:port" of Ray's GCS. If there is no Ray, the engine's processes meet at `master_port` of
+        the head. If `keeps_cache` is false, the engine uses no folder of caches that outlives the run.
         """
         for link in self._links.values():
             await link.send("go", gcs=gcs, master_port=master_port, keeps_cache=keeps_cache)

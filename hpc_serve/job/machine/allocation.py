@@ -1,6 +1,6 @@
-"""What the scheduler gave this node: its rank, the number of nodes, and the CPUs, GPUs and memory it may use.
+"""The scheduler's allocation on this node: its rank, the number of nodes, and the CPUs, GPUs and memory it may use.
 
-It is read once from the environment. Of several replicas in one job each has an equal part (`share`). Only this module
+It is read once from the environment. If a job has several replicas, each has an equal part (`share`). Only this module
 knows Slurm's variables inside a job. A local run has one node and takes its limits from the machine.
 """
 
@@ -22,10 +22,9 @@ _ALL = Share()
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One node's share of a job, of which this replica has `share`.
+    """One node's part of a job; this replica has `share` of it.
 
-    CPUs, GPUs and memory are those of the replica. `num_gpus` and `memory_bytes` are None where the scheduler does not
-    say.
+    CPUs, GPUs and memory are the replica's. `num_gpus` and `memory_bytes` are None where the scheduler does not say.
     """
 
     cluster: str
@@ -50,7 +49,7 @@ class Allocation:
 
 
 def read_allocation(environ: Mapping[str, str], share: Share = _ALL) -> Allocation:
-    """What a replica has of this node. Raises InvalidRequestError outside a Slurm job and a local run."""
+    """Return a replica's allocation on this node. Raises InvalidRequestError outside a Slurm job and a local run."""
     node = _local(environ) if environ.get("HPC_SERVE_CLUSTER") == "local" else _slurm(environ)
     return replace(
         node,

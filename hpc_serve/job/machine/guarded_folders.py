@@ -1,5 +1,5 @@
-"""Folders of this user on a node that several runs may use: their name, the lock beside one, and whether anybody else
-can have changed what is in it. Whoever removes a folder has its lock alone, and removes the lock's file last.
+"""Folders of this user on a node that several runs may use: their names, the lock beside each, and whether another user
+can have changed their content. A process that removes a folder has its lock alone, and removes the lock's file last.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def remove_unused(
 ) -> list[Path]:
     """Remove folders of `root` with such `names` that nobody uses; return the removed ones.
 
-    Folders stay that were used in the last `keep_s` seconds, as long as all together take at most `limit_bytes`. Those
-    used last stay longest.
+    Folders that were used in the last `keep_s` seconds stay, as long as all together take at most `limit_bytes`. The
+    folders used last stay longest.
     """
     removed = []
     with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def remove_tree(path: Path, *, mark: str) -> None:
 
 
 def others_file(path: Path, *, deep: bool = True) -> str | None:
-    """Why a folder may not be used; None if it may, or if it is not there. Without `deep` its files do not count."""
+    """Return why a folder may not be used; None if it may, or does not exist. `deep` looks at its files too."""
     if not os.path.lexists(path):
         return None
     if path.is_symlink() or not path.is_dir():
@@ -141,7 +141,7 @@ def others_file(path: Path, *, deep: bool = True) -> str | None:
 
 
 def walk(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All that is below a folder, without following links. What vanishes or cannot be read meanwhile is left out."""
+    """Yield all that is below a folder, without following links. Entries that vanish or cannot be read are left out."""
     folders = [str(path)]
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:

@@ -1,6 +1,6 @@
 """How the programs inside a job log: each line has time, node and level. The engine's and Ray's lines stay as they are.
 
-Every module logs to a logger of its own name. What is logged, and at which level, is decided there.
+Every module logs to a logger of its own name, and decides what it logs and at which level.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def set_up_logging(stream: TextIO) -> None:
 
 
 def print_line(line: str) -> None:
-    """Pass a line of a child on as it is."""
+    """Print a line of a child unchanged."""
     print(line, flush=True)

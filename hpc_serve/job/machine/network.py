@@ -116,11 +116,11 @@ def _in_use(port: int) -> bool:
 
 
 def node_address(*, interface: str | None, towards: str | None) -> str:
-    """The IPv4 address of this node that the other nodes use.
+    """Return the IPv4 address of this node that the other nodes use.
 
-    It is the address of `interface` if that is given, else the address from which this node reaches `towards`, else
-    the address of the host name, else that of the default route. Raises InvalidRequestError if the interface does not
-    exist or has no address.
+    It is the address of `interface`, if one is given. Else it is the address from which this node reaches `towards`,
+    else the address of the host name, else the address of the default route. Raises InvalidRequestError if the
+    interface does not exist or has no address.
     """
     if interface:
         try:
@@ -138,7 +138,7 @@ def node_address(*, interface: str | None, towards: str | None) -> str:
 def reachable_addresses() -> list[str]:
     """The IPv4 addresses of this node that other hosts may reach, without loopback.
 
-    The order is: the host name's, the default route's, those of the other interfaces.
+    The order is: the host name's address, the default route's, then the other interfaces'.
     """
     found: list[str] = []
     try:

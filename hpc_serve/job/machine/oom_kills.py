@@ -1,8 +1,7 @@
-"""What the kernel has killed for want of memory: in the cgroup of this job on this node, and on all of the node.
+"""The kernel's counts of processes that it killed for want of memory: in this job's cgroup, and on the whole node.
 
-The kernel counts such kills. A launcher is in its job's cgroup, so the count is there for as long as the launcher is.
-Slurm's own word for it (OUT_OF_MEMORY) comes only after the job, and not from every site. Which end of the run is held
-against these counts is decided in `parts`.
+A launcher is in its job's cgroup, so the count exists as long as the launcher. Slurm's own word (OUT_OF_MEMORY) comes
+only after the job, and not from every site. `parts` decides which end of the run these counts explain.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hpc_serve.sizes import readable_size
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 1.0
-# What was killed for so long before an end was survived.
+# Seconds; the run survived a kill that came longer before its end.
 _BELONGS_TO_END_S = 60.0
 _PEAKS = (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_usage_in_bytes"))
 
@@ -29,8 +28,8 @@ _PEAKS = (("memory.max", "memory.peak"), ("memory.limit_in_bytes", "memory.max_u
 class OomCounts:
     """How many processes the kernel has killed for memory so far; None where it does not count them.
 
-    `in_cgroup` are those of this process's own cgroup. `on_node` are all of the node, those of other jobs among them.
-    `limit_bytes` and `most_bytes` are what the cgroup allows, and the most that it has used.
+    `in_cgroup` counts kills in this process's own cgroup. `on_node` counts all kills on the node, also of other jobs.
+    `limit_bytes` is the cgroup's limit, and `most_bytes` the most that it has used.
     """
 
     in_cgroup: int | None = None
@@ -64,9 +63,9 @@ class OomWatch:
             self._before = OomCounts(in_cgroup=now.in_cgroup, on_node=others)
 
     def words_of_end(self, *, by_sigkill: bool, is_silent: bool) -> str:
-        """What the counts say of a part's end just now; "" if nothing.
+        """Explain a part's end just now by the counts; "" if they say nothing.
 
-        `is_silent`: nothing in its log says why it ended. `by_sigkill`: that was SIGKILL for sure.
+        `is_silent`: the part's log does not say why it ended. `by_sigkill`: the end was SIGKILL for sure.
         """
         self.look()
         told = [words for at, words in self._told if time.monotonic() - at < _BELONGS_TO_END_S]
@@ -89,7 +88,7 @@ class OomWatch:
 
 
 def read_counts(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> OomCounts:
-    """The counts now. What cannot be read is None."""
+    """Return the counts now. A count that cannot be read is None."""
     try:
         cgroups = own_cgroups((proc / "self" / "cgroup").read_text(), root)
         total = read_meminfo(proc / "meminfo")["MemTotal"]
@@ -115,7 +114,7 @@ def _limit_and_peak(cgroups: Mapping[str, list[Path]], total: int) -> tuple[int 
 
 
 def _cgroup_kills(cgroups: Mapping[str, Iterable[Path]]) -> int | None:
-    """Of the innermost cgroup that counts: the kernel counts a kill where the process was."""
+    """Return the count of the innermost cgroup that has one: the kernel counts a kill in the process's cgroup."""
     files = [
         *(folder / "memory.oom_control" for folder in cgroups.get("memory", ())),
         *(folder / "memory.events" for folder in cgroups.get("", ())),

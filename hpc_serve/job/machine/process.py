@@ -1,7 +1,7 @@
 """A child process of a launcher: it has a session of its own, its lines are read, and it ends with its descendants.
 
-Some descendants leave the session, as Ray's workers do. They are found by the run's mark in their environment, so no
-process of the run stays on the node.
+Some descendants leave the session, as Ray's workers do. The run's mark in their environment finds them. So no process
+of the run stays on the node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENGINE_MARK = "HPC_SERVE_ENGINE_MARK"
 class Child:
     """A running child. `last_log_lines` are its latest lines of output.
 
-    Lines for which `is_noise` is true are dropped.
+    Lines are dropped if `is_noise` is true of them.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ async def start_child(
     is_noise: Callable[[str], bool] = lambda line: False,
     told: bool = False,
 ) -> Child:
-    """Start `argv` with exactly `environ`. With `told` it has a standard input, for `Child.tell`.
+    """Start `argv` with exactly `environ`. If `told` is true, the child has a standard input, for `Child.tell`.
 
     Raises FileNotFoundError if there is no such command on its PATH.
     """

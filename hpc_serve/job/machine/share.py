@@ -28,14 +28,14 @@ class Share:
 
     @classmethod
     def from_text(cls, text: str) -> Share:
-        """What the script says, as `2/4`. Raises InvalidRequestError."""
+        """Read the share from the script's text, as `2/4`. Raises InvalidRequestError."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if found is None or int(found[1]) >= int(found[2]):
             raise InvalidRequestError(f"--replica {text}: write it as 2/4, the third of four replicas of a job.")
         return cls(index=int(found[1]), count=int(found[2]))
 
     def of(self, items: Sequence[_Item]) -> Sequence[_Item]:
-        """An equal part of `items`, those next to one another. What cannot be divided evenly stays unused.
+        """Return an equal part of `items`, next to one another. A remainder of the division stays unused.
 
         >>> [Share(index=index, count=3).of("abcdefgh") for index in range(3)]
         ['ab', 'cd', 'ef']
@@ -44,9 +44,9 @@ class Share:
         return items[self.index * size : (self.index + 1) * size]
 
     def narrow_devices(self, environ: Mapping[str, str], *, needed: int) -> dict[str, str]:
-        """`environ` in which the variables of visible devices name this replica's alone.
+        """Return `environ` with variables of visible devices that name this replica's devices alone.
 
-        Raises InvalidRequestError where `needed` devices are wanted, and no variable lists those of the job.
+        Raises InvalidRequestError if `needed` devices are wanted, and no variable lists the job's devices.
         """
         narrowed = dict(environ)
         if self.count == 1:
@@ -73,8 +73,8 @@ class Share:
 
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables to narrow. HIP, and CUDA on ROCm, count within what ROCR_VISIBLE_DEVICES selects, so that one is
-    narrowed only if it stands alone."""
+    """Return the variables to narrow. HIP, and CUDA on ROCm, count within the devices of ROCR_VISIBLE_DEVICES. So
+    ROCR_VISIBLE_DEVICES is narrowed only if it is set alone."""
     within = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if environ.get(name)]
     return within or [name for name in ("ROCR_VISIBLE_DEVICES",) if environ.get(name)]
 

@@ -1,7 +1,6 @@
-"""What was seen on one node before its engine is started, and how it travels to the head: as JSON.
+"""The facts of one node before its engine is started, and their form on the way to the head: JSON.
 
-A group of facts is None where it could not be gathered; `NodeFacts.problems` says why. What facts mean is decided in
-`checks`.
+A group of facts is None if it could not be gathered; `NodeFacts.problems` says why. `checks` decides what facts mean.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaFacts:
-    """What CUDA's driver library says to a process of this job. `cuda_version` is 12080 for 12.8, 0 if unknown."""
+    """The answers of CUDA's driver library to a process of this job. `cuda_version` is 12080 for 12.8, 0 if unknown."""
 
     error: str = ""
     cuda_version: int = 0
@@ -81,7 +80,7 @@ class MemoryFacts:
 class FolderFacts:
     """A folder that the engine writes to. `purpose` says what for; `free_files` is None where there is no limit.
 
-    What is kept in one that `is_in_memory` counts as memory of the job.
+    The content of a folder that `is_in_memory` counts as memory of the job.
     """
 
     purpose: str
@@ -145,7 +144,7 @@ class SoftwareFacts:
 class NetworkFacts:
     """The interface towards the other nodes. `resolved` are the addresses of the node's own name, in their order.
 
-    `interfaces` are all of the node. `chosen` are those that the environment names, by variable.
+    `interfaces` are all interfaces of the node. `chosen` are the interfaces that the environment names, by variable.
     """
 
     interface: str
@@ -177,10 +176,10 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What the head knows of one node: `facts`, None if none came in time, and what was seen between the nodes.
+    """The head's knowledge of one node. `facts` is None if no facts came in time.
 
-    The node's clock is `clock_ahead_s` before the head's, as far as a message's way lets the head tell. `unreached` are
-    the nodes that it could not connect to, with the error; None where that was not tried.
+    `clock_ahead_s` is how far the node's clock is ahead of the head's, as exactly as a message's way shows. `unreached`
+    are the nodes that it could not connect to, with the error; None if that was not tried.
     """
 
     name: str

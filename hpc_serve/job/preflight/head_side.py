@@ -1,6 +1,6 @@
 """The head's part of the preflight: it asks all nodes for their facts, has them reach each other, and judges.
 
-What follows from the verdicts is decided by `head`.
+`head` decides what follows from the verdicts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Asked:
 
     @property
     def report(self) -> NodeReport:
-        """What is known of the node by now."""
+        """Return the facts that are known of the node by now."""
         return NodeReport(
             name=self.link.name,
             facts=self.facts.result() if self.facts.done() else None,

@@ -1,4 +1,4 @@
-"""What a run needs of its nodes, as its command and its launcher say it. Pure."""
+"""A run's needs of its nodes, taken from its command and its launcher. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DEFAULT_UTILIZATION = 0.92  # of the pinned version
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the engine takes of each of `num_nodes` nodes.
+    """The engine's needs of each of `num_nodes` nodes.
 
-    `memory_bytes` is what the scheduler says that the job has of a node, None if it does not say. `offload_bytes` is
-    what each rank keeps of the weights in the node's memory. `staged_bytes` of the model are copied to each node
-    before. `sets_cache_bytes`: the engine was told its cache's size.
-    `has_own_tokenizer`: the engine was told of another tokenizer than the model's, or to use none.
-    `has_own_gloo_interface`: somebody chose the interface of torch's processes.
+    `memory_bytes` is the job's memory on a node by the scheduler, None if the scheduler does not say. `offload_bytes`
+    is the part of the weights that each rank keeps in the node's memory. `staged_bytes` of the model are copied to each
+    node before the start. `sets_cache_bytes`: the engine was told its cache's size. `has_own_tokenizer`: the engine was
+    told of another tokenizer than the model's, or to use none. `has_own_gloo_interface`: somebody chose the interface
+    of torch's processes.
     """
 
     num_nodes: int

@@ -28,7 +28,7 @@ from hpc_serve.vllm.arguments import Argument, names_in, read_arguments, value_o
 GPUS_S, GROUP_S = 120.0, 20.0
 REACH_S = 20.0
 _GIB = 2**30
-# With these the weights or their config are elsewhere, or of another time, than where we look.
+# Arguments that name another place or another revision of the weights or their config.
 _ELSEWHERE = frozenset(
     {"--download-dir", "--revision", "--model-loader-extra-config", "--hf-config-path", "--config-format"}
 )
@@ -37,7 +37,7 @@ _OWN_TOKENIZER = frozenset({"--tokenizer", "--skip-tokenizer-init", "--tokenizer
 
 
 def needs_of(node: Node) -> Needs:
-    """What the run's command and launcher ask of each node."""
+    """Return the needs of each node, from the run's command and launcher."""
     given = read_arguments(_engine_words(node))
     options, environ = node.options, node.environ
     number = {"--gpu-memory-utilization": Needs.gpu_memory_utilization, "--cpu-offload-gb": 0.0}

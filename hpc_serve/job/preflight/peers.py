@@ -1,7 +1,7 @@
-"""Whether nodes reach each other: each listens on a port that the kernel chose, at the address that its engine uses.
+"""Tests whether nodes reach each other. Each listens on a port of the kernel's choice, at its engine's address.
 
-Who connects shows the run's token (`admission`), and the node proves that it holds it too. So no stranger's program
-that answers at an address passes for a node.
+The node that connects shows the run's token (`admission`), and the other node proves that it holds the token too. So a
+stranger's program that answers at an address does not pass for a node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_ERROR = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Where a node listens for the others."""
+    """The address where a node listens for the others."""
 
     name: str
     address: str
@@ -56,7 +56,7 @@ class PeerListener:
 
 
 async def find_unreached(peers: Sequence[Peer], token: str, *, within_s: float) -> dict[str, str]:
-    """The names of those that cannot be reached, each with the last error. Each is tried again until `within_s`."""
+    """Return the unreachable peers by name, each with its last error. Each is tried again for `within_s` seconds."""
     turns = asyncio.Semaphore(_AT_ONCE)
     deadline = time.monotonic() + within_s
 

@@ -1,4 +1,4 @@
-"""What a check says of one node: its level, what was seen with the number that decided it, and what to do. Pure."""
+"""The result of a check on one node: its level, the finding with the number that decided it, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a check saw. `text` is a sentence without its full stop, `cure` one or more with."""
+    """The finding of a check. `text` is a sentence without its full stop, `cure` one or more with."""
 
     level: Level
     text: str

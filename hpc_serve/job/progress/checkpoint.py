@@ -11,7 +11,7 @@ from hpc_serve.hub.local_weights import weight_files
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """Return the files of the weights in `folder`, in the order in which vLLM loads them; none if none can be seen."""
+    """Return the files of the weights in `folder`, in the order of vLLM's loading; none if none can be seen."""
     with contextlib.suppress(OSError):
         return sorted((path for path in weight_files(folder) if path.stat().st_size), key=_by_numbers)
     return []

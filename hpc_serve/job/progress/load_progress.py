@@ -1,7 +1,7 @@
-"""How far the weights of a start are, and how long the rest takes at the rate of the last seconds. Pure.
+"""The loaded part of the weights, and the time for the rest at the rate of the last seconds. Pure.
 
-The engine counts files, and the kernel tells what its processes have read. What follows for the time left of the whole
-start is decided in `start_stages`.
+The engine counts files, and the kernel tells what its processes have read. `start_stages` decides what follows for the
+time left of the whole start.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ _MOST_SAMPLES = 1_000
 
 
 class LoadProgress:
-    """How much of the weights is loaded, from 0 to 1.
+    """The loaded part of the weights, from 0 to 1.
 
-    Files that are done count by their `sizes` in bytes, in the order in which the engine loads them; without sizes all
-    count alike. What is read tells how far the file under way is, and all of it where the engine counts no files.
+    Finished files count by their `sizes` in bytes, in the engine's order of loading. If `sizes` is empty, all files
+    count alike. The bytes read tell the progress of the current file, and the whole progress if the engine counts no
+    files.
     """
 
     def __init__(self, began_s: float) -> None:
@@ -97,7 +98,7 @@ class LoadProgress:
 
 
 class WeightsRead:
-    """What the processes of a run have read of the weights, in the three ways in which the kernel counts."""
+    """The bytes of the weights that the processes of a run have read, in the kernel's three ways of counting."""
 
     def __init__(self) -> None:
         self._of_weights = (0, 0, 0)

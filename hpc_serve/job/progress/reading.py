@@ -1,7 +1,7 @@
-"""What the processes of a run have read on one node, in the three ways in which the kernel tells of it.
+"""The bytes that the processes of a run have read on one node, in the kernel's three ways of counting.
 
-None of them tells all: a mapped file is read without read(), from the page cache without a disk, and the kernel counts
-disks alone, no network filesystem and no FUSE. What follows of it is decided in `start_stages` and `start_progress`.
+No count is complete: a mapped file is read without read(), and a file in the page cache without a disk. The kernel
+counts disks alone, no network filesystem and no FUSE. `start_stages` and `start_progress` decide what follows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReadSoFar(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it. What came in more than one way counts as often, so this says that something is read, not what."""
+        """Return the sum. It shows that something is read, not how much: some bytes count several times."""
         return sum(self)
 
 
@@ -41,7 +41,7 @@ class RunReading:
         self._mapped = 0
 
     def look(self) -> ReadSoFar:
-        """What they have read so far. The first two counts fall where a process has ended."""
+        """Return the bytes read so far. The first two counts fall when a process has ended."""
         by_read = from_disk = 0
         mapped_now: dict[int, int] = {}
         for pid in marked_pids(self._mark):

@@ -87,7 +87,7 @@ class StartStages:
             self._load.note_read(self._read.total, self._clock(), self._whole_bytes)
 
     def note_sizes(self, sizes: Sequence[int]) -> None:
-        """Note the bytes of each file of the weights, in the order in which they are loaded."""
+        """Note the bytes of each file of the weights, in the order of loading."""
         self._load.sizes = tuple(sizes)
 
     def note_copied(self, done: int, total: int) -> None:
@@ -143,7 +143,7 @@ class StartStages:
 
     @property
     def _whole_bytes(self) -> int:
-        """What all ranks read until the weights are loaded: as much as last time, else the size; 0: not known."""
+        """Return the bytes that all ranks read for the weights: last time's, else the size; 0: not known."""
         past = self._past.read_bytes if self._past else 0
         return max(past if past >= _LEAST_READ_BYTES else 0, self.checkpoint_bytes or 0)
 

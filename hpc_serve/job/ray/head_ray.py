@@ -55,7 +55,7 @@ class HeadRay:
         await asyncio.to_thread(node.make_peer_files, address=node.internal_head)
 
     async def start_head(self, node: Node) -> None:
-        """Start it; `node` is this one as all nodes have agreed on. Without a command `ray` nothing is started here."""
+        """Start Ray's head, if there is a command `ray`; `node` is this node as all nodes have agreed on."""
         self._node = node
         self.environ = node.ray_environ(address=node.internal_head)
         if shutil.which("ray", path=self.environ.get("PATH")) is None:  # the preflight says so, with the cure

@@ -1,7 +1,7 @@
-"""Ray on one node, in two steps: its program is imported at once, and does the rest when it is told what that needs.
+"""Ray on one node, in two steps: its program is imported at once, and is told the rest later.
 
-So imports take no time of a start while launchers find each other and look at their nodes. What Ray is told is decided
-by the launcher's role; the child's own program is `ray_start`.
+The imports run while launchers find each other and check their nodes, so they do not lengthen the start. The launcher's
+role decides what Ray is told. The child's own program is `ray_start`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keeps the ends of what Ray's own processes log on a node, in one file of the job's folder of logs.
+"""Keeps the ends of the logs of Ray's own processes on a node, in one file of the job's folder of logs.
 
 Ray writes into the node's private folder, which goes with the run. So the ends are copied while the run lasts, and once
-more at its end: of a node that is lost, what was copied last is left. What the lines mean is decided in `diagnose`.
+more at its end. If a node is lost, its last copy stays. `diagnose` decides what the lines mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_serve.rendezvous.names import replica_name
 from hpc_serve.sizes import MIB
 
 _log = logging.getLogger(__name__)
-# Those first that tell of an end. Ray sends the lines of workers to the head's log as well, unless it ended before.
+# The files that tell of an end come first. Ray also sends the workers' lines to the head's log, unless it ended before.
 _FILES = (
     *("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out"),
     *("runtime_env_agent.err", "dashboard_agent.err", "worker-*.err", "worker-*.out"),

@@ -1,10 +1,11 @@
-"""Which nodes Ray has: a program beside Ray's head prints them whenever they change, and the launcher reads its lines.
+"""Lists Ray's nodes: a program beside Ray's head prints them at each change, and the launcher reads its lines.
 
     python -m hpc_serve.job.ray.ray_nodes FOLDER ADDRESS GPU [PORT]     (or another resource of Ray, counted by node)
 
-FOLDER is Ray's own folder, ADDRESS is the head's. PORT is that of Ray's GCS; without it, Ray writes the port into
-FOLDER. The port is printed as soon as it is known. The program ends when its standard input is closed. It is a thread
-of Ray's head where that is possible, since `import ray` takes more than a second. The launcher never imports Ray.
+FOLDER is Ray's own folder, ADDRESS is the head's. PORT is the port of Ray's GCS; if it is not given, Ray writes the
+port into FOLDER. The port is printed as soon as it is known. The program ends when its standard input is closed. It is
+a thread of Ray's head where that is possible, since `import ray` takes more than a second. The launcher never imports
+Ray.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def watch(folder: str, address: str, device: str, port: str = "") -> None:
 
 
 def _say(fact: dict[str, Any]) -> None:
-    """Write one line of its own, whatever Ray's head is just writing."""
+    """Write a separate line, whatever Ray's head is just writing."""
     os.write(1, f"\n{json.dumps(fact)}\n".encode())
 
 

@@ -1,7 +1,7 @@
 """The private names of Ray that a start uses. This is the only module that uses any.
 
 They spare a start several seconds. `ray_start` and `ray_nodes` look for them in the installed Ray before they use one.
-Where a name is missing, the plain command `ray start` runs, and Ray's public functions list the nodes.
+If a name is missing, the plain command `ray start` runs, and Ray's public functions list the nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PORT_FILE = "ray._raylet:GCS_SERVER_PORT_NAME"
 _LIST_NODES = ("ray._raylet:GcsClient", "ray._raylet:InnerGcsClient.get_all_node_info")  # the first calls the second
 NAMES: tuple[str, ...] = (_MAIN, _HOOK, _START_DASHBOARD, _PORT_FILE, *_LIST_NODES)
 """All names that a start uses."""
-# Commands of Ray that do not start it, nearly half of the import. Ray goes on without those that it cannot find.
+# Commands of Ray that do not start it, nearly half of the import. Ray goes on if it cannot find them.
 _OTHER_COMMANDS = ("ray.util.state.state_cli", "ray.dashboard.modules.job.cli", "ray.serve.scripts")
 _ALIVE = 0
 

@@ -1,8 +1,8 @@
 """A child of a launcher: it imports Ray's command line, waits for a line on its standard input, and runs `ray start`.
 
-The line is JSON: the command, the whole environment, and on the head the arguments of `ray_nodes`. Without a line, the
-launcher has ended, and so does this program. The plain command runs where `ray` is not the script of this Python's
-package, and where the installed Ray lacks a private name (`ray_private`). The log then says which name.
+The line is JSON: the command, the whole environment, and on the head the arguments of `ray_nodes`. If no line comes,
+the launcher has ended, and this program ends too. The plain command runs in two cases: `ray` is not the script of this
+Python's package, or the installed Ray lacks a private name (`ray_private`). The log then says which name.
 """
 
 from __future__ import annotations

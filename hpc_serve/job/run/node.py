@@ -1,6 +1,6 @@
-"""What one launcher is told, and what follows for its children: their environment and their arguments.
+"""The options of one launcher, and the environment and arguments of its children that follow from them.
 
-What is started, and when, is decided by the launcher's role (`head`, `worker`).
+The launcher's role (`head`, `worker`) decides what is started, and when.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CANARY_ON_CPUS_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the script tells each launcher.
+    """The options that the script gives each launcher.
 
     `gpus_per_node` counts the devices of a node of the kind `device`; with 0 the engine runs on CPUs. `stall_s` is how
     long the engine's start may show no progress, `join_s` how long the head waits for something that is missing.
-    `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL.
-    `canary_s` is how long a step of an engine that was ready may take in any case; 0: as long as it likes. After
-    `hang_s` seconds of that it is ended. It is started again in place `engine_restarts` times.
+    `kill_wait_s` is Slurm's KillWait, between SIGTERM and SIGKILL. `canary_s` is how long a step of an engine that was
+    ready may take in any case; 0: without a limit. An engine that is unresponsive for `hang_s` seconds is ended. It is
+    started again in place `engine_restarts` times.
     """
 
     service: str
@@ -90,10 +90,10 @@ class Node:
 
     @cached_property
     def internal_head(self) -> str:
-        """Where Ray and the engine's processes reach the head.
+        """Return the address where Ray and the engine's processes reach the head.
 
-        On one node without Ray that is the loopback address, so that none of their ports, which ask nobody for
-        anything, is open to the network. Ray replaces a loopback address that it is given by another of the node's.
+        On one node without Ray it is the loopback address. The ports of these processes ask for no key, so they must
+        not be open to the network. Ray replaces a loopback address that it is given by another of the node's.
         """
         if self.allocation.num_nodes > 1:
             return self.head
@@ -133,7 +133,7 @@ class Node:
         return self.backend == "mp" and self.allocation.num_nodes > 1
 
     def multi_node_args(self) -> list[str]:
-        """What vLLM is told on this node if it spans several nodes without Ray; else nothing."""
+        """Return vLLM's arguments on this node if it spans several nodes without Ray; else nothing."""
         if not self.spans_nodes_without_ray:
             return []
         return multi_node_args(
@@ -146,14 +146,14 @@ class Node:
     @property
     def settings_file(self) -> Path:
         """A file that tells this node's engine the port where its processes meet, and nobody else."""
-        return self.node_dir / "engine.yaml"  # the name's end is the one that vLLM asks for
+        return self.node_dir / "engine.yaml"  # vLLM asks for this ending
 
     def write_master_port(self, port: int) -> None:
         """Write the port of the head where the engine's processes meet. Raises StoreError."""
         write_private(self.settings_file, f"master-port: {port}\n")
 
     def child_environ(self, *, address: str) -> dict[str, str]:
-        """The environment of the engine, whose processes meet at `address`. Defaults leave what a person has set."""
+        """Return the engine's environment; its processes meet at `address`. A person's variables win over defaults."""
         ours = {
             **mark_environ(self.run_mark),
             "TMPDIR": str(self.node_dir),

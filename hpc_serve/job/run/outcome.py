@@ -1,4 +1,4 @@
-"""How a run ended. It is decided once: the first cause counts, and what follows from it does not."""
+"""The end of a run. It is decided once: the first cause counts, and its consequences do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _SETTLE_S = 1.0
 # scancel and the end of the time limit may send SIGTERM more than once, and the script passes its own on.
 _SAME_SIGNAL_S = 3.0
-# What the way down takes after a drain: the engine's end, the workers', Ray's, the last record.
+# Seconds from the end of a drain to the end of the run: engine, workers, Ray, last record.
 _WAY_DOWN_S = 8.0
 _LEAST_GRACE_S = 3.0
 KILL_WAIT_S = 30.0
@@ -68,8 +68,8 @@ def drain_s_after_signal(kill_wait_s: float) -> float:
 class RunEnd:
     """The end of the run on this node. `stop` ends it on purpose, `fail` because a part failed.
 
-    What comes after a stop, while requests are finished, interrupts that. `kill_wait_s` is how long after SIGTERM
-    Slurm sends SIGKILL.
+    A second signal or failure during the drain after a stop interrupts the drain. `kill_wait_s` is how long after
+    SIGTERM Slurm sends SIGKILL.
     """
 
     def __init__(self, kill_wait_s: float = KILL_WAIT_S) -> None:
@@ -117,7 +117,7 @@ class RunEnd:
             self.stop(reason, drain_s=drain_s_after_signal(self._kill_wait_s))
 
     def stop(self, reason: str, *, drain_s: float = 0.0, cause: DrainCause = "slurm") -> None:
-        """End the run after a drain of `drain_s` seconds at most. With 0, one that has begun ends as well."""
+        """End the run after a drain of `drain_s` seconds at most. 0 also ends a drain that has begun."""
         self._stopped.set()
         if self._decided.done() and drain_s == 0:
             self._interrupt(None)

@@ -87,7 +87,7 @@ class Parts:
         is_noise: Callable[[str], bool] = lambda line: False,
         told: bool = False,
     ) -> Child:
-        """Start a child whose end is the caller's affair. Raises PartFailedError if there is no such command."""
+        """Start a child; the caller looks after its end. Raises PartFailedError if there is no such command."""
         self.require_command(name, argv[0], environ)
         return await start_child(name, argv, environ, on_line, is_noise=is_noise, told=told)
 
@@ -131,7 +131,7 @@ class Parts:
         await self._run_end.fail(await self.outcome_of(child))
 
     def _words_of_kernel(self, child: Child) -> str:
-        """What the kernel's counts of those that it killed for memory say of a child's end."""
+        """Explain a child's end by the kernel's OOM counters."""
         rule = child.cause.name if child.cause is not None else ""
         was_killed = child.exit_code == _SIGKILL_EXIT_CODE
         return self._oom_watch.words_of_end(

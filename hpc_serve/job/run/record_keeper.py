@@ -1,6 +1,6 @@
 """The record of a replica, as its head writes it: published early, renewed on a lease, left with the reason of its end.
 
-What the fields mean is decided in `rendezvous.record`, how far a start is in `start_stages`.
+`rendezvous.record` defines the fields, and `start_stages` the progress of a start.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def publish_failure(
 
 
 def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a record whose run failed: it is over, or its script starts it again with other ports."""
+    """Return the record's fields after a failed run: it is over, or its script starts it again with other ports."""
     if outcome.exit_code == PortsInUseError.exit_code and environ.get("HPC_SERVE_ATTEMPTS_LEFT", "0") != "0":
         return {"state": "starting", "stage": "starting again with other ports", "reason": outcome.reason}
     return {
@@ -83,7 +83,7 @@ def first_record(node: Node) -> EndpointRecord:
 
 
 def _run_record(service: str, allocation: Allocation, environ: Mapping[str, str]) -> EndpointRecord:
-    """What is known of a run before its command is read."""
+    """Return the record of a run before its command is read."""
     now = time.time()
     return EndpointRecord(
         service=service,

@@ -20,7 +20,7 @@ class Restart:
 
     @property
     def words(self) -> str:
-        """What the engine does meanwhile, for people."""
+        """Return a phrase for people about the restart."""
         return f"starting the engine again ({self.number} of {self.most})"
 
 
@@ -37,7 +37,8 @@ class Restarts:
         self._was_ready = False
 
     def after_end(self, ready_s: float | None) -> Restart | None:
-        """What follows an end; None if the run is to end. `ready_s` is how long the engine was ready, if at all."""
+        """Return the restart after an end; None if the run is to end. `ready_s`: seconds the engine was ready, if
+        ever."""
         self._was_ready = self._was_ready or ready_s is not None
         if ready_s is not None and ready_s >= _RECOVERED_AFTER_S:
             self._used = 0

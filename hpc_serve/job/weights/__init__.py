@@ -1,1 +1,1 @@
-"""Where a run's weights are, and the copy of them on a node's own disk."""
+"""The place of a run's weights, and their copy on a node's own disk."""

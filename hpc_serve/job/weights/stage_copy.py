@@ -1,6 +1,6 @@
 """Copies files of a model with several readers at once, in blocks: one stream seldom gets all that a filesystem gives.
 
-Each byte is read once. What was written is not read again here; the caller compares sizes and headers.
+Each byte is read once. The written bytes are not read again here; the caller compares sizes and headers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A copy of the model on a node's own disk or in its memory, from which the engine loads (HPC_SERVE_STAGE).
 
 It decides what is copied, where to, and whether there is room. Runs on one node that load the same files share one
-copy: each holds a lock on it, the first of them copies, the last one removes it. What a killed run has left is removed
-by the sweep beside the launcher, or that of the next run. How bytes are copied is decided in `stage_copy`.
+copy: each holds a lock on it, the first of them copies, the last one removes it. The sweep process beside the launcher
+removes the leftovers of a killed run; else the sweep of the next run does. `stage_copy` decides how bytes are copied.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Staging:
             remove_unless_locked(self.target, mark=WHOLE)
 
     def _copy_under(self, lock: int, on_copied: OnCopied) -> None:
-        """Copy with the lock of this process alone; then the lock is one that others may have too."""
+        """Copy with an exclusive lock; then turn it into a shared lock."""
         try:
             if not self.is_whole or others_file(self.target) is not None:
                 remove_tree(self.target, mark=WHOLE)
@@ -116,7 +116,7 @@ class Staging:
         self._lock = self._kept_if_whole(lock)
 
     def _kept_if_whole(self, lock: int) -> int | None:
-        """The lock, if the copy is still the one that the path leads to."""
+        """Return the lock if `target` still names the locked copy and the copy is whole; else close it."""
         with contextlib.suppress(OSError):
             is_same = os.path.samestat(os.fstat(lock), os.lstat(self.target.with_name(f"{self.target.name}.lock")))
             if is_same and self.is_whole and others_file(self.target) is None:

@@ -1,5 +1,5 @@
-"""Looks where a run's weights are: which filesystem, how large, how much memory there is for them; and which strategies
-for loading them the engine's version has. What follows is decided in `vllm/load_strategy.py`.
+"""Finds a run's weights: their filesystem, their size, and the memory that is free for them. It also finds the loading
+strategies of the engine's version. `vllm/load_strategy.py` decides what follows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")  # as /proc/mounts writes blanks
 
 
 def find_load_strategy(command: ServeCommand, environ: Mapping[str, str], *, num_nodes: int) -> LoadStrategy:
-    """What makes the engine read its weights fast on this node; the log says what, and why."""
+    """Return the strategy by which the engine reads its weights fast on this node; the log says which, and why."""
     words = command.argv[command.argv.index("serve") + 1 :]
     try:
         place = find_weights(command.stand_in or command.model, words, environ)
@@ -46,7 +46,8 @@ def with_strategy(command: ServeCommand, strategy: LoadStrategy) -> ServeCommand
 
 
 def find_weights(model: str, words: tuple[str, ...], environ: Mapping[str, str]) -> WeightsPlace | None:
-    """Where the safetensors files of a model are; None if there are none to be seen. Raises OSError, ValueError."""
+    """Return the place of a model's safetensors files; None if there are none to be seen. Raises OSError,
+    ValueError."""
     folder = Path(model) if model.startswith("/") else cached_folder(model, environ)
     if folder is None or _ELSEWHERE & names_in(words):
         return None
@@ -70,7 +71,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
         if len(words) < 3:
             continue
         point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), words[1])
-        # Of several mounts at one point the last is the one that is seen.
+        # If there are several mounts at one point, the last one is seen.
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(found[0]):
             found = (point, words[2])
     return found[1]

@@ -16,7 +16,7 @@ _SKEW_S = 30.0
 _SLOW_LINK_MBITS = 5_000
 _SLOW_RESOLVING_S = 2.0
 
-# What a check between nodes says of each node, by its name.
+# The result of a check between nodes, by the name of the node.
 SeenByNode = dict[str, Seen]
 
 
@@ -42,7 +42,7 @@ def _reach(report: NodeReport, num_nodes: int, needs: Needs) -> Seen:
 
 
 def addresses(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
-    """Each node has an address of its own, and its name resolves to it first."""
+    """Check that no two nodes share an address, and that each node's name resolves to its address first."""
     found = {report.name: report.facts for report in reports if report.facts is not None}
     shared = Counter(facts.address for facts in found.values())
     return {name: _address(facts, shared[facts.address], needs) for name, facts in found.items()}

@@ -7,14 +7,15 @@ from hpc_serve.job.preflight.needs import Needs
 from hpc_serve.job.preflight.verdict import Seen, failed, not_checked, ok, shortened, warning
 from hpc_serve.sizes import GIB
 
-# What reads files of a folder as we look for them; others find weights elsewhere.
+# Load formats that read the files of a folder as this check does; other formats find weights elsewhere.
 _FROM_FILES = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
-# The hub's own names. Others refuse too, as a proxy, and a repository without a config.json may be whole (HTTP 404).
+# The hub's own names of refusals. Others, such as a proxy, refuse too. A repository without a config.json may be whole
+# (HTTP 404).
 _REFUSED = ("GatedRepo", "RepoNotFound")
 
 
 def weights(facts: NodeFacts, needs: Needs) -> Seen:
-    """Each node reads the weights, all of those that the index names, and none is cut short; and a tokenizer."""
+    """Check that a node reads a tokenizer and all weights of the index, and that no file is cut short."""
     if (seen := facts.weights) is None:
         return not_checked(facts.problems.get("weights", "the weights are not looked for with these options"))
     found = _weights(seen, needs)

@@ -1,7 +1,7 @@
-"""Tries CUDA in a process of its own, without torch: `python -m hpc_serve.job.preflight.gather.cuda_probe`.
+"""Tries CUDA in a separate process, without torch: `python -m hpc_serve.job.preflight.gather.cuda_probe`.
 
 It asks the driver's library for its GPUs, writes to the memory of each, reads it back, and prints what it saw as JSON.
-A context of CUDA takes memory of the GPU until its process ends, so this is not done in the launcher.
+A context of CUDA takes memory of the GPU until its process ends. So the launcher does not do this itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _CudaError(Exception):
 
 
 def probe(cuda: Any) -> CudaFacts:
-    """What the library `cuda` says of its GPUs."""
+    """Ask the library `cuda` for its GPUs, and try each."""
     try:
         _call(cuda, "cuInit", 0)
         version, count = ctypes.c_int(), ctypes.c_int()

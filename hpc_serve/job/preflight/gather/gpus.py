@@ -1,6 +1,6 @@
 """The GPUs of a node: as the driver's tool lists them, and as a process of this job sees them (`cuda_probe`).
 
-A GPU that another program has just left may show its memory in use for a moment. So it is looked at again for a while.
+A GPU that another program has just left may show its memory in use for a moment. The GPU is then looked at again.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def _from_nvidia(environ: Mapping[str, str], visible: str | None) -> GpusFacts:
 
 
 def parse_nvidia(text: str) -> list[dict[str, str]]:
-    """What nvidia-smi lists, a GPU each."""
+    """Return the rows of nvidia-smi, one for each GPU."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [dict(zip(_FIELDS, row)) for row in rows if len(row) == len(_FIELDS)]
 
 
 def choose_visible(listed: Sequence[Mapping[str, str]], visible: str | None) -> list[Mapping[str, str]] | None:
-    """Those that CUDA_VISIBLE_DEVICES names, by number or UUID; None where it names parts of GPUs."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, by number or UUID; None if it names parts of GPUs."""
     if visible is None:
         return list(listed)
     found = []
@@ -108,7 +108,7 @@ def _from_rocm(environ: Mapping[str, str]) -> GpusFacts:
 
 
 def parse_rocm(text: str) -> list[GpuFacts]:
-    """What `rocm-smi --json` lists: an object of cards, whose keys differ by version."""
+    """Read the GPUs from `rocm-smi --json`: an object of cards. The keys of a card differ by version."""
     try:
         cards = json.loads(text[text.index("{") :])
     except ValueError:

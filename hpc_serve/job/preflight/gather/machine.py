@@ -78,7 +78,7 @@ def _folder(purpose: str, path: Path) -> FolderFacts:
 
 
 def gather_limits() -> dict[str, LimitFacts]:
-    """What `ulimit` shows of this process."""
+    """Return the limits of this process, as `ulimit` shows them."""
     limits = {name: LimitFacts(soft=soft, hard=hard) for name, (soft, hard) in _read_limits().items()}
     if os.geteuid() != 0 and limits["nproc"].soft >= 0:  # the kernel holds root to none
         limits["nproc"] = replace(limits["nproc"], used=count_tasks(os.geteuid()))

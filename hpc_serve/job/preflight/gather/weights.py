@@ -25,10 +25,10 @@ def gather_weights(
     load_format: str,
     ask_hub: Callable[[HubSettings, str], tuple[int, str]] | None = None,
 ) -> WeightsFacts | None:
-    """What this node sees of `model`: a folder, or a repository. None where it is neither as far as can be told.
+    """Return what this node sees of `model`, a folder or a repository; None if it is neither.
 
-    `ask_hub` is asked for the hub's HTTP status, and its name of an error, where the cache lacks weights and the hub
-    may be asked.
+    If the cache lacks weights and the hub may be asked, `ask_hub` returns the hub's HTTP status and its name of an
+    error.
     """
     if Path(model).is_dir() or model.startswith("/"):
         return _of_folder(Path(model), load_format)
