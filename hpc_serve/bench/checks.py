@@ -38,7 +38,7 @@ def load_check(words: str) -> Check:
 
 
 def wrong_answers(run: Run, check: Check) -> dict[int, str]:
-    """Return the faults of answers, by the place of the request. A check that raises is a fault of its own."""
+    """Return the faults of answers, by the place of the request. A check that raises is a fault, too."""
     found = {}
     for outcome in run.outcomes:
         if not outcome.is_answered:

@@ -1,4 +1,4 @@
-"""What is asked in a run, and what came of each request: values alone."""
+"""The requests of a run and their results: values alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestResult:
-    """What came of a request. Times in seconds; `start_s` is a clock's that counts from no known moment.
+    """The result of a request. Times are in seconds; `start_s` is by a clock that counts from no known moment.
 
-    `latency_s` ends with the last token, `itls_s` are the times between the pieces of the answer. `queue_s` is how long
-    it waited here for its turn. `replica` is who answered, "" if none did; it was sent `sent` times. Without an `error`
-    it was answered.
+    `latency_s` ends with the last token, and `itls_s` are the times between the pieces of the answer. `queue_s` is the
+    wait here for its turn. `replica` has answered, "" if none did; the request was sent `sent` times. If `error` is
+    empty, it was answered.
     """
 
     place: int
@@ -57,7 +57,7 @@ class OwnShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What came of the requests of a run. If it was `interrupted`, outcomes lack those that had no answer by then."""
+    """The results of a run's requests. If it was `interrupted`, `outcomes` lacks requests without an answer by then."""
 
     outcomes: tuple[RequestResult, ...]
     duration_s: float
@@ -67,10 +67,10 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Sent):
-    """One run: what was asked of whom, at which pace, and what came of it.
+    """One run: its service, its requests, their pace, and their results.
 
-    `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` are those that were
-    ready when it began. `requests` are all that were to be sent.
+    `max_concurrency` None: no bound; `request_rate` inf: all at once, within that bound. `replicas` were ready when the
+    run began. `requests` are all requests to be sent.
     """
 
     service: str

@@ -55,7 +55,7 @@ def random_requests(vocabulary: Sequence[int], lengths: Iterable[Lengths], seed:
 def shared_prefix_requests(
     vocabulary: Sequence[int], lengths: Lengths, count: int, seed: int, *, prefix_len: int, num_prefixes: int
 ) -> list[BenchRequest]:
-    """Return completions in random order whose prompts begin equally often with each of `num_prefixes` prefixes."""
+    """Return completions in random order. Each of `num_prefixes` prefixes begins equally many of their prompts."""
     _check(vocabulary)
     if not 0 < prefix_len < lengths.input_len:
         raise InvalidRequestError(

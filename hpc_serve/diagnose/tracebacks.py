@@ -18,11 +18,11 @@ _EXCEPTION = re.compile(
 _ANY_EXCEPTION = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(\w+\))?(?:: (?P<message>.*))?$")
 _CHAIN = ("The above exception was the direct cause of", "During handling of the above exception")
 _IGNORED = re.compile(r"Exception ignored (?:in|while|on)|Task exception was never retrieved|--- Logging error ---")
-# What code catches in the course of its work: what was raised while it did so says more.
+# Exceptions that code often catches on purpose. An exception raised during their handling says more.
 _CAUGHT_AS_A_RULE = frozenset(
     {"KeyError", "AttributeError", "StopIteration", "IndexError", "LookupError", "ImportError", "ModuleNotFoundError"}
 )
-# Standard library and wrappers, in which the last frame of many errors lies.
+# Standard library and wrappers: many errors have their last frame there.
 _FOREIGN = re.compile(r"^(?:<|(?:torch|uvloop|asyncio|click)/)|/lib/python3[.\d]*/")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
@@ -77,7 +77,7 @@ class TracebackReader:
         return self._in_traceback
 
     def note(self, text: str, number: int, *, at: float | None, is_survived: bool) -> Raised | None:
-        """The exception whose last line this is, or None."""
+        """Read a line; return the exception that ends with it, or None."""
         stripped = text.strip()
         if begins_traceback(text):
             self._in_traceback, self._is_survived, self._frames = True, is_survived, []

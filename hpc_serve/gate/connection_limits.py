@@ -1,9 +1,9 @@
 """Limits to the cost of a connection before it has shown the key: bytes, time, places, and lines in the log.
 
-The same protocol class writes the signs of `signs`, since it alone knows where in an answer the connection is.
-vLLM serves by uvicorn, which bounds none of these for its usual parser (httptools): headers are collected without end,
-and half a request stays open for ever. `install` puts a protocol class with limits where uvicorn looks for one. Who
-has the key is decided by `gate`. uvicorn is imported when the limits are installed.
+The same protocol class writes the signs of `signs`, since it alone knows where in an answer the connection is. vLLM
+serves by uvicorn, which bounds none of these for its usual parser (httptools): headers are collected without end, and
+half a request stays open for ever. `install` puts a protocol class with limits where uvicorn looks for one. `gate`
+decides who has the key. uvicorn is imported when the limits are installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOO_LARGE = (
 _MAX_LOGGED_PATH = 200
 _LOGGED_PER_INTERVAL = 20
 _LOG_INTERVAL_S = 10.0
-# Where uvicorn's own class is taken from and what of it is used here. A later uvicorn may have moved any of it.
+# The module of uvicorn's own class, and its members that are used here. A later uvicorn may have moved any of them.
 _USED_METHODS = (
     *("connection_made", "connection_lost", "data_received", "handle_websocket_upgrade"),
     *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),

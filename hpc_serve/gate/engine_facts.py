@@ -1,7 +1,7 @@
-"""Reads what the API server's process knows of its engine: vLLM's own objects in this process, and /proc.
+"""Reads facts about the engine in the API server's process: from vLLM's own objects in this process, and from /proc.
 
-Nothing of vLLM is imported. Where a version of vLLM lacks a name that is read here, nothing counts as due, so no
-engine is called hung for it, and the log says so once.
+Nothing of vLLM is imported. If a version of vLLM lacks a name that is read here, nothing counts as due. So no engine is
+called hung for it, and the log says so once.
 """
 
 from __future__ import annotations

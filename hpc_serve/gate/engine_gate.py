@@ -1,8 +1,8 @@
 """The gate as the engine loads it: `vllm serve --middleware hpc_serve.gate.engine_gate.Gate`.
 
 vLLM imports a middleware before it makes its uvicorn server. Importing this module therefore puts the limits for
-connections in force, and has the server take the launcher's socket; it is imported in the engine's process alone. Who
-may come in is decided in `gate`.
+connections in force, and has the server take the launcher's socket; it is imported in the engine's process alone.
+`gate` decides which requests are admitted.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _is_health(scope: Scope) -> bool:
 
 
 def _is_get(scope: Scope, path: str) -> bool:
-    # With a root path of the same name the router would take this path for another route.
+    # A root path of the same name would lead the router to another route.
     return (
         scope["type"] == "http"
         and scope["path"] == path

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 LOOK_INTERVAL_S = 0.4
 """Between two looks; a question before that gets the last answer."""
-# With a longer time between two looks the process stood still itself: a suspended job.
+# Seconds; after a longer time between two looks the process itself was suspended.
 _LONGEST_INTERVAL_S = 12.0
-# After so long without a step the engine's processes are looked at.
+# Seconds without a step after which the engine's processes are looked at.
 _STILL_S = 0.4
 _STOPPED_S = 1.0
 _NO_CPU_S = 1.5
@@ -48,10 +48,10 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one look saw: how many requests the core has, and the tokens of the prompts it has not read yet.
+    """The findings of one look: `due` requests in the core, and the tokens of prompts that are not read yet.
 
-    `counters` change with each step. A step reads `step_tokens` at most. `rates` are the tokens a second at which
-    prompts were read, by request. `ranks_burn_cpu_here`: all ranks are processes of this node, and a step uses CPU.
+    `counters` change with each step. A step reads `step_tokens` at most. `rates` are the reading speeds of prompts in
+    tokens a second, by request. `ranks_burn_cpu_here`: all ranks are processes of this node, and a step uses CPU.
     """
 
     due: int = 0

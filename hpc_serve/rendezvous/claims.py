@@ -1,4 +1,4 @@
-"""Who may use a service's name. Replicas of one model share it; another model waits until all of them are over.
+"""Claims of service names. Replicas of one model share a name; another model waits until all of them are over.
 
 The claim is one file, and a lock guards it: the only lock among the shared files. Only the scheduler knows whether the
 job that holds a name still exists, so callers that can ask it pass `is_over`.
@@ -45,8 +45,8 @@ def claim(
     """Take the name `service` for `model`; replicas of the same model share it.
 
     A record or a submitted job of another model holds the name until its job is over. `is_over` decides that, best by
-    asking the scheduler. Without `is_over`, a record that was not renewed for ABANDONED_AFTER_S and a job that was
-    submitted a week ago count as over. Raises ServiceConflictError, StoreError.
+    asking the scheduler. If `is_over` is None, two things count as over: a record that was not renewed for
+    ABANDONED_AFTER_S, and a job that was submitted a week ago. Raises ServiceConflictError, StoreError.
     """
     is_over = is_over or _is_abandoned
     path = _claim_path(store, service)
@@ -61,7 +61,7 @@ def claim(
 
 
 def release(store: ServiceStore, service: str, model: str) -> None:
-    """Give up a claim whose job was not submitted. Raises StoreError."""
+    """Give up the claim of a job that was not submitted. Raises StoreError."""
     path = _claim_path(store, service)
     with locked(store, service):
         if (found := _read_claim(path)) is not None and found.model == model:

@@ -1,7 +1,7 @@
 """How a replica is asked to drain: a file beside its record, which its head looks for.
 
-Whoever may write into the service's folder may ask: `hpc-serve stop`, or the batch script before the time limit. What
-draining is, and how long it may take in fact, is decided by the head.
+Every program that may write into the service's folder may ask: `hpc-serve stop`, or the batch script before the time
+limit. The head decides what draining is, and how long it may take in fact.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _UNKNOWN_S = 100.0  # what the batch script leaves of a notice of two minutes
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequest:
-    """Who asks, why, and how many seconds the requests under way may take; with 0 the replica ends at once.
+    """A request to drain: its author, its cause, and the seconds that requests under way may take; 0 ends at once.
 
-    The batch script writes no cause: it asks when Slurm does. `requested_at` is seconds since the epoch by the clock of
-    who asks. The head counts by its own.
+    The batch script writes no cause: it asks when Slurm does. `requested_at` is seconds since the epoch by the author's
+    clock. The head counts by its own clock.
     """
 
     by: str
@@ -38,12 +38,12 @@ class DrainRequest:
 
 
 def drain_file(store: ServiceStore, service: str, *, job_id: str, restart: int, replica: int) -> Path:
-    """Where a replica is asked. Raises InvalidRequestError for names that cannot be files."""
+    """Return the path of a request to drain a replica. Raises InvalidRequestError for names that cannot be files."""
     return store.service_dir(service) / drain_file_name(job_id, restart, replica)
 
 
 def drain_file_of(store: ServiceStore, record: EndpointRecord) -> Path:
-    """Where the replica of a record is asked. Raises InvalidRequestError for names that cannot be files."""
+    """Return `drain_file` for the replica of a record. Raises InvalidRequestError for names that cannot be files."""
     return drain_file(store, record.service, job_id=record.job_id, restart=record.restart, replica=record.replica)
 
 

@@ -1,6 +1,6 @@
-"""What the gate in an engine and its clients tell each other in headers. Pure, with the standard library alone.
+"""The headers between the gate in an engine and its clients. Pure, with the standard library alone.
 
-The gate decides what it answers, the client what it believes.
+The gate decides its answers; the client decides which answers it believes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_draining(headers: Headers) -> bool:
 
 
 def read_request_count(headers: Headers) -> RequestCount | None:
-    """What an answer of /metrics says of requests; None if it does not.
+    """Read the count of requests from the headers of a /metrics answer; None if it has no such header.
 
     >>> read_request_count({"x-hpc-serve-requests": "5f3a 17 2"})
     RequestCount(gate='5f3a', count=17, under_way=2)

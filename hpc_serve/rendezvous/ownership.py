@@ -1,8 +1,9 @@
-"""Whether a file or folder may be used: nobody but its user and root can change what is in it, or what it is.
+"""Decides whether a file or folder may be used: only its user and root can change its content, or replace it.
 
-One function decides, `fault`: by owner, mode, ACL, sticky bit and links, of the path and of every folder above it,
-since whoever can write to a folder can replace what lies in it. Weights need no trust, because they hold numbers alone;
-it is needed for secrets, for code, and for words that decide what runs. It leaves to others what is in a file.
+One function decides, `fault`: by owner, mode, ACL, sticky bit and links, of the path and of every folder above it.
+Every folder above counts, because a user who can write to a folder can replace its entries. Weights need no trust,
+because they hold numbers alone. Secrets, code, and words that decide what runs need it. The content of a file is left
+to other modules.
 """
 
 from __future__ import annotations
@@ -198,10 +199,10 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
 
 
 def _is_unseen_root(found: os.stat_result, *, holder_mode: int) -> bool:
-    """Whether this is taken for root's in a container that shows no root. `holder_mode` is that of the folder it is in.
+    """Return whether this counts as root's in a container that shows no root. `holder_mode` is its folder's mode.
 
-    There files of root and of every other user show one number. What lies in a folder that nobody but root may write
-    to was put there by root; where others may write, as in /tmp, anybody may have made it.
+    In such a container files of root and of every other user show one number. If only root may write to a folder, root
+    has put its entries there. If others may write, as in /tmp, anybody may have made them.
     """
     return found.st_uid == _unseen_owner() and not holder_mode & _OTHERS_WRITE
 

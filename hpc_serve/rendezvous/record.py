@@ -1,4 +1,4 @@
-"""What a replica says about itself, and what `submit` writes down about a job: the values, and their JSON.
+"""The record of a replica, written by its head, and the note that `submit` writes about a job: values, and their JSON.
 
 A record is a hint that expires when it is not renewed. This module decides its fields. It does not find out whether an
 engine answers at the address: readers do.
@@ -39,11 +39,11 @@ START_STAGES = ("nodes", "staging", "engine", "weights", "compile", "capture", "
 
 @dataclass(frozen=True, kw_only=True)
 class StartRecord:
-    """How far a start is. Its `stage`, one of START_STAGES, began at `since`; it is empty once the replica was ready.
+    """The progress of a start. Its `stage`, one of START_STAGES, began at `since`; "" once the replica was ready.
 
-    `took_s` has the seconds of each stage that is over. `checkpoint_bytes` are the weights' files, `bytes_per_s` is how
-    fast they are, or were, loaded. From the record's `updated_at` on it takes `time_left_s` until the replica is ready,
-    by its last start here, and `weights_left_s` until the weights are loaded; None: not known.
+    `took_s` has the seconds of each finished stage. `checkpoint_bytes` is the size of the weights' files, and
+    `bytes_per_s` the speed at which they are, or were, loaded. Counted from the record's `updated_at`, the replica is
+    ready in `time_left_s` by its last start here, and the weights are loaded in `weights_left_s`; None: not known.
     """
 
     stage: str
@@ -211,7 +211,7 @@ class SubmittedJob:
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """What people call its replicas."""
+        """Return the names of the job's replicas for people."""
         return tuple(
             replica_name(self.job_id, replica, self.replicas_per_job) for replica in range(self.replicas_per_job)
         )

@@ -1,7 +1,7 @@
-"""The shared folder of services: which files there are, who writes them, and when they are removed.
+"""The shared folder of services: its files, their writers, and when they are removed.
 
-Each record has one writer, so readers need no lock. What a file says is a hint: the client probes whether an engine
-answers, and only the scheduler knows whether a job exists. claims.py decides who may use a name.
+Each record has one writer, so readers need no lock. The content of a file is a hint: the client probes whether an
+engine answers, and only the scheduler knows whether a job exists. claims.py decides who may use a name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BESIDE_RECORDS = (".drain", ".successor", ".preflight", ".forgotten")
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
 
-# What is written about a job: by its head node, or by `submit`.
+# An entry about a job, written by its head node or by `submit`.
 JobEntry = EndpointRecord | SubmittedJob
 _Entry = TypeVar("_Entry", EndpointRecord, SubmittedJob)
 
@@ -56,9 +56,9 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceRecords:
-    """What is written about a service, oldest first. `problems` names the files that are not trusted, and why.
+    """The files of a service, oldest first. `problems` names the files that are not trusted, and why.
 
-    `unreadable` are the names of records that are there and could not be read, or are not trusted.
+    `unreadable` are the names of existing records that could not be read, or are not trusted.
     """
 
     service: str
@@ -77,7 +77,7 @@ class ServiceRecords:
         return tuple(job for job in self.submitted if job.job_id not in started)
 
     def awaiting_record(self) -> tuple[SubmittedJob, ...]:
-        """Submitted jobs without a record whose end is not written down; the scheduler may know that they ended."""
+        """Return submitted jobs without a record and without a known end; the scheduler may know that they ended."""
         return tuple(job for job in self.without_record() if job.end is None)
 
 
@@ -135,7 +135,7 @@ class ServiceStore:
     def write(self, record: EndpointRecord, *, makes_folders: bool = True) -> Path:
         """Replace a replica's record; its head is the only writer. Raises StoreError.
 
-        Without `makes_folders` a home that was moved away is not made anew, and the error says that it is gone.
+        If `makes_folders` is false, a home that was moved away is not made anew, and the error says that it is gone.
         """
         folder = self.service_dir(record.service)
         if makes_folders:
@@ -205,11 +205,11 @@ class ServiceStore:
     def sweep(
         self, service: str, *, older_than_s: float = WEEK_S, is_over: Callable[[JobEntry], bool] | None = None
     ) -> int:
-        """Remove records that were not renewed for `older_than_s`, temporary files of writers that died,
-        requests to drain that nobody took back, and what is written about successors, preflights and forgotten jobs.
+        """Remove old files of a service, and return their number.
 
-        A submitted job of that age is removed only if `is_over` says so: it may still wait in the queue. Returns the
-        number of files removed. Raises StoreError.
+        These are records that were not renewed for `older_than_s`, temporary files of dead writers, and requests to
+        drain that nobody took back. Files about successors, preflights and forgotten jobs are removed too. A submitted
+        job of that age is removed only if `is_over` says so: it may still wait in the queue. Raises StoreError.
         """
         oldest = time.time() - older_than_s
         folder = self.service_dir(service)
@@ -234,7 +234,7 @@ class ServiceStore:
 
 
 def jobs_begun(job_ids: Iterable[str]) -> set[str]:
-    """The jobs that have published a record, whose ids are `job_ids`; of the task of an array, the array too."""
+    """Return `job_ids`, the ids of jobs with a record, and for the task of an array also the array's id."""
     return {begun for job_id in job_ids for begun in (job_id, array_of(job_id))}
 
 
@@ -258,7 +258,7 @@ def in_order(
     *,
     seen: Iterable[str],
 ) -> ServiceRecords:
-    """What was read of a service, oldest first. `seen` are the names of the records that were there and count."""
+    """Return the entries of a service, oldest first. `seen` are the names of the existing records that count."""
     return ServiceRecords(
         service=service,
         records=tuple(sorted(records, key=began_or_ended_at)),
@@ -285,7 +285,7 @@ def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]
 
 
 def parse_entry(text: str, path: Path, kind: type[_Entry], service: str) -> _Entry:
-    """What is written in a file. Raises RecordError."""
+    """Parse the text of an entry's file. Raises RecordError."""
     entry = kind.from_json(text, source=str(path))
     if entry.service != service or entry.name != path.name:
         raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")

@@ -1,7 +1,7 @@
 """The certificates by which the processes of one run's Ray know each other.
 
-Each run has a separate authority in its private folder, and it goes with the folder. So no certificate of another run
-is accepted. Each launcher signs one certificate for its node. `job/run/ray_cluster` uses them.
+Each run has a separate authority in its private folder, and it goes with the folder. A certificate of another run is
+therefore not accepted. Each launcher signs one certificate for its node. `job/run/ray_cluster` uses them.
 """
 
 from __future__ import annotations

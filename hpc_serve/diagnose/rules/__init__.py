@@ -31,8 +31,8 @@ consequence: something else has caused it."""
 class Rule:
     """A cause that is known by one line of a log.
 
-    With `in_notes`, lines whose level is no error count too, as long as few lines follow. With `is_final` as well, any
-    number of lines may follow. `pains` are numbers in the list of frequent failures, which the tests keep.
+    If `in_notes` is true, lines below the error level count too, as long as few lines follow. If `is_final` is true as
+    well, any number of lines may follow. `pains` are numbers in the list of frequent failures, which the tests keep.
     """
 
     name: str
