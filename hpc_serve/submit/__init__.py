@@ -1,4 +1,4 @@
-"""Turn a request into a job: what was asked for, the script that serves it, and the scheduler that runs it.
+"""Turns a request into a job: the request, the script that serves it, and the scheduler that runs it.
 
     from hpc_serve.submit import ServeRequest, plan_service, submit
 

@@ -23,7 +23,7 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.diagnosis.diagnosis import Diagnosis
 from hpc_serve.submit.logs.log_files import both_ends, known_secrets
 
-# Of each log, so much of its beginning and of its end.
+# Bytes of each log, from its beginning and from its end.
 _HEAD_BYTES, _TAIL_BYTES = 2**20, 4 * 2**20
 _LEFT_OUT = "… a part of this log was left out …\n"
 

@@ -1,6 +1,6 @@
-"""Reads the logs of a replica for the first cause of its failure: those of its script and nodes, and Slurm's words.
+"""Reads the logs of a replica, its script, and its nodes, and Slurm's words, for the first cause of its failure.
 
-What the lines mean is decided in `hpc_serve.diagnose`; which files there are, in log_files.py.
+`hpc_serve.diagnose` decides what the lines mean, and log_files.py which files there are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_serve.diagnose.evidence import LogEvidence
 from hpc_serve.submit.logs.log_files import both_ends, files_of, places_of, ray_logs_of
 from hpc_serve.submit.status.job_status import never_starts
 
-# Of a longer log, so much of its beginning and of its end is read.
+# Bytes that are read from the beginning and from the end of a longer log.
 _HEAD_BYTES = 8 * 2**20
 _TAIL_BYTES = 32 * 2**20
 _RECORD = "record"
@@ -35,9 +35,9 @@ _MAY_GO_WRONG = ("starting",)
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is wrong with a replica: findings, the first cause first; none if nothing is. `logs` are what there is.
+    """The findings about a replica, the first cause first; none if nothing is wrong. `logs` are all existing logs.
 
-    Ray's own are among them, and are read where the others tell of no cause, or of a symptom alone.
+    Ray's own logs are among them. They are read if the other logs tell of no cause, or of a symptom alone.
     """
 
     status: ReplicaStatus
@@ -84,13 +84,13 @@ def _may_be_wrong(status: ReplicaStatus) -> bool:
 
 
 def choose_replica(found: Sequence[ReplicaStatus]) -> ReplicaStatus:
-    """Of several replicas, the one whose trouble is asked about: a live one in trouble, else the latest."""
+    """Return the replica to diagnose: a live one in trouble, else the latest."""
     in_trouble = [status for status in found if not status.is_over and status.state in _WRONG]
     return (in_trouble or list(found))[-1]
 
 
 def read_log(path: Path, *, head_bytes: int = _HEAD_BYTES, tail_bytes: int = _TAIL_BYTES) -> LogEvidence:
-    """Return what a log file holds that may explain a failure. Of a long file both ends are read."""
+    """Return the lines of a log file that may explain a failure. A long file is read at both ends."""
     log = LogEvidence(path.name)
     with contextlib.suppress(OSError):  # gone, or of a filesystem that does not answer: the other logs may tell
         for number, raw in both_ends(path, head_bytes=head_bytes, tail_bytes=tail_bytes):

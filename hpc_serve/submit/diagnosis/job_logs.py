@@ -1,4 +1,4 @@
-"""Whose logs a person means by a service's name, and whether that replica is over. log_files.py reads the files."""
+"""Finds the replica whose logs a person means by a name. log_files.py reads the files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SCHEDULER_S = 5.0  # a controller serves a whole site: it is asked less often t
 
 
 def find_job(store: ServiceStore, target: str, *, to_follow: bool = False) -> tuple[ReplicaStatus, list[ReplicaStatus]]:
-    """The replica whose logs are shown for `target`, a service, a job or a replica; and the other ones.
+    """Return the replica to show logs of for `target`, a service, a job or a replica; and the other replicas.
 
-    Of a service: a job that is ready, else one that runs, else the last that ended, else one that waits. A job that
-    waits has no logs yet, so it comes before those that ended only `to_follow` its logs. Raises ServiceNotFoundError.
+    The order is: a ready job, a running job, the last ended job, a waiting job. A waiting job has no logs yet, so it
+    comes before ended jobs only `to_follow` its logs. Raises ServiceNotFoundError.
     """
     found = find(store, target)
     status = max(reversed(found), key=lambda one: _rank(one, to_follow))

@@ -24,7 +24,7 @@ _SHOWN = 6
 
 
 def choose_settings(facts: ClusterFacts) -> tuple[Setting, ...]:
-    """The settings in the order in which they are written."""
+    """Return the settings in the order of writing."""
     partition = choose_partition(facts)
     kind = usual_node(partition) if partition else None
     chosen = (
@@ -255,7 +255,7 @@ def _features(partition: PartitionFacts | None) -> str:
 
 
 def _submission(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setting]:
-    """What Slurm lets jobs do."""
+    """Return the settings about jobs that submit jobs."""
     if partition and partition.submit_hosts:
         why = f"AllocNodes of the partition is {partition.submit_hosts}: jobs on other hosts cannot submit the next."
         return [Setting(key="jobs_can_submit", value=False, why=why)]

@@ -1,4 +1,4 @@
-"""What is known of a cluster, as values. Whatever could not be found out is None or empty. Pure."""
+"""The known facts of a cluster, as values. An unknown fact is None or empty. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "afs
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKind:
-    """So many GPUs of a node, under Slurm's name for them; None where it has no name."""
+    """`count` GPUs of a node, under Slurm's name for them; None if Slurm has no name."""
 
     name: str | None
     count: int
@@ -32,7 +32,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionFacts:
-    """One partition. Of who may use it, None is everybody. `time_limit_s` None: there is none."""
+    """One partition. None stands for everybody in its lists of users, and for no limit in `time_limit_s`."""
 
     name: str
     is_default: bool = False
@@ -54,7 +54,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Association:
-    """An account that the user may charge, as accounting has it; a `partition` where it holds for that one alone."""
+    """An account that the user may charge, by accounting; `partition` is set if it holds for one partition alone."""
 
     account: str
     partition: str | None = None
@@ -74,7 +74,7 @@ class Mount:
 
     @property
     def is_shared(self) -> bool:
-        """Whether its kind is one that other machines see."""
+        """Return whether other machines see this kind of file system."""
         return self.kind.lower().startswith(SHARED_FILE_SYSTEMS)
 
 
@@ -88,7 +88,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaLine:
-    """What a user may have on a file system, in KiB; a limit of 0 is none."""
+    """A user's quota on a file system, in KiB; 0 is no limit."""
 
     file_system: str
     used_kib: int
@@ -97,7 +97,7 @@ class QuotaLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """All of it. `unanswered` are the commands that said nothing of use, each with the reason.
+    """All facts. `unanswered` are the commands without a useful answer, each with the reason.
 
     `config` is `scontrol show config`. `environ` holds the variables that say where things are. `environment` is the
     virtual environment that HPC_SERVE_ENV names, else the one that hpc-serve runs in; `engine` is vLLM's version in it.

@@ -20,7 +20,7 @@ _MEMORY = re.compile(r"(\d{2,3})gb?(?![a-z0-9])")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuName:
-    """`name` is the catalogue's; `others` are those that it may be as well, for all that Slurm says."""
+    """`name` is the catalogue's; `others` are further names in the catalogue that fit Slurm's words."""
 
     name: str
     others: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""Asks a login node and Slurm what there is: commands with a deadline each, all at once, none of which must be there.
+"""Asks a login node and Slurm for facts, by commands that run all at once. Each has a deadline, and may be missing.
 
-What a command prints is read by slurm_facts.py and machine_facts.py. Nothing is changed, and nothing on the network is
-asked but Slurm.
+slurm_facts.py and machine_facts.py read the output of commands. Nothing is changed, and nothing on the network is asked
+but Slurm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 || exit 127; module -t a
 
 
 class Answers:
-    """What commands have printed, by the name of each. `unanswered` has the reasons of those that did not help."""
+    """The output of commands, by name. `unanswered` has the reason for each command that did not help."""
 
     def __init__(self, deadline_s: float) -> None:
         self.unanswered: dict[str, str] = {}
@@ -122,9 +122,9 @@ def _slurm(argv: Sequence[str], deadline_s: float) -> str:
 
 
 def _output(argv: Sequence[str], deadline_s: float) -> str:
-    """What a command prints. Raises OSError with the reason where it fails, or does not answer in time.
+    """Return the output of a command. Raises OSError with the reason if it fails, or does not answer in time.
 
-    Then it is told to end, and not waited for: a df on a file system whose server is gone cannot be ended.
+    A late command is told to end, and not waited for: a df cannot be ended if the file system's server is gone.
     """
     environ = {**os.environ, "LC_ALL": "C"}
     with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ def _close_pipes(process: subprocess.Popen[str]) -> None:
 
 
 def _folders(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The folders whose file systems are looked at, those that are there."""
+    """Return the existing folders for which file systems are looked at."""
     named = [environ.get(name, "") for name in _FOLDERS] + [sys.prefix, "/tmp", "/dev/shm"]
     return tuple(dict.fromkeys(folder for folder in named if folder.startswith("/") and os.path.lexists(folder)))
 
@@ -178,7 +178,7 @@ def _runtimes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _virtual_environment(environ: Mapping[str, str]) -> str | None:
-    """The one that HPC_SERVE_ENV names, else the one that this runs in; None outside of any."""
+    """Return the environment that HPC_SERVE_ENV names, else the one that this runs in; None outside of any."""
     if named := environ.get("HPC_SERVE_ENV"):
         return os.path.abspath(os.path.expanduser(named))
     return sys.prefix if (Path(sys.prefix) / "bin" / "activate").is_file() else None

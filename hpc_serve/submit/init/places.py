@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 def places(facts: ClusterFacts) -> tuple[Setting, ...]:
-    """The settings in the order in which they are written."""
+    """Return the settings in the order of writing."""
     return (
         _python(facts),
         *_containers(facts),

@@ -107,7 +107,7 @@ def from_sinfo(lines: Iterable[Partition]) -> tuple[PartitionFacts, ...]:
 
 
 def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts]) -> tuple[PartitionFacts, ...]:
-    """Each partition with its nodes; those that nobody can use now count only where there are no others."""
+    """Return each partition with its nodes. Nodes that nobody can use now count only if there are no others."""
     joined = []
     for partition in partitions:
         own = [node for node in nodes if partition.name in node.partitions]

@@ -93,7 +93,8 @@ def _of_nodes(name: str, log_dir: Path, rest: str) -> list[Path]:
 
 
 def places_of(status: ReplicaStatus) -> tuple[str, ...]:
-    """Where a job's logs are or would be: the batch script's, if it lies elsewhere, and a pattern of the others."""
+    """Return the paths of a job's logs, existing or not: the batch script's, if elsewhere, and a pattern of the
+    others."""
     pattern = f"{status.log_dir}/{status.job_id}*.log"
     is_elsewhere = status.batch_log is not None and Path(status.batch_log).parent != Path(status.log_dir)
     return (status.batch_log, pattern) if status.batch_log and is_elsewhere else (pattern,)
@@ -122,8 +123,8 @@ def tail(path: Path, lines: int, *, end: int | None = None) -> list[str]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of an open file from where it is, each with its end; a very long one in pieces, of which the last
-    alone has it."""
+    """Yield the lines of an open file from its position on, each with its line end. A very long line comes in pieces;
+    only the last piece has the line end."""
     return iter(lambda: file.readline(_LONGEST_LINE_BYTES), b"")
 
 
@@ -173,7 +174,8 @@ def follow(
 
 
 def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[str, int]]:
-    """Lines from `offset` on, each with the offset after it. With `whole_file`, the last line needs no line end."""
+    """Yield lines from `offset` on, each with the offset after it. In a `whole_file` the last line needs no line
+    end."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -14,7 +14,7 @@ from hpc_serve.diagnose.lines import read_head
 from hpc_serve.submit.logs.log_files import both_ends
 from hpc_serve.vllm.report_line import EngineReport, read_report
 
-# Of a long log both ends are read.
+# Bytes that are read at both ends of a long log.
 _HEAD_BYTES, _TAIL_BYTES = 4 << 20, 16 << 20
 _LONGEST_LINE = 4096
 _SECONDS_A_MONTH, _SECONDS_A_DAY = 31 * 86_400, 86_400

@@ -82,9 +82,9 @@ def _accepted(remedy: Remedy, request: ServeRequest, stand_in: str | None) -> Re
 
 
 def on_whole_nodes(request: ServeRequest, plan: ServePlan) -> ServeRequest:
-    """Return the request with the replicas that --target chose sharing the nodes that --exclusive asks for.
+    """Return the request with the replicas of --target sharing the nodes of --exclusive.
 
-    The request stays as it is where the replicas do not fill nodes evenly, or cannot share a job.
+    The request is unchanged if the replicas do not fill nodes evenly, or cannot share a job.
     """
     is_chosen = request.target is not None and request.replicas_per_job == 1
     return (_sharing(request, plan) if is_chosen else None) or request
@@ -125,7 +125,7 @@ def _node_size(request: ServeRequest, plan: ServePlan) -> int:
 
 
 def _plan_request(request: ServeRequest) -> PlanRequest:
-    """What is asked of the plan. The engine's own words win over our options, as they do on vLLM's command line."""
+    """Return the plan's request. The engine's own words win over our options, as on vLLM's command line."""
     flags = {
         "tensor_parallel_size": request.tensor_parallel_size,
         "pipeline_parallel_size": request.pipeline_parallel_size,
@@ -146,7 +146,7 @@ def _plan_request(request: ServeRequest) -> PlanRequest:
 def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
     """Find the model and the machines that are named, and plan for them. Raises UnknownModelError, InvalidRequestError.
 
-    With `stand_in` the model keeps its name and has the weights of that folder.
+    If `stand_in` is given, the model keeps its name and has the weights of that folder.
     """
     engine = asked.engine
     found, model = find_spec(

@@ -21,7 +21,7 @@ from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
-# With these the tokenizer is another than the one beside the weights, or none.
+# Arguments for another tokenizer than the one beside the weights, or for none.
 _OTHER_TOKENIZER = frozenset(
     {"--tokenizer", "--tokenizer-mode", "--tokenizer-revision", "--revision", "--skip-tokenizer-init"}
 )
@@ -41,10 +41,10 @@ def check_before_plan(request: ServeRequest, environ: Mapping[str, str]) -> None
 def check_weights(
     request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
 ) -> str | None:
-    """What to say of weights that are not here yet, and that the job fetches from the hub; None: nothing.
+    """Return a note on weights that the job still has to fetch from the hub; None: nothing to say.
 
-    Raises InvalidRequestError where the model is a folder that the job could not load, or the id of a model whose
-    weights the job could not fetch.
+    Raises InvalidRequestError if the model is a folder that the job could not load, or if the job could not fetch the
+    model's weights.
     """
     if environ.get("HPC_SERVE_MODEL"):
         return None

@@ -1,6 +1,6 @@
-"""The preflight as a job of its own: the request of one, and the report that a job's launcher has left.
+"""The preflight as a separate job: its request, and the report that the job's launcher has left.
 
-The job has the script of a service, which ends before it starts an engine. What is looked at is decided in the job
+The job has the script of a service, but ends before an engine starts. The job decides what is checked
 (`hpc_serve.job.preflight`).
 """
 
@@ -19,7 +19,7 @@ _LONGEST_NAME = 63
 
 
 def preflight_request(request: ServeRequest, *, time: str | None = None) -> ServeRequest:
-    """The request of a job that looks at the nodes which `request` would get, under a name of its own.
+    """Return the request of a job that checks the nodes that `request` would get. The job has a separate name.
 
     It has one replica and a short time limit: `time`, or 15 minutes.
     """
@@ -39,7 +39,7 @@ def preflight_request(request: ServeRequest, *, time: str | None = None) -> Serv
 
 
 def report_of(store: ServiceStore, status: ReplicaStatus) -> PreflightReport | None:
-    """What the preflight of a replica's run found; None if there was none."""
+    """Return the preflight report of a replica's run; None if there was no preflight."""
     try:
         path = preflight_file(
             store, status.service, job_id=status.job_id, restart=status.restart, replica=status.replica

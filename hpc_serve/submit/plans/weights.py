@@ -1,7 +1,8 @@
 """Looks for the weights of a hub's model before its job is queued.
 
-What of them is missing is an error where the job could not fetch it, and else a sentence for the person who submits.
-How jobs will read them is told as far as it is known here; the job decides it (`job/weights/weights_place.py`).
+Missing weights are an error if the job could not fetch them, else a sentence for the person who submits. The way in
+which jobs will read the weights is told as far as it is known here; the job decides it
+(`job/weights/weights_place.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from hpc_serve.vllm.load_strategy import foreseen_strategy
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _FROM_FILES = (None, "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral")
-# With these the weights are elsewhere, or of another time, than where we look.
+# Arguments that name another place or another revision of the weights.
 _ELSEWHERE = frozenset({"--download-dir", "--revision", "--model-loader-extra-config"})
 
 
 def check_hub_weights(
     request: ServeRequest, plan: ServePlan, environ: Mapping[str, str], *, ask_hub: bool = False
 ) -> str | None:
-    """What to say of the weights of a hub's model that are not in the cache; None where nothing is to be said.
+    """Return a note on the weights of a hub's model that are not in the cache; None if there is nothing to say.
 
-    With `ask_hub` the hub is asked whether they may be fetched. Raises InvalidRequestError where the job could not
+    If `ask_hub` is true, the hub is asked whether they may be fetched. Raises InvalidRequestError if the job could not
     fetch them.
     """
     if not _is_on_the_hub(request, plan.model) or _ELSEWHERE & names_in(request.engine_args):

@@ -45,7 +45,7 @@ def check_elastic(replicas: int | None, most: int | None, idle_stop_s: float | N
 
 
 def check_jobs_can_submit(option: str, cluster: str, image: str | None, *, site_lets_them: bool) -> None:
-    """Refuse an option whose jobs must submit others, where they cannot. Raises InvalidRequestError."""
+    """Refuse an option that makes jobs submit jobs, if jobs cannot. Raises InvalidRequestError."""
     if cluster == "local":
         what = "jobs with a time limit" if option == "--keep-up" else "jobs of Slurm"
         raise InvalidRequestError(f"{option} is for {what}; leave it out with --cluster local.")

@@ -1,7 +1,7 @@
-"""A chain: jobs that are submitted ahead, each of which begins before the time limit of the one before it. Pure.
+"""A chain: jobs that are submitted ahead. Each begins before the time limit of the job before it. Pure.
 
-It is for sites, and containers, whose jobs may not submit others. Slurm begins each job in time (`--dependency`),
-and a job that is ready asks those before it to drain (job/run/takeover.py).
+It is for sites and containers that do not let jobs submit others. Slurm begins each job in time (`--dependency`), and a
+job that is ready asks those before it to drain (job/run/takeover.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def check_chain(
 def begins_after_min(limit_s: float, overlap_s: float | None) -> int:
     """How many minutes after the start of a job the next one may begin: the overlap before its time limit.
 
-    Without an overlap it is half an hour, or half of the limit if that is less. Raises InvalidRequestError.
+    If `overlap_s` is None, the overlap is half an hour, or half of the limit if that is less. Raises
+    InvalidRequestError.
 
     >>> begins_after_min(12 * 3600, None), begins_after_min(1200, None), begins_after_min(3600, 900)
     (690, 10, 45)
@@ -70,7 +71,7 @@ def _overlap_s(limit_s: float, asked_s: float | None) -> float:
 
 
 def chain_sentence(coming: Sequence[tuple[str, str]]) -> str:
-    """What is still to come after a job, for people: the next one, and those after it, each with its state."""
+    """Return the jobs still to come after a job, for people: the next with its state, then the later ones."""
     if not coming:
         return ""
     (job_id, state), *rest = coming

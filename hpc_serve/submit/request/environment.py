@@ -1,4 +1,4 @@
-"""Where a script finds Python and the engine, and what the program in the job is told. Pure."""
+"""The place of Python and the engine for a script, and the settings of the program in the job. Pure."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Environment:
 class JobSettings:
     """Settings that the in-job program finds in its environment; None leaves its default.
 
-    `interface` is the network interface between nodes, `tmpdir` the node-local root of private folders,
-    `cache_dir` a node-local folder for compile caches that outlive the job, which may take `cache_size`. `stage`: the
-    engine loads a copy of the model on its node, below `tmpdir` ("on") or in the folder that it names.
+    `interface` is the network interface between nodes, `tmpdir` the node-local root of private folders, `cache_dir` a
+    node-local folder for compile caches that outlive the job; they may take `cache_size`. `stage`: the engine loads a
+    copy of the model on its node, below `tmpdir` ("on") or in the folder that it names.
     """
 
     interface: str | None = None

@@ -1,7 +1,7 @@
 """Environment variables that a site, a model or a service wants in its jobs (`env`): what they may be. Pure.
 
-They stand in the script as they are, so a secret is refused by its name or form. What is expanded is `$NAME` in a site
-file, with the variables of whoever submits.
+They stand in the script as they are, so a secret is refused by its name or form. `$NAME` in a site file is expanded
+with the variables of the user who submits.
 """
 
 from __future__ import annotations

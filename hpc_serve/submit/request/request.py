@@ -1,6 +1,6 @@
-"""What a person asked for, as one value, checked as far as that is possible without a cluster.
+"""A person's request as one value, checked as far as possible without a cluster.
 
-Whether the model fits is decided by the planner, whether the partition exists by Slurm.
+The planner decides whether the model fits, and Slurm whether the partition exists.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class ServeRequest:
 
     @cached_property
     def engine_options(self) -> Mapping[str, Any]:
-        """What `engine_args` say of memory and layout, by EngineConfig's names and `max_model_len`.
+        """Return the memory and layout options of `engine_args`, by EngineConfig's names and `max_model_len`.
 
-        Raises InvalidRequestError for what the plan cannot read.
+        Raises InvalidRequestError for a value that the plan cannot read.
         """
         from hpc_serve.plan.choice.vllm_flags import read_fields
 

@@ -23,7 +23,7 @@ _PRINTABLE_WORD = re.compile(r"[^\s\x00-\x1f\x7f'\"\\`$;<>{}!?#]+")  # Slurm's o
 
 
 def check_directive(name: str, value: str) -> str:
-    """Return `value` if it can stand in an `#SBATCH --name=value` line as it is.
+    """Return `value` if it can stand unchanged in an `#SBATCH --name=value` line.
 
     Slurm reads these lines without a shell, so nothing can be quoted in them. A newline would begin another line, and
     versions of Slurm differ in how they read blanks and quotes. Raises InvalidRequestError.
@@ -104,7 +104,7 @@ class SlurmOptions(SbatchOptions):
 
     @property
     def notice_s(self) -> int | None:
-        """How many seconds before the time limit Slurm tells the script; None if it does not."""
+        """Return the seconds before the time limit at which Slurm tells the script; None if Slurm does not."""
         found = _NOTICE.fullmatch(self.signal or "")
         return int(found[1]) if found else None
 
@@ -119,7 +119,7 @@ class SlurmOptions(SbatchOptions):
             return None
         days, _, rest = self.time.rpartition("-")
         numbers = [int(number) for number in rest.split(":")]
-        # With days the first number is hours; without, one or two numbers begin with minutes.
+        # After days the first number is hours; if there are no days, one or two numbers begin with minutes.
         units = _SECONDS_OF if days or len(numbers) == 3 else _SECONDS_OF[1:]
         return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 

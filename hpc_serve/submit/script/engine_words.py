@@ -1,4 +1,4 @@
-"""The options of `vllm serve` in a script: of the plan, of the parsers, and those that a person gave. Pure."""
+"""The options of `vllm serve` in a script: the plan's, the parsers', and a person's own. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def engine_words(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """The options after the model: the plan's and the parsers', but for those that the request gives again, then its.
+    """Return the options after the model: the plan's and the parsers', then the request's, which win.
 
-    Raises InvalidRequestError where tools are asked for and no parser of them is known or given.
+    Raises InvalidRequestError if tools are asked for and no parser of them is known or given.
     """
     parsers, given = parsers_of(plan.model), names_in(request.engine_args)
     if request.tools and not parsers.vllm_args and "--tool-call-parser" not in given:

@@ -99,7 +99,7 @@ def small_memory_note(request: ServeRequest, plan: ServePlan) -> str | None:
 
 
 def is_in_memory(folder: str, memory_folders: tuple[str, ...]) -> bool:
-    """Whether a folder of the nodes is memory: /dev/shm, and those that the site names.
+    """Return whether a folder of the nodes is memory: /dev/shm, and the folders that the site names.
 
     >>> is_in_memory("/dev/shm/models", ()), is_in_memory("/tmp", ("/tmp",)), is_in_memory("/tmpfs", ("/tmp",))
     (True, True, False)

@@ -1,7 +1,7 @@
 """The text of a batch script: a request and its plan in, a script a person can read and edit out.
 
-It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the
-shell. Those of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
+It computes no layout and starts no process: the plan and the launcher do that. template.py quotes values for the shell.
+Values of `#SBATCH` lines cannot be quoted; they were checked when the request was made.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _context(request: ServeRequest, plan: ServePlan) -> dict[str, Any]:
 
 
 def _replicas(per_job: int) -> dict[str, Any]:
-    """The words that tell the replicas of one job apart; `$replica` is the number of the one that a shell runs."""
+    """Return the words that tell the replicas of one job apart; `$replica` is the number of a shell's replica."""
     several = per_job > 1
     return {
         "replicas_per_job": per_job,

@@ -1,7 +1,7 @@
 """Jinja templates of shell scripts, ours and a site's. Every value that is printed is quoted for the shell. Pure.
 
-A site's template that everybody can change is refused. What a script holds is decided by render.py and by whoever
-else has a template.
+A site's template that everybody can change is refused. render.py and the other users of a template decide the content
+of a script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from markupsafe import Markup
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.ownership import check_chosen
 
-# With autoescape on, Jinja marks the output of blocks and macros as Markup. Here that mark means "checked" or "quoted".
+# With autoescape on, Jinja marks the output of blocks and macros as Markup. Here this mark means "checked" or "quoted".
 Checked = Markup
 
 

@@ -45,7 +45,7 @@ def _setting(help: str, default: Any = None) -> Any:
 class SiteProfile(SbatchOptions):
     """The settings of a site file, all optional: sbatch's options (SbatchOptions), and those below.
 
-    At most one of those that say where Python is (PYTHONS) is set.
+    At most one of the settings for the place of Python (PYTHONS) is set.
     """
 
     env: Mapping[str, str] = field(
@@ -92,7 +92,8 @@ class SiteProfile(SbatchOptions):
         return SlurmOptions(**(_given(site) | _given(asked)))
 
     def environment(self, environ: Mapping[str, str]) -> Environment:
-        """Where the script finds Python; HPC_SERVE_ENV, if set, wins over the site's. Raises InvalidRequestError."""
+        """Return the place of Python for the script; HPC_SERVE_ENV, if set, wins over the site's. Raises
+        InvalidRequestError."""
         if not environ.get("HPC_SERVE_ENV"):
             for name, kind in PYTHONS.items():
                 if path := getattr(self, name):
@@ -106,7 +107,7 @@ class SiteProfile(SbatchOptions):
         return Environment(modules=self.modules)
 
     def job_settings(self, environ: Mapping[str, str]) -> JobSettings:
-        """What the job is told; a HPC_SERVE_… variable, if set, wins over the site's."""
+        """Return the settings of the job; a HPC_SERVE_… variable, if set, wins over the site's."""
         names = [setting.name for setting in fields(JobSettings)]
         return JobSettings(**{name: environ.get(variable_of(name)) or getattr(self, name) for name in names})
 

@@ -1,6 +1,6 @@
-"""Which site files there are, and what they say together: the system's, then the user's, whose settings win one by one.
+"""Finds and merges the site files: the system's, then the user's. Each setting of the user's file wins.
 
-What one file may say is decided in site.py.
+site.py decides what one file may say.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYSTEM_FILE = "/etc/hpc-serve/site.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class MergedSite:
-    """`files` in the order in which they were read; `sources` says of each setting in force from which it is."""
+    """The merged settings; `files` in the order of reading; `sources` has the file of each setting in force."""
 
     profile: SiteProfile
     files: tuple[Path, ...]
@@ -32,7 +32,7 @@ class MergedSite:
 
 
 def read_site(environ: Mapping[str, str], named: str | None = None) -> SiteProfile:
-    """What the site files say together. `named` is the user's file (`--site`). Raises SiteFileError."""
+    """Return the merged settings of the site files. `named` is the user's file (`--site`). Raises SiteFileError."""
     return merge_site(environ, named).profile
 
 

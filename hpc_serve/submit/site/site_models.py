@@ -1,7 +1,7 @@
 """The site's own models: names for folders and repositories, with the options that they want, beside the catalogue.
 
-They are a list in a YAML file that the site file names (`models`). What a model is made of is read from its folder or
-from the hub, as for every other.
+They are a list in a YAML file that the site file names (`models`). The parts of a model are read from its folder or
+from the hub, as for every other model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SiteModel:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def engine_args(self, given: tuple[str, ...]) -> tuple[str, ...]:
-        """Its options, but for those that a person gives again, then what was given."""
+        """Return the model's options without those that `given` repeats, then `given`."""
         return (*without(self.vllm_args, names_in(given)), *given)
 
 

@@ -1,4 +1,4 @@
-"""submitit's executor with our script in place of its own; a script that runs on this machine without Slurm.
+"""submitit's executor with our script in place of submitit's; a script that runs on this machine without Slurm.
 
 The executor submits by submitit's own way: its file, sbatch, the job's id. Private names of submitit are used in this
 file alone. tests/unit/submit/test_executor.py fails if submitit changes what is overridden here.
@@ -83,8 +83,8 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
 def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScript:
     """Run the script on this machine, in the background, and keep it in `folder`, which is private.
 
-    It runs in a session of its own, so that Ctrl-C here does not reach it. Its output goes to
-    `log_dir/local-<pid>.log`. Raises StoreError.
+    It runs in a new session, so that Ctrl-C here does not reach it. Its output goes to `log_dir/local-<pid>.log`.
+    Raises StoreError.
     """
     uid = uuid.uuid4().hex
     # The log's first name cannot hold the pid: bash may open it later than we know the pid.
@@ -108,9 +108,9 @@ def start_locally(script_text: str, folder: Path, log_dir: Path) -> SubmittedScr
 
 
 def why_it_never_starts(job_id: str) -> str:
-    """Return Slurm's own reason for which a job that sbatch took can never start, with a cure; "" if there is none.
+    """Return Slurm's own reason why an accepted job can never start, with a cure; "" if there is none.
 
-    Slurm knows the reason at once, and knows what a comparison before sbatch does not: plugins, QOS, reservations.
+    Slurm knows the reason at once. It also knows plugins, QOS and reservations, unlike a comparison before sbatch.
     """
     job = scheduler.job_state(job_id)
     return refusal(job, scheduler.partitions_if_known()) if refusal(job, ()) else ""

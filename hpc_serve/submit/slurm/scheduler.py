@@ -72,7 +72,7 @@ def run_slurm(argv: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> Complete
 
 
 def command_missing(name: str) -> SchedulerUnavailableError:
-    """What to say where Slurm is not installed."""
+    """Return the error for a machine without Slurm."""
     return SchedulerUnavailableError(
         f"There is no `{name}` here: Slurm is on a cluster's login nodes (on some after `module load slurm`). "
         "--cluster local runs on this machine, without Slurm."
@@ -80,7 +80,7 @@ def command_missing(name: str) -> SchedulerUnavailableError:
 
 
 def controller_not_answering(name: str, stderr: str) -> SchedulerUnavailableError:
-    """What to say when Slurm's controller does not answer."""
+    """Return the error for a controller of Slurm that does not answer."""
     return SchedulerUnavailableError(
         f"Slurm's controller does not answer: {said(stderr)} (`{name}`). Jobs that run go on; try again later."
     )
@@ -117,7 +117,7 @@ def cancel(job_id: str) -> None:
 
 
 def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
-    """What Slurm knows of one of our jobs: the controller first, then accounting, where the site has it.
+    """Ask Slurm for one of our jobs: the controller first, then accounting, if the site has it.
 
     `submitted_at` (seconds since the epoch) bounds the search, since ids are used again. When Slurm does not answer,
     the state is UNKNOWN, with the reason as `detail`.
@@ -182,7 +182,7 @@ class SchedulerView:
             self.jobs(max_age_s=0.0)
 
     def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
-        """What Slurm knows of one of our jobs; UNKNOWN if it does not answer."""
+        """Return Slurm's state of one of our jobs; UNKNOWN if Slurm does not answer."""
         found = self.queued(job_id) or self._ends.get(job_id) or self.listed(job_id)
         if found.state != GONE:
             return found
@@ -200,7 +200,7 @@ class SchedulerView:
         return JobState(job_id=job_id, state=GONE)
 
     def batch_log(self, job_id: str) -> str | None:
-        """Where a job's script writes its output. Slurm is asked once, since it does not change."""
+        """Return the path of the output of a job's script. Slurm is asked once, because the path does not change."""
         if job_id not in self._batch_logs:
             self._batch_logs[job_id] = job_state(job_id).batch_log
         return self._batch_logs[job_id]

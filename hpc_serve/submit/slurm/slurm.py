@@ -25,15 +25,14 @@ _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,User,JobName"
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What the scheduler says of one job. `state` and `reason` are Slurm's own words, or UNKNOWN, or GONE.
+    """The scheduler's answer about one job. `state` and `reason` are Slurm's own words, or UNKNOWN, or GONE.
 
-    `exit_code` and `signal` are those of the batch script, None until it has ended. `restart` counts how often the job
-    was requeued; only scontrol tells. `batch_log` is where Slurm writes the script's output. `start_time` is Slurm's
-    local time, and expected while the job waits; `started_at` is the same in seconds since the epoch.
-    `time_left` is D-HH:MM:SS, `run_time_s` is 0 before the job runs.
-    `submitted_at` and `ended_at` are seconds since the epoch; `ended_at` is a forecast until the job is over. `detail`
-    says why the state is UNKNOWN. `partition` may be a list while the job waits. `asks` names its nodes and its time
-    limit; only scontrol tells.
+    `exit_code` and `signal` are the batch script's, None until it has ended. `restart` counts how often the job was
+    requeued; only scontrol tells. `batch_log` is where Slurm writes the script's output. `start_time` is Slurm's local
+    time, and expected while the job waits; `started_at` is the same in seconds since the epoch. `time_left` is
+    D-HH:MM:SS, `run_time_s` is 0 before the job runs. `submitted_at` and `ended_at` are seconds since the epoch;
+    `ended_at` is a forecast until the job is over. `detail` says why the state is UNKNOWN. `partition` may be a list
+    while the job waits. `asks` names its nodes and its time limit; only scontrol tells.
     """
 
     job_id: str
@@ -112,12 +111,12 @@ def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
 
 
 def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str]:
-    """Submit a script. What is not in its #SBATCH lines, or shall be otherwise, is in `options`."""
+    """Submit a script. `options` adds to its #SBATCH lines, and wins over them."""
     return ["sbatch", *options, str(script)]
 
 
 def squeue_argv() -> list[str]:
-    """This user's jobs: those that wait or run, and those that ended while the controller remembers them."""
+    """List this user's jobs: waiting, running, and ended as long as the controller remembers them."""
     return ["squeue", "--me", "--states=all", "--array", "--noheader", f"--format={_SQUEUE_FIELDS}"]
 
 
@@ -132,7 +131,8 @@ def scancel_argv(job_id: str) -> list[str]:
 
 
 def sacct_argv(job_id: str, *, user: str, since: str) -> list[str]:
-    """What accounting recorded of one job. Ids are recycled: `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound it."""
+    """List accounting's records of one job. Ids are recycled: `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound the
+    search."""
     bounds = [f"--jobs={job_id}", f"--user={user}", f"--starttime={since}"]
     return ["sacct", *bounds, "--allocations", "--noheader", "--parsable2", f"--format={_SACCT_FIELDS}"]
 

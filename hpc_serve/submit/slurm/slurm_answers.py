@@ -169,12 +169,12 @@ def says_unreachable(stderr: str) -> bool:
 
 
 def says_no_such_job(printed: str) -> bool:
-    """Whether the controller answered that it knows no such job. Of a task of an array scontrol says it on stdout."""
+    """Return whether the controller knows no such job. For a task of an array scontrol says so on stdout."""
     return _NO_SUCH_JOB.search(printed) is not None
 
 
 def _lines(stdout: str) -> list[str]:
-    # With SLURM_CLUSTERS set, a line of its own names each cluster.
+    # If SLURM_CLUSTERS is set, a separate line names each cluster.
     return [line for line in stdout.splitlines() if line.strip() and not line.startswith("CLUSTER: ")]
 
 

@@ -1,4 +1,4 @@
-"""What Slurm's words mean to a person: why a job waits, how it ended, what to do about a refusal. Pure.
+"""Explains Slurm's words to a person: why a job waits, how it ended, what to do about a refusal. Pure.
 
 Slurm's own word always stands beside the sentence, because the help pages of sites use it.
 """
@@ -67,7 +67,7 @@ _PER_JOB_LIMIT = re.compile(r"(QOS|Assoc)(Max\w*Per(Job|Node)|Min\w+)(Limit)?|QO
 _USED_UP_BUDGET = re.compile(r"(QOS|Assoc)Grp\w*?(?<!Run)(Minutes|Mins)(Limit)?")
 _LIMIT_OWNERS = {"QOS": "QOS", "Assoc": "account", "MaxJobs": "account"}
 _NO_OUTPUT_FILE = 53  # not a signal: what slurmd reports if it cannot set up the script's output
-_OUT_OF_MEMORY = 125  # neither: Slurm's mark on a job, or a step, of which the kernel killed something for memory
+_OUT_OF_MEMORY = 125  # no signal: Slurm's mark on a job or step in which the kernel killed a process for memory
 _REFUSED = 1  # no signal either: the exit status of a job that slurmctld refused, so that it never had a node
 
 _ENDS = {
@@ -106,9 +106,10 @@ def pending_sentence(reason: str) -> str:
 
 
 def pending_cure(reason: str, job_id: str, partitions: Sequence[Partition] = ()) -> str:
-    """What to do about a reason for which a job waits for ever; "" where it may resolve by itself.
+    """Return a cure if a job waits for ever for this `reason`; "" if the wait may end by itself.
 
-    A limit of a whole account or QOS comes free as other jobs end; one of a single job, and a used-up budget, do not.
+    A limit of a whole account or QOS comes free as other jobs end. A limit of a single job, and a used-up budget, do
+    not.
     """
     cure = _NEVER_BY_ITSELF.get(reason, "")
     if not cure and _PER_JOB_LIMIT.fullmatch(reason):
@@ -164,7 +165,7 @@ def _failed_sentence(job: JobState) -> str:
 
 
 def refusal_hint(stderr: str, partitions: Sequence[Partition]) -> str:
-    """What to do about sbatch's refusal, from what the site's partitions are; "" where its own words say it all."""
+    """Return a cure for sbatch's refusal, from the site's partitions; "" if sbatch's own words say it all."""
     names = ", ".join(dict.fromkeys(p.name + (" (default)" if p.is_default else "") for p in partitions))
     said = stderr.lower()
     if "invalid partition" in said or "no partition specified" in said:

@@ -48,7 +48,7 @@ class StatusReport:
 
 
 def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]:
-    """The same but for those that only wait to take over from another one of them."""
+    """Return the replicas without those that only wait to take over from another of `replicas`."""
     replicas = list(replicas)
     successors = {status.successor_job_id for status in replicas}
     return [status for status in replicas if status.job_id not in successors]

@@ -1,4 +1,4 @@
-"""What people are told of a replica that starts: its stage, how fast it loads, when it is ready. Pure.
+"""The words for people about a replica that starts: its stage, its loading speed, when it is ready. Pure.
 
 Its head decides how far the start is, and how long it takes (`job/progress/start_stages.py`).
 """
@@ -54,7 +54,7 @@ def detail_words(status: ReplicaStatus) -> str:
 
 
 def stage_seconds(status: ReplicaStatus) -> dict[str, float]:
-    """The seconds of each stage of a start, in their order: the queue, those that are over, and the present one."""
+    """Return the seconds of each stage of a start, in order: the queue, the finished stages, the present stage."""
     start = status.start
     if start is None:
         return {}
@@ -68,7 +68,7 @@ def stage_seconds(status: ReplicaStatus) -> dict[str, float]:
 
 
 def stages_words(status: ReplicaStatus) -> str:
-    """The stages of a start with their times: those that are over, and the present one; "" if there is none to tell.
+    """Return the finished stages of a start and the present stage, with their times; "" if there is none to tell.
 
     "queued 12 s, engine 31 s, weights 1 min 5 s (14.9 GiB, 235 MiB/s), compile for 20 s"
     """
@@ -86,9 +86,9 @@ def stages_words(status: ReplicaStatus) -> str:
 
 
 class CoarseChanges:
-    """Whether a status of one replica says more than a coarse figure that was told before.
+    """Decides whether a replica's status has changed enough to be told again.
 
-    That is another stage, another quarter of what is counted, half of the time left, or twice the time in a stage.
+    Enough is another stage, another quarter of the count, half of the time left, or twice the time in a stage.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class CoarseChanges:
         self._repeat_after_s = _FIRST_REPEAT_S
 
     def is_one(self, status: ReplicaStatus) -> bool:
-        """Whether it is to be told. What is told counts from then on."""
+        """Return whether the status is to be told. Later changes count from the told status."""
         stage = (status.name, status.restart, status.state, status.stage, status.reason, _quarter(status))
         start, is_new = status.start, stage != self._told
         if start is not None and start.stage and status.state == "starting":

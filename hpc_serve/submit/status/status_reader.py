@@ -130,7 +130,7 @@ def is_same_replica(one: ReplicaStatus, other: ReplicaStatus) -> bool:
 
 
 def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: SchedulerView) -> JobState | None:
-    """What the scheduler says of an entry's job; None where it adds nothing to an end that the entry itself tells."""
+    """Return the scheduler's state of an entry's job; None if it adds nothing to the end in the entry."""
     if isinstance(entry, EndpointRecord) and entry.is_final:
         return _after_its_end(entry, slurm) if entry.cluster == "slurm" else None
     if isinstance(entry, SubmittedJob) and entry.end is not None:
@@ -176,7 +176,7 @@ def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView
 
 
 def _with_successors(replicas: Sequence[ReplicaStatus], submitted: Sequence[SubmittedJob]) -> Iterator[ReplicaStatus]:
-    """The same, those that are not over with the job that takes over from them."""
+    """Add to each live replica the job that takes over from it."""
     states = {status.job_id: status.state for status in replicas}
     is_over = {status.job_id: status.is_over for status in replicas}
     for status in replicas:
