@@ -35,14 +35,14 @@ def _rank(status: ReplicaStatus, to_follow: bool) -> int:
 
 
 def with_batch_log(status: ReplicaStatus) -> ReplicaStatus:
-    """A replica with the place of its script's log, as far as Slurm still knows it."""
+    """Return a replica with the place of its script's log, as far as Slurm still knows it."""
     if status.batch_log is None and status.job.cluster == "slurm":  # submitted by hand: Slurm knows where it writes to
         return replace(status, batch_log=scheduler.job_state(status.job_id).batch_log)
     return status
 
 
 def end_of(store: ServiceStore, status: ReplicaStatus) -> Callable[[], bool]:
-    """A function that says whether that replica is over. It may be called often: Slurm is asked seldom."""
+    """Return a function that says whether that replica is over. It may be called often: Slurm is asked seldom."""
     slurm = SchedulerView(max_age_s=_SCHEDULER_S)
     asked_s, over = -math.inf, False
 

@@ -55,7 +55,7 @@ def _as_the_site_file_takes_it(setting: Setting) -> Setting:
 
 
 def choose_partition(facts: ClusterFacts) -> PartitionFacts | None:
-    """The partition to use: one with GPUs that the user may use, the default one first, then the largest."""
+    """Return the partition to use: one with GPUs that the user may use, the default one first, then the largest."""
     usable = [one for one in facts.partitions if one.is_up and _may_use(facts, one)]
     with_gpus = [one for one in usable if one.gpu_nodes] or usable
 
@@ -68,7 +68,7 @@ def choose_partition(facts: ClusterFacts) -> PartitionFacts | None:
 
 
 def _may_use(facts: ClusterFacts, partition: PartitionFacts) -> bool:
-    """Whether nothing that is known keeps the user out."""
+    """Return whether nothing that is known keeps the user out."""
     if partition.allow_groups is not None and facts.groups and not set(partition.allow_groups) & set(facts.groups):
         return False
     accounts = {one.account for one in facts.associations if one.partition in (None, partition.name)}
@@ -79,7 +79,7 @@ def _may_use(facts: ClusterFacts, partition: PartitionFacts) -> bool:
 
 
 def usual_node(partition: PartitionFacts) -> NodeFacts | None:
-    """The kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
+    """Return the kind of node that most of a partition's GPU nodes are of; of all its nodes, where it has no GPUs."""
     counted: Counter[NodeFacts] = Counter()
     for node in partition.gpu_nodes or partition.nodes:
         alike = NodeFacts(cpus=node.cpus, memory_mib=node.memory_mib, gpus=node.gpus, features=node.features)
@@ -88,7 +88,7 @@ def usual_node(partition: PartitionFacts) -> NodeFacts | None:
 
 
 def describe(partition: PartitionFacts) -> str:
-    """A partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days`."""
+    """Return a partition's nodes in a few words: `3 nodes of 8 h100, 64 CPUs, 512 GiB, at most 7 days`."""
     kind = usual_node(partition)
     number = sum(node.number for node in partition.gpu_nodes or partition.nodes) or partition.num_nodes
     words = [f"{number} node{'s' if number != 1 else ''}"]
@@ -101,7 +101,7 @@ def describe(partition: PartitionFacts) -> str:
 
 
 def shown_limit(seconds: float) -> str:
-    """A time limit in words.
+    """Return a time limit in words.
 
     >>> shown_limit(7 * 86400), shown_limit(5400), shown_limit(14400)
     ('7 days', '90 minutes', '4 hours')
@@ -141,7 +141,7 @@ def _account(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
 
 
 def _accounts(facts: ClusterFacts, partition: PartitionFacts | None) -> list[str]:
-    """The accounts that the user may charge in a partition."""
+    """Return the accounts that the user may charge in a partition."""
     found = []
     for one in facts.associations:
         in_it = partition is None or one.partition in (None, partition.name)
@@ -206,7 +206,7 @@ def _gpus(facts: ClusterFacts, partition: PartitionFacts | None, kind: NodeFacts
 
 
 def _gpu_request(facts: ClusterFacts, partition: PartitionFacts | None, slurm_name: str | None) -> list[Setting]:
-    """How Slurm is asked for them."""
+    """Return how Slurm is asked for them."""
     select = facts.config.get("SelectType", "")
     if select and not select.endswith("cons_tres"):
         directive = Setting(

@@ -27,7 +27,7 @@ class GpuName:
 
 
 def gpu_named(slurm_name: str, features: Sequence[str] = ()) -> GpuName | None:
-    """The accelerator; None where the catalogue has none of that name.
+    """Return the accelerator; None where the catalogue has none of that name.
 
     >>> gpu_named("nvidia_h100_80gb_hbm3").name, gpu_named("a100").others, gpu_named("a100", ["a100_40g"]).name
     ('h100-80gb', ('a100-40gb', 'a100-64gb'), 'a100-40gb')
@@ -55,7 +55,7 @@ def gpu_named(slurm_name: str, features: Sequence[str] = ()) -> GpuName | None:
 
 
 def _is_named(text: str, chip: str) -> bool:
-    """Whether a chip ("rtx-3090") is named in a text, under its last word too ("3090")."""
+    """Return whether a chip ("rtx-3090") is named in a text, under its last word too ("3090")."""
     tokens = [token for token in re.split(r"[^a-z0-9]+", text) if token]
     squashed = "".join(tokens)
     if "-" in chip:

@@ -65,7 +65,8 @@ class Answers:
 
 
 def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
-    """All that can be found out here, each command given `deadline_s`. Raises nothing: what is missing is said."""
+    """Return all facts that can be found here; each command has `deadline_s`. Raises nothing: the result names missing
+    facts."""
     user, answers = user_name(), Answers(deadline_s)
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: list[tuple[str, Sequence[str], bool]] = [

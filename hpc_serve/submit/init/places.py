@@ -158,7 +158,7 @@ def _env(facts: ClusterFacts) -> Setting:
 
 
 def _home_is_small(facts: ClusterFacts) -> str:
-    """A remark on where models go, if the home's quota or its free space is less than one of them needs."""
+    """Return a remark on where models go, if the home's quota or its free space is less than one of them needs."""
     if facts.environ.get("HF_HOME"):
         return ""
     home = _mount(facts, facts.environ.get("HOME", "~"))
@@ -172,7 +172,7 @@ def _home_is_small(facts: ClusterFacts) -> str:
 
 
 def _mount(facts: ClusterFacts, folder: str) -> Mount | None:
-    """The file system of a folder; of one that df was not asked for, that of the nearest above it."""
+    """Return the file system of a folder; of one that df was not asked for, that of the nearest above it."""
     exact = next((one for one in facts.mounts if one.folder == folder), None)
     above = [one for one in facts.mounts if folder.startswith(one.mounted_on.rstrip("/") + "/")]
     return exact or max(above, key=lambda one: len(one.mounted_on), default=None)

@@ -16,8 +16,8 @@ _NOT_TEXT = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
 
 
 def site_text(settings: Iterable[Setting], *, head: str, above: Mapping[str, str] | None = None) -> str:
-    """The whole file. `head` says who wrote it; `above` has the settings of a file that this one is merged with, by
-    key, and where each stands: they are not written again.
+    """Return the whole file. `head` says who wrote it; `above` has the settings of a file that this one is merged with,
+    by key, and where each stands: they are not written again.
     """
     parts = [_comment(head)]
     for setting in settings:
@@ -30,7 +30,7 @@ def site_text(settings: Iterable[Setting], *, head: str, above: Mapping[str, str
 
 
 def yaml_value(value: Value) -> str:
-    """A value on one line, as YAML.
+    """Return a value on one line, as YAML.
 
     >>> yaml_value("h100-80gb"), yaml_value("04:00:00"), yaml_value(("cuda/12.8", "a b")), yaml_value(True)
     ('h100-80gb', '"04:00:00"', '[cuda/12.8, "a b"]', 'true')

@@ -25,18 +25,18 @@ _NOT_USABLE = ("DOWN", "DRAIN", "FAIL", "FUTURE", "UNKNOWN")
 
 
 def associations_argv(user: str) -> tuple[str, ...]:
-    """The accounts that a user may charge."""
+    """Return the command that lists the accounts that a user may charge."""
     fields = "format=Account,Partition,QOS,DefaultQOS"
     return ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", fields)
 
 
 def default_account_argv(user: str) -> tuple[str, ...]:
-    """The account that Slurm charges where none is named."""
+    """Return the command that shows the account that Slurm charges if none is named."""
     return ("sacctmgr", "--noheader", "--parsable2", "show", "user", f"name={user}", "format=DefaultAccount")
 
 
 def parse_gres(gres: str) -> tuple[GpuKind, ...]:
-    """The GPUs in Slurm's list of a node's generic resources.
+    """Return the GPUs in Slurm's list of a node's generic resources.
 
     >>> parse_gres("gpu:h100:8(S:0-1),shard:h100:16"), parse_gres("gpu:4"), parse_gres("(null)")
     ((GpuKind(name='h100', count=8),), (GpuKind(name=None, count=4),), ())
@@ -117,7 +117,7 @@ def with_nodes(partitions: Sequence[PartitionFacts], nodes: Sequence[NodeFacts])
 
 
 def merged(detailed: Sequence[PartitionFacts], listed: Sequence[PartitionFacts]) -> tuple[PartitionFacts, ...]:
-    """The partitions that scontrol showed, with sinfo's nodes where it showed none; else those of sinfo."""
+    """Return the partitions that scontrol showed, with sinfo's nodes where it showed none; else those of sinfo."""
     by_name = {partition.name: partition for partition in listed}
     joined = [replace(one, nodes=by_name[one.name].nodes) if one.name in by_name else one for one in detailed]
     return tuple(joined) or tuple(listed)
@@ -143,7 +143,7 @@ def parse_default_account(stdout: str) -> str | None:
 
 
 def _values(line: str) -> dict[str, str]:
-    """The `Name=value` words of a line; the first of a name counts, since free text comes last."""
+    """Return the `Name=value` words of a line; the first of a name counts, since free text comes last."""
     values: dict[str, str] = {}
     for name, value in _FIELD.findall(line):
         values.setdefault(name, value)

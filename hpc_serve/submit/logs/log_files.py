@@ -32,21 +32,21 @@ _TAIL_BYTES, _TAIL_LINE_BYTES = 16 << 20, 1 << 10
 
 
 def log_files(name: str, log_dir: Path, batch_log: Path | None = None) -> list[Path]:
-    """The files of a replica that exist: the batch script's first, then each node's launcher in order."""
+    """Return the files of a replica that exist: the batch script's first, then each node's launcher in order."""
     nodes = _of_nodes(name, log_dir, r"-node\d+\.log")
     batch = batch_log or log_dir / f"{name}.log"
     return [path for path in (batch, *nodes) if path.exists()]
 
 
 def files_of(status: ReplicaStatus) -> list[Path]:
-    """The log files of a replica and of its job's script that exist now."""
+    """Return the log files of a replica and of its job's script that exist now."""
     log_dir = Path(status.log_dir)
     batch_log = Path(status.batch_log) if status.batch_log else log_dir / f"{status.job_id}.log"
     return log_files(status.name, log_dir, batch_log)
 
 
 def ray_logs_of(status: ReplicaStatus) -> list[Path]:
-    """The files that hold the ends of Ray's own logs, of each node of a replica."""
+    """Return the files that hold the ends of Ray's own logs, of each node of a replica."""
     return _of_nodes(status.name, Path(status.log_dir), r"-node\d+-ray\.log")
 
 
@@ -81,7 +81,7 @@ def known_secrets(service: str, store: ServiceStore, environ: Mapping[str, str])
 
 
 def tail_by(path: Path, lines: int, writer: LogWriter | None) -> list[str]:
-    """The last lines of a file that are by `writer`, among its last 20,000. Raises StoreError."""
+    """Return the last lines of a file that are by `writer`, among its last 20,000. Raises StoreError."""
     if writer not in ("launcher", "engine"):
         return tail(path, lines)
     return [line for line in tail(path, _LOOKED_AT_LINES) if is_by(writer, line)][-lines:] if lines else []
@@ -101,7 +101,7 @@ def places_of(status: ReplicaStatus) -> tuple[str, ...]:
 
 
 def tail(path: Path, lines: int, *, end: int | None = None) -> list[str]:
-    """The last lines of a file, or of its first `end` bytes; none if it is not there. Raises StoreError.
+    """Return the last lines of a file, or of its first `end` bytes; none if it is not there. Raises StoreError.
 
     They are at most 16 MiB and 1 KiB for each line; of a line that is longer its end is returned.
     """
@@ -149,7 +149,7 @@ def both_ends(path: Path, *, head_bytes: int, tail_bytes: int) -> Iterator[tuple
 def follow(
     find_files: Callable[[], Sequence[Path]], *, first_lines: int, is_over: Callable[[], bool]
 ) -> Iterator[tuple[Path, str]]:
-    """The last `first_lines` lines of each file, then each new line, until the job is over and all was read.
+    """Yield the last `first_lines` lines of each file, then each new line, until the job is over and all was read.
 
     Files that `find_files` finds later are read from their beginning.
     """
@@ -188,7 +188,7 @@ def _new_lines(path: Path, offset: int, *, whole_file: bool) -> Iterator[tuple[s
 
 
 def _whole_lines(path: Path) -> int:
-    """The length in bytes of all lines that have a line end."""
+    """Return the length in bytes of all lines that have a line end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

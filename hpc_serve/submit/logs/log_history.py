@@ -40,7 +40,7 @@ def read_reports(path: Path, *, near: float, head_bytes: int = _HEAD_BYTES, tail
 
 
 def _since_epoch(at: float, near: float) -> float:
-    """The time of `read_head`, which has no year, as seconds since the epoch."""
+    """Return the time of `read_head`, which has no year, as seconds since the epoch."""
     month, rest = divmod(int(at) - _SECONDS_A_DAY, _SECONDS_A_MONTH)
     day, second = divmod(rest, _SECONDS_A_DAY)
     year = time.localtime(near).tm_year

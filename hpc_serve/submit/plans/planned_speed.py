@@ -54,7 +54,7 @@ def planned_speeds(predicted: Mapping[str, float]) -> list[tuple[int, float]]:
 
 
 def planned_request(predicted: Mapping[str, float]) -> tuple[int, int] | None:
-    """The tokens in and out of the requests that the plan's speed is of."""
+    """Return the tokens in and out of the requests that the plan's speed is of."""
     if _INPUT not in predicted or _OUTPUT not in predicted:
         return None
     return int(predicted[_INPUT]), int(predicted[_OUTPUT])

@@ -40,7 +40,7 @@ def plan_service(request: ServeRequest, *, stand_in: str | None = None) -> Serve
 
 
 def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = None) -> tuple[ServePlan, PlanResult]:
-    """The same, and the result with what it was made from, which knows how fast the plan is."""
+    """Return the plan, and its result with inputs, which knows the plan's speed."""
     try:
         result = _result(request, stand_in)
         return result.chosen, result
@@ -52,7 +52,8 @@ def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = No
 
 
 def _result(request: ServeRequest, stand_in: str | None) -> PlanResult:
-    """The plan, or the lack of one. Raises InvalidRequestError for a quantization that vLLM cannot make itself."""
+    """Return the result of planning, also if nothing fits. Raises InvalidRequestError for a quantization that vLLM
+    cannot make itself."""
     asked = _plan_request(request)
     both_sizes = request.tensor_parallel_size is not None and request.pipeline_parallel_size is not None
     # A layout asked for is checked against what is loaded; a layout to be chosen is that of the model named.
@@ -101,7 +102,7 @@ def idle_gpus_note(request: ServeRequest, plan: ServePlan) -> str | None:
 
 
 def _sharing(request: ServeRequest, plan: ServePlan) -> ServeRequest | None:
-    """The request with as many replicas in each job as fill its node. None where that cannot be."""
+    """Return the request with as many replicas in each job as fill its node. None where that cannot be."""
     size, used = _node_size(request, plan), plan.layout.gpus_per_node
     count = request.replicas or (plan.replicas if request.target else size // used)
     if not _idle_gpus(request, plan) or size % used or count % (size // used):
@@ -179,7 +180,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
 
 
 def _draft(engine: EngineConfig) -> ModelSpec | None:
-    """The draft model that the engine loads. None where there is none, or nobody here knows its config.
+    """Return the draft model that the engine loads. None where there is none, or nobody here knows its config.
 
     Raises UnknownModelError for a folder that is not there, InvalidRequestError where its architecture is not known.
     """

@@ -120,7 +120,7 @@ def _check_environment(environment: Environment, environ: Mapping[str, str]) -> 
 
 
 def _is_missing_image(environment: Environment) -> bool:
-    """Whether the image is a file or folder that is not here. Names of registries are the runtime's to find."""
+    """Return whether the image is a file or folder that is not here. Names of registries are the runtime's to find."""
     path = str(environment.path)
     is_file = {"apptainer": ":" not in path, "pyxis": path.startswith(("/", "./")), "charliecloud": True}
     return is_file.get(environment.kind, False) and not Path(path).exists()

@@ -74,7 +74,7 @@ def foreseen_loading(model: str, words: Sequence[str], environ: Mapping[str, str
 
 
 def is_repository(model: str) -> bool:
-    """Whether a model's name is that of a repository of the hub.
+    """Return whether a model's name is that of a repository of the hub.
 
     >>> is_repository("meta-llama/Llama-3.1-8B-Instruct"), is_repository("./llama")
     (True, False)

@@ -10,7 +10,7 @@ _BOUNDS = re.compile(r"(\d{1,6})(?::(\d{1,6}))?")
 
 
 def parse_replicas(text: str) -> tuple[int, int | None]:
-    """The least and the most number of replicas; the second is None where one number is given.
+    """Return the least and the most number of replicas; the second is None where one number is given.
 
     Raises InvalidRequestError.
 
@@ -72,7 +72,7 @@ def shown_bounds(least: int, most: int) -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """A time in words.
+    """Return a time in words.
 
     >>> [shown_time(seconds) for seconds in (20, 90, 1800, 5400, 7200, 200000)]
     ['20 s', '90 s', '30 min', '90 min', '2 h', '56 h']

@@ -48,7 +48,7 @@ def check_chain(
 
 
 def begins_after_min(limit_s: float, overlap_s: float | None) -> int:
-    """How many minutes after the start of a job the next one may begin: the overlap before its time limit.
+    """Return how many minutes after the start of a job the next one may begin: the overlap before its time limit.
 
     If `overlap_s` is None, the overlap is half an hour, or half of the limit if that is less. Raises
     InvalidRequestError.

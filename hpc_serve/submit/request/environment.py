@@ -60,7 +60,7 @@ class JobSettings:
 
 
 def variable_of(setting: str) -> str:
-    """The environment variable of one of the JobSettings.
+    """Return the environment variable of one of the JobSettings.
 
     >>> variable_of("tmpdir")
     'HPC_SERVE_TMPDIR'

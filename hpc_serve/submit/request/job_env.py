@@ -40,7 +40,7 @@ def check_env(env: Mapping[str, str]) -> None:
 
 
 def parse_env(words: Iterable[str]) -> dict[str, str]:
-    """The variables of `--env NAME=VALUE` words; the last of a name counts. Raises InvalidRequestError.
+    """Return the variables of `--env NAME=VALUE` words; the last of a name counts. Raises InvalidRequestError.
 
     >>> parse_env(["HF_HOME=/dev/shm/hf", "NCCL_DEBUG=INFO"])
     {'HF_HOME': '/dev/shm/hf', 'NCCL_DEBUG': 'INFO'}

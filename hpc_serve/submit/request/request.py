@@ -191,7 +191,7 @@ class ServeRequest:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the jobs themselves decide how many replicas there are."""
+        """Return whether the jobs themselves decide how many replicas there are."""
         return self.max_replicas is not None or self.idle_stop_s is not None
 
     @cached_property
@@ -206,7 +206,7 @@ class ServeRequest:
 
     @property
     def load_format(self) -> str | None:
-        """How `engine_args` tell vLLM to load weights; "dummy" makes random ones, and needs no files."""
+        """Return how `engine_args` tell vLLM to load weights; "dummy" makes random ones, and needs no files."""
         load_format: str | None = value_of(read_arguments(self.engine_args), "--load-format")
         return load_format
 

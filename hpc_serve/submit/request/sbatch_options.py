@@ -110,7 +110,7 @@ class SlurmOptions(SbatchOptions):
 
     @property
     def time_limit_s(self) -> float | None:
-        """The time limit in seconds; None if it is the cluster's own.
+        """Return the time limit in seconds; None if it is the cluster's own.
 
         >>> SlurmOptions(time="1-12:00").time_limit_s, SlurmOptions(time="90").time_limit_s
         (129600.0, 5400.0)
@@ -124,7 +124,8 @@ class SlurmOptions(SbatchOptions):
         return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
 
     def gpu_line(self, count: int) -> str:
-        """How sbatch is asked for GPUs. Hosts of TPUs, and sockets, are whole nodes to Slurm and need no such line."""
+        """Return the line that asks sbatch for GPUs. Hosts of TPUs, and sockets, are whole nodes and need no such
+        line."""
         gpus = f"{self.gres_type}:{count}" if self.gres_type else f"{count}"
         return f"--gres=gpu:{gpus}" if self.gpu_directive == "gres" else f"--{self.gpu_directive}={gpus}"
 

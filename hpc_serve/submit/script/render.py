@@ -32,7 +32,7 @@ _WAY_DOWN_S = 20  # from the last answer to the end of the job
 
 
 def render_script(request: ServeRequest, plan: ServePlan) -> str:
-    """The script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
+    """Return the script that serves `plan` as `request` asks, for `sbatch` or (cluster "local") for bash.
 
     Raises InvalidRequestError if there are no scripts for the accelerator, or a site's template uses a value that is
     not there.
@@ -86,7 +86,7 @@ def _replicas(per_job: int) -> dict[str, Any]:
 
 
 def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
-    """What the program beside the launcher shall do; empty where none is needed."""
+    """Return the options of the program beside the launcher; empty if none is needed."""
     words: list[object] = ["--keep-up", "--notice-s", request.slurm.notice_s or 0] if request.keep_up else []
     if request.is_elastic:
         least = replicas_of(request, plan)
@@ -97,14 +97,14 @@ def _keeper_options(request: ServeRequest, plan: ServePlan) -> list[object]:
 
 
 def replicas_of(request: ServeRequest, plan: ServePlan) -> int:
-    """How many there are in all jobs: as many as are asked for, else one job of them, or as many as the plan takes."""
+    """Return the number of replicas in all jobs: as asked for, else those of one job, or as many as the plan takes."""
     if request.replicas or request.replicas_per_job > 1:
         return request.replicas or request.replicas_per_job
     return plan.replicas if request.cluster == "slurm" else 1
 
 
 def jobs_of(request: ServeRequest, plan: ServePlan) -> int:
-    """How many jobs are submitted for them."""
+    """Return how many jobs are submitted for them."""
     return -(-replicas_of(request, plan) // request.replicas_per_job)
 
 
@@ -114,19 +114,19 @@ def devices_per_node(plan: ServePlan) -> int:
 
 
 def _not_run(device: AcceleratorSpec) -> str:
-    """A remark for accelerators on which no script was ever run; empty for the others."""
+    """Return a remark for accelerators on which no script was ever run; empty for the others."""
     if device.is_script_tested:
         return ""
     return f"Rendered, not run here: the tests of hpc-serve have no {device.vendor} {device.unit}. Reports are welcome."
 
 
 def served_model_names(request: ServeRequest, plan: ServePlan) -> tuple[str, ...]:
-    """The names by which requests may call the model: its repository, its alias, the service's own name."""
+    """Return the names by which requests may call the model: its repository, its alias, the service's own name."""
     return tuple(dict.fromkeys((*plan.served_model_names, request.service)))
 
 
 def directives(request: ServeRequest, plan: ServePlan) -> list[str]:
-    """The words of the `#SBATCH` lines, in a fixed order. Their values were checked when the request was made.
+    """Return the words of the `#SBATCH` lines, in a fixed order. Their values were checked when the request was made.
 
     Raises InvalidRequestError for a share of a CPU node without a number of cores.
     """

@@ -23,7 +23,7 @@ Checked = Markup
 
 
 def render_template(name: str, site_templates: str | None, context: Mapping[str, Any]) -> str:
-    """The text of a template, of the site's folder if it has one of that name, else ours.
+    """Return the text of a template, of the site's folder if it has one of that name, else ours.
 
     Raises InvalidRequestError if it uses a value that is not there or is no template, or if everybody can change it.
     """

@@ -37,7 +37,7 @@ _YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def _setting(help: str, default: Any = None) -> Any:
-    """A setting, with what its guide says of it."""
+    """Return a setting, with what its guide says of it."""
     return field(default=default, metadata={"help": help})
 
 
@@ -118,7 +118,7 @@ def load_site(path: Path) -> SiteProfile:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings that a site file holds, by name, checked. Raises SiteFileError, naming file, line and setting."""
+    """Read the settings of a site file, by name, checked. Raises SiteFileError, naming file, line and setting."""
     try:
         return _read(path)
     except InvalidRequestError:

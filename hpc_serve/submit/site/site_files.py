@@ -27,7 +27,7 @@ class MergedSite:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings in force, by name."""
+        """Return the settings in force, by name."""
         return {name: getattr(self.profile, name) for name in self.sources}
 
 
@@ -37,7 +37,7 @@ def read_site(environ: Mapping[str, str], named: str | None = None) -> SiteProfi
 
 
 def merge_site(environ: Mapping[str, str], named: str | None = None) -> MergedSite:
-    """The same, with the file that each setting comes from. Raises SiteFileError."""
+    """Return the merged settings, with the file of each setting. Raises SiteFileError."""
     files = tuple(dict.fromkeys(one for one in (find_system_file(environ), find_user_file(environ, named)) if one))
     settings: dict[str, Any] = {}
     sources: dict[str, Path] = {}
@@ -55,7 +55,7 @@ def merge_site(environ: Mapping[str, str], named: str | None = None) -> MergedSi
 
 
 def find_system_file(environ: Mapping[str, str]) -> Path | None:
-    """The file named by HPC_SERVE_SYSTEM_SITE (empty: none), else `/etc/hpc-serve/site.yaml` if there is one.
+    """Return the file named by HPC_SERVE_SYSTEM_SITE (empty: none), else `/etc/hpc-serve/site.yaml` if there is one.
 
     Its words decide what runs as the user, who did not name it. Raises SiteFileError if others can change it.
     """
@@ -72,7 +72,8 @@ def find_system_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def find_user_file(environ: Mapping[str, str], named: str | None = None) -> Path | None:
-    """The user's file, if one is named or the default one is there. Raises SiteFileError if everybody can change it."""
+    """Find the user's file: the named one, or the default one if it exists. Raises SiteFileError if everybody can
+    change it."""
     path = user_file(environ, named)
     if not (named or environ.get("HPC_SERVE_SITE") or path.exists()):
         return None
@@ -81,7 +82,7 @@ def find_user_file(environ: Mapping[str, str], named: str | None = None) -> Path
 
 
 def user_file(environ: Mapping[str, str], named: str | None = None) -> Path:
-    """The file named by `--site`, else by HPC_SERVE_SITE, else `~/.config/hpc-serve/site.yaml`."""
+    """Return the file named by `--site`, else by HPC_SERVE_SITE, else `~/.config/hpc-serve/site.yaml`."""
     if chosen := named or environ.get("HPC_SERVE_SITE"):
         return Path(chosen).expanduser()
     return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "hpc-serve" / "site.yaml"

@@ -38,7 +38,7 @@ class SiteModel:
 
 
 def load_site_models(path: str | None) -> Mapping[str, SiteModel]:
-    """The models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
+    """Return the models in the file, by their names in small letters. Raises SiteFileError, naming file and entry."""
     if path is None:
         return {}
     try:

@@ -87,18 +87,18 @@ def controller_not_answering(name: str, stderr: str) -> SchedulerUnavailableErro
 
 
 def said(stderr: str) -> str:
-    """A command's own error on one line, without the prefix of each of its lines."""
+    """Return a command's own error on one line, without the prefix of each of its lines."""
     lines = (re.sub(r"^(\w+: )?(error: )?", "", line.strip()) for line in stderr.splitlines())
     return "; ".join(line for line in lines if line) or "it gave no reason"
 
 
 def jobs() -> list[JobState]:
-    """This user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
+    """Return this user's jobs, those of the last minutes included. Raises SchedulerUnavailableError."""
     return parse_squeue(_answer(squeue_argv()))
 
 
 def partitions() -> list[Partition]:
-    """The site's partitions. Raises SchedulerUnavailableError."""
+    """Return the site's partitions. Raises SchedulerUnavailableError."""
     return parse_sinfo(_answer(sinfo_argv()))
 
 
@@ -157,7 +157,7 @@ class SchedulerView:
 
     @property
     def age_s(self) -> float:
-        """How old the list of jobs is."""
+        """Return how old the list of jobs is."""
         return time.monotonic() - self._asked_at_s
 
     def jobs(self, *, max_age_s: float = math.inf) -> list[JobState]:
@@ -171,7 +171,7 @@ class SchedulerView:
         return self._jobs
 
     def queued(self, job_id: str, *, max_age_s: float = math.inf) -> JobState | None:
-        """The job if it waits or runs. The id of an array finds one of its tasks, a running one first."""
+        """Return the job if it waits or runs. The id of an array finds one of its tasks, a running one first."""
         tasks = [job for job in self._listed(job_id, max_age_s) if not job.is_over]
         return max(tasks, key=lambda job: job.is_running, default=None)
 
@@ -206,7 +206,7 @@ class SchedulerView:
         return self._batch_logs[job_id]
 
     def end(self, job_id: str, *, since: float | None) -> JobState | None:
-        """How a job ended, in Slurm's words; None if it has forgotten.
+        """Return a job's end in Slurm's words; None if Slurm has forgotten the job.
 
         Accounting is asked only if the controller has forgotten the job and `since` is given: when the job began, in
         seconds since the epoch.
@@ -232,7 +232,7 @@ class SchedulerView:
 
 
 def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:
-    """The job as accounting has it; of a `known` job only who cancelled it is added. Raises SchedulerError."""
+    """Return the job as accounting has it; of a `known` job only who cancelled it is added. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))

@@ -63,22 +63,22 @@ class JobState:
 
     @property
     def is_running(self) -> bool:
-        """Whether it may hold nodes. Its end counts too, while Slurm clears it away."""
+        """Return whether it may hold nodes. Its end counts too, while Slurm clears it away."""
         return self.state in _ON_NODES
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was given nodes."""
+        """Return whether it was given nodes."""
         return bool(self.node_list)
 
     @property
     def waits_for_one_of_several_partitions(self) -> bool:
-        """Whether the reason is a limit of one of the job's partitions. The job may start in another."""
+        """Return whether the reason is a limit of one of the job's partitions. The job may start in another."""
         return "," in self.partition and self.reason.startswith("Partition")
 
     @property
     def is_over(self) -> bool:
-        """Whether it holds nothing and will not start again by itself. UNKNOWN is not over."""
+        """Return whether it holds nothing and will not start again by itself. UNKNOWN is not over."""
         return not (self.is_pending or self.is_running or self.state == UNKNOWN)
 
 
@@ -111,32 +111,33 @@ def batch_log_option(log_dir: str | PurePath | None, *, is_array: bool) -> str:
 
 
 def sbatch_argv(script: PurePath | str, options: Sequence[str] = ()) -> list[str]:
-    """Submit a script. `options` adds to its #SBATCH lines, and wins over them."""
+    """Return the command that submits a script. `options` adds to its #SBATCH lines, and wins over them."""
     return ["sbatch", *options, str(script)]
 
 
 def squeue_argv() -> list[str]:
-    """List this user's jobs: waiting, running, and ended as long as the controller remembers them."""
+    """Return the command that lists this user's jobs: waiting, running, and ended ones that the controller
+    remembers."""
     return ["squeue", "--me", "--states=all", "--array", "--noheader", f"--format={_SQUEUE_FIELDS}"]
 
 
 def scontrol_show_job_argv(job_id: str) -> list[str]:
-    """Everything the controller knows of one job, on one line."""
+    """Return the command that shows all facts of the controller about one job, on one line."""
     return ["scontrol", "--oneliner", "show", "job", job_id]
 
 
 def scancel_argv(job_id: str) -> list[str]:
-    """End a job: SIGTERM (and SIGCONT) to its steps, SIGKILL after the site's KillWait."""
+    """Return the command that ends a job: SIGTERM (and SIGCONT) to its steps, SIGKILL after the site's KillWait."""
     return ["scancel", job_id]
 
 
 def sacct_argv(job_id: str, *, user: str, since: str) -> list[str]:
-    """List accounting's records of one job. Ids are recycled: `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound the
-    search."""
+    """Return the command that lists accounting's records of one job. `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound the
+    search, because ids are recycled."""
     bounds = [f"--jobs={job_id}", f"--user={user}", f"--starttime={since}"]
     return ["sacct", *bounds, "--allocations", "--noheader", "--parsable2", f"--format={_SACCT_FIELDS}"]
 
 
 def sinfo_argv() -> list[str]:
-    """Every partition, one line for each kind of node in it."""
+    """Return the command that lists every partition, one line for each kind of node in it."""
     return ["sinfo", "--noheader", f"--format={_SINFO_FIELDS}"]

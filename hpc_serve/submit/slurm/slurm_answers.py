@@ -23,7 +23,7 @@ _NO_SUCH_JOB = re.compile(
 
 
 def parse_sbatch(stdout: str) -> str:
-    """The job's id, from sbatch's sentence ("Submitted batch job 12 on cluster x") or from `--parsable` ("12;x").
+    """Read the job's id from sbatch's sentence ("Submitted batch job 12 on cluster x") or from `--parsable` ("12;x").
 
     Raises SchedulerError if there is none.
     """
@@ -37,7 +37,7 @@ def parse_sbatch(stdout: str) -> str:
 
 
 def parse_squeue(stdout: str) -> list[JobState]:
-    """One state for each line of squeue."""
+    """Return one state for each line of squeue."""
     return [_squeue_line(line) for line in _lines(stdout)]
 
 
@@ -62,7 +62,7 @@ def _squeue_line(line: str) -> JobState:
 
 
 def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
-    """The job's state from `scontrol show job` (one line for each task of an array); None if it is not there."""
+    """Return the job's state from `scontrol show job` (one line for each task of an array); None if it is not there."""
     for line in stdout.splitlines():
         values = _scontrol_values(line)
         if "JobState" in values and _is_about(values, job_id):
@@ -90,7 +90,7 @@ def parse_scontrol_job(stdout: str, job_id: str) -> JobState | None:
 
 
 def _is_about(values: Mapping[str, str], job_id: str) -> bool:
-    """Whether the line is of that job, or of that array or task. Tasks that wait share one line."""
+    """Return whether the line is of that job, or of that array or task. Tasks that wait share one line."""
     array, _, task = job_id.partition("_")
     if not task:
         return job_id in (values.get("JobId"), values.get("ArrayJobId"))
@@ -98,7 +98,7 @@ def _is_about(values: Mapping[str, str], job_id: str) -> bool:
 
 
 def _has_task(tasks: str, task: str) -> bool:
-    """Whether Slurm's list of tasks names this one.
+    """Return whether Slurm's list of tasks names this one.
 
     >>> _has_task("1,4-9:2%3", "6"), _has_task("1,4-9:2%3", "7")
     (True, False)
@@ -123,7 +123,7 @@ def _scontrol_values(line: str) -> dict[str, str]:
 
 
 def parse_sacct(stdout: str, job_id: str) -> JobState | None:
-    """The job's state as accounting has it; None if it has no such job. The last line is the job's latest start."""
+    """Read the job's state in accounting; None if there is no such job. The last line is the job's latest start."""
     found = None
     for line in _lines(stdout):
         seen_id, state, exit_status, node_list, user, name = _fields("sacct", line, 6)
@@ -146,7 +146,7 @@ def parse_sacct(stdout: str, job_id: str) -> JobState | None:
 
 
 def parse_sinfo(stdout: str) -> list[Partition]:
-    """The partitions, the default one first."""
+    """Return the partitions, the default one first."""
     partitions = []
     for line in _lines(stdout):
         name, available, time_limit, num_nodes, gres = _fields("sinfo", line, 5)
@@ -164,7 +164,7 @@ def parse_sinfo(stdout: str) -> list[Partition]:
 
 
 def says_unreachable(stderr: str) -> bool:
-    """Whether a Slurm command failed because the controller did not answer."""
+    """Return whether a Slurm command failed because the controller did not answer."""
     return _UNREACHABLE.search(stderr) is not None
 
 
@@ -186,7 +186,7 @@ def _fields(command: str, line: str, count: int) -> list[str]:
 
 
 def _value(value: str) -> str | None:
-    """The value; None for the words by which Slurm says that there is none."""
+    """Return the value; None for the words by which Slurm says that there is none."""
     nothing = ("", "N/A", "None", "(null)", "NOT_SET", "Unknown", "None assigned")
     return None if value in nothing else value
 

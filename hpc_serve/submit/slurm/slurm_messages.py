@@ -136,7 +136,7 @@ def refusal(job: JobState, partitions: Sequence[Partition]) -> str:
 
 
 def ended_sentence(job: JobState) -> str:
-    """How a job ended, for a person, with Slurm's own word."""
+    """Return how a job ended, for a person, with Slurm's own word."""
     if job.state == "CANCELLED":
         by = f" by user {job.cancelled_by}" if job.cancelled_by else ""
         again = " again" if job.restart else ""

@@ -38,12 +38,12 @@ class StatusReport:
 
     @property
     def everywhere(self) -> tuple[ReplicaStatus, ...]:
-        """The replicas of this home and those elsewhere, oldest first."""
+        """Return the replicas of this home and those elsewhere, oldest first."""
         return tuple(sorted((*self.replicas, *self.elsewhere), key=lambda status: status.began_or_ended_at))
 
     @property
     def live_elsewhere(self) -> tuple[ReplicaStatus, ...]:
-        """The jobs elsewhere that are not over."""
+        """Return the jobs elsewhere that are not over."""
         return tuple(status for status in self.elsewhere if not status.is_over)
 
 
@@ -55,7 +55,7 @@ def without_successors(replicas: Iterable[ReplicaStatus]) -> list[ReplicaStatus]
 
 
 def add_job_state(status: ReplicaStatus, job: JobState | None) -> ReplicaStatus:
-    """The same replica with what the scheduler says of its job; None where the scheduler adds nothing."""
+    """Return the replica with the scheduler's state of its job; None if the scheduler adds nothing."""
     if job is None:
         return status
     status = replace(status, scheduler_state=job.state, time_left=job.time_left if job.is_running else None)
@@ -88,7 +88,8 @@ def explain_missing_record(status: ReplicaStatus, job: JobState, *, home: Path) 
 
 
 def explain_job_by_hand(status: ReplicaStatus, job: JobState, *, home: Path, other_home: Path | None) -> ReplicaStatus:
-    """A job that is known by its name in the queue alone: without a record nobody can tell whether it serves."""
+    """Explain a job that is known by its name in the queue alone: without a record nobody can tell whether it
+    serves."""
     if status.state == "starting" and job.run_time_s > RECORD_EXPECTED_WITHIN_S:
         where = _no_record(job, home)
         if other_home is not None:
@@ -145,7 +146,7 @@ def _ending(status: ReplicaStatus) -> ReplicaStatus:
 
 
 def _ended(status: ReplicaStatus, job: JobState) -> ReplicaStatus:
-    """A job that is over although no record says so."""
+    """Return the status of a job that is over although no record says so."""
     return replace(
         status,
         state="stopped" if job.state in ("CANCELLED", "COMPLETED") else "failed",
@@ -176,5 +177,5 @@ def _no_record(job: JobState, home: Path) -> str:
 
 
 def never_starts(status: ReplicaStatus) -> bool:
-    """Whether a job waits in the queue for what only a person can change."""
+    """Return whether a job waits in the queue for what only a person can change."""
     return status.state == "pending" and bool(pending_cure(status.pending_reason, status.job_id))

@@ -29,7 +29,7 @@ _PARTS_TOLD = 4
 
 
 def progress_words(status: ReplicaStatus) -> str:
-    """How fast a start loads and when it is ready; "" for a replica that does not start.
+    """Return how fast a start loads and when it is ready; "" for a replica that does not start.
 
     "1.2 GiB/s, ready in about 3 min", "weights loaded in about 2 min, time left not known".
     """
@@ -48,7 +48,7 @@ def progress_words(status: ReplicaStatus) -> str:
 
 
 def detail_words(status: ReplicaStatus) -> str:
-    """The detail of a status with what is known of the progress of its start."""
+    """Return the detail of a status with what is known of the progress of its start."""
     progress = progress_words(status)
     return f"{status.detail}, {progress}" if progress and status.detail and not status.reason else status.detail
 

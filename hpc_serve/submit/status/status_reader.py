@@ -44,7 +44,7 @@ _RECENT_S = 24 * 3600.0
 
 
 def read_status(store: ServiceStore, service: str | None = None, *, slurm: SchedulerView | None = None) -> StatusReport:
-    """The replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
+    """Return the replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
@@ -109,7 +109,7 @@ def elsewhere_sentence(store: ServiceStore, status: ReplicaStatus) -> str:
 
 
 def not_found_error(store: ServiceStore, name_or_id: str) -> ServiceNotFoundError:
-    """The error that lists the services there are."""
+    """Return the error that lists the existing services."""
     report, home = read_status(store), str(store.home)
     names = dict.fromkeys(status.service for status in report.everywhere)
     others = [
@@ -121,7 +121,7 @@ def not_found_error(store: ServiceStore, name_or_id: str) -> ServiceNotFoundErro
 
 
 def is_of_job(status: ReplicaStatus, job_id: str) -> bool:
-    """Whether a replica is that job's, or of one of the tasks of that array, or has that name (`123-2`)."""
+    """Return whether a replica is that job's, or of one of the tasks of that array, or has that name (`123-2`)."""
     return job_id in (status.job_id, array_of(status.job_id), status.name)
 
 
@@ -194,7 +194,7 @@ def _last_runs(found: ServiceRecords) -> list[EndpointRecord]:
 
 
 def _without_record(found: ServiceRecords, records: Sequence[EndpointRecord]) -> Iterator[tuple[SubmittedJob, int]]:
-    """The replicas of submitted jobs that have published no record in the last run, each as its job and its number."""
+    """Return replicas of submitted jobs without a record in the last run, each as its job and its number."""
     waiting = found.without_record()
     published = {(record.job_id, record.replica) for record in records}
     begun = {record.job_id for record in records}
