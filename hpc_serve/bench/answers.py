@@ -84,7 +84,7 @@ class AnswerReader:
 
 
 def error_text(answer: Any) -> str:
-    """The message of an OpenAI error object, in one line."""
+    """Return the message of an OpenAI error object, in one line."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]

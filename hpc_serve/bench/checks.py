@@ -18,7 +18,7 @@ Check = Callable[[Mapping[str, Any], str], object]
 
 
 def load_check(words: str) -> Check:
-    """The function that FILE.py:FUNCTION names. Raises InvalidRequestError."""
+    """Return the function that FILE.py:FUNCTION names. Raises InvalidRequestError."""
     file, _, name = words.rpartition(":")
     path = Path(file)
     if not file or not name.isidentifier() or not path.is_file():

@@ -69,7 +69,7 @@ def figures_of(
     goals_ms: Mapping[str, float] | None = None,
     percentiles: Sequence[float] = PERCENTILES,
 ) -> Figures:
-    """The figures of some requests in `duration_s`. `goals_ms` bounds ttft, tpot and e2el, in milliseconds."""
+    """Return the figures of some requests in `duration_s`. `goals_ms` bounds ttft, tpot and e2el, in milliseconds."""
     answered = [outcome for outcome in outcomes if outcome.is_answered]
     values = {
         "ttft": [outcome.ttft_s for outcome in answered],
@@ -94,7 +94,7 @@ def figures_of(
 
 
 def by_replica(run: Run) -> dict[str, list[RequestResult]]:
-    """The outcomes of each replica that was ready or has answered; "" are requests that none has answered."""
+    """Return the outcomes of each replica that was ready or has answered; "" are requests that none has answered."""
     found: dict[str, list[RequestResult]] = {name: [] for name in run.replicas}
     for outcome in run.outcomes:
         found.setdefault(outcome.replica, []).append(outcome)
@@ -135,7 +135,7 @@ def _is_good(outcome: RequestResult, goals_ms: Mapping[str, float] | None) -> bo
 
 
 def _peaks(answered: Sequence[RequestResult]) -> tuple[float, int]:
-    """The most pieces in a second, and the most requests that were under way in one."""
+    """Return the most pieces in a second, and the most requests that were under way in one."""
     if not answered:
         return 0.0, 0
     begin_s = min(outcome.start_s for outcome in answered)

@@ -31,7 +31,7 @@ class Sample:
 
 
 def read_samples(name: str, text: str, source: str) -> list[Sample]:
-    """All samples of a file. Raises InvalidRequestError: `source` and the place."""
+    """Return all samples of a file. Raises InvalidRequestError: `source` and the place."""
     reader = {"custom": _custom, "sharegpt": _sharegpt, "burstgpt": _burstgpt}[name]
     samples = list(reader(text, source))
     if not samples:

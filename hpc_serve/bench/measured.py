@@ -26,7 +26,7 @@ class Measured:
         return figures_of(self.run.outcomes, self.run.duration_s, goals_ms=self.goals_ms)
 
     def of_replicas(self) -> dict[str, Figures]:
-        """The figures of each replica; under "" those of requests that none answered."""
+        """Return the figures of each replica; under "" those of requests that none answered."""
         return {
             name: figures_of(part, self.run.duration_s, goals_ms=self.goals_ms)
             for name, part in by_replica(self.run).items()
@@ -34,7 +34,7 @@ class Measured:
 
     @property
     def notes(self) -> list[str]:
-        """The remarks that belong beside the figures, as sentences."""
+        """Return the remarks that belong beside the figures, as sentences."""
         if not self.wrong:
             return notes_on(self.run)
         first = self.wrong[min(self.wrong)]
@@ -42,7 +42,7 @@ class Measured:
 
 
 def by_series(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """The runs of each service and workload, in the order of what comes."""
+    """Return the runs of each service and workload, in the order of what comes."""
     found: dict[str, list[Measured]] = {}
     for one in runs:
         found.setdefault(f"{one.run.service}, {one.run.workload}", []).append(one)
@@ -50,7 +50,7 @@ def by_series(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def load_of(run: Run) -> float:
-    """How many requests come: per second at a rate, else at once."""
+    """Return how many requests come: per second at a rate, else at once."""
     if not math.isinf(run.request_rate):
         return run.request_rate
     return float(run.max_concurrency or len(run.requests))

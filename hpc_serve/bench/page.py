@@ -26,7 +26,7 @@ td,th{border-bottom:1px solid var(--line);white-space:nowrap}
 
 
 def page(runs: Sequence[Measured]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     services = ", ".join(dict.fromkeys(one.run.service for one in runs))
     parts = [
         Markup('<h1>{}</h1><p class="about">{}</p>').format(services, _about(runs)),

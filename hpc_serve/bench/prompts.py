@@ -46,7 +46,7 @@ def parse_lengths(text: str) -> tuple[Lengths, ...]:
 
 
 def random_requests(vocabulary: Sequence[int], lengths: Iterable[Lengths], seed: int) -> list[BenchRequest]:
-    """A completion for each of the lengths; its prompt are tokens of the vocabulary, drawn by chance."""
+    """Return a completion for each of the lengths; its prompt are tokens of the vocabulary, drawn by chance."""
     _check(vocabulary)
     chance = random.Random(f"prompts {seed}")
     return [completion(chance.choices(vocabulary, k=one.input_len), one) for one in lengths]
@@ -71,7 +71,7 @@ def shared_prefix_requests(
 
 
 def completion(prompt: str | list[int], lengths: Lengths | None = None, *, output_len: int = 0) -> BenchRequest:
-    """One completion. The length of a text is not known here; `lengths` are those of ids."""
+    """Return one completion. The length of a text is not known here; `lengths` are those of ids."""
     most = lengths.output_len if lengths is not None else output_len
     known = len(prompt) if isinstance(prompt, list) else None
     # As `vllm bench serve` asks: a model's own settings may have a penalty, which costs time.
@@ -80,7 +80,7 @@ def completion(prompt: str | list[int], lengths: Lengths | None = None, *, outpu
 
 
 def chat(messages: list[dict[str, Any]], output_len: int, *, input_len: int | None = None) -> BenchRequest:
-    """One chat; `input_len` is what the engine has counted."""
+    """Return one chat; `input_len` is what the engine has counted."""
     body = {"messages": messages, "max_completion_tokens": output_len}
     return BenchRequest(path=CHAT, body=body, input_len=input_len, output_len=output_len)
 

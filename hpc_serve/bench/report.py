@@ -71,7 +71,7 @@ def prediction_lines(prediction: Prediction | None, figures: Figures) -> Iterato
 
 
 def replica_rows(measured: Measured) -> list[list[str]]:
-    """A heading, and a row for each replica. Medians are of the requests that were answered."""
+    """Return a heading, and a row for each replica. Medians are of the requests that were answered."""
     rows = [["replica", "requests", "failed", "tokens/s out", "TTFT ms", "TPOT ms"]]
     for name, figures in measured.of_replicas().items():
         rows.append([name or "(none answered)", *_counts(figures), *_medians(figures)])
@@ -79,7 +79,7 @@ def replica_rows(measured: Measured) -> list[list[str]]:
 
 
 def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
-    """A heading, and a row for each run. Medians are of the requests that were answered."""
+    """Return a heading, and a row for each run. Medians are of the requests that were answered."""
     has_goals = any(one.goals_ms for one in runs)
     has_predictions = any(one.prediction and one.prediction.output_rate is not None for one in runs)
     heading = ["service", "replicas", "workload", "pace", "requests", "failed", "req/s"]
@@ -100,7 +100,7 @@ def sweep_rows(runs: Sequence[Measured]) -> list[list[str]]:
 
 
 def pace(run: Run) -> str:
-    """How requests come, in few words.
+    """Return how requests come, in few words.
 
     64 at once; 4/s; 4/s, 64 at once at most
     """

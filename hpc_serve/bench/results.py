@@ -86,7 +86,7 @@ def _spread_json(name: str, spread: Spread) -> dict[str, float]:
 
 
 def _details(outcomes: tuple[RequestResult, ...]) -> dict[str, list[Any]]:
-    """A list for each kind of value, with one place for each request."""
+    """Return a list for each kind of value, with one place for each request."""
     return {
         "input_lens": [outcome.input_len for outcome in outcomes],
         "output_lens": [outcome.output_len for outcome in outcomes],
@@ -102,6 +102,6 @@ def _details(outcomes: tuple[RequestResult, ...]) -> dict[str, list[Any]]:
 
 
 def document(results: list[dict[str, Any]], path: Path | None = None) -> dict[str, Any] | list[dict[str, Any]]:
-    """One result as itself, as vLLM saves it; several, and those of a file summary.json, as a list."""
+    """Return one result as itself, as vLLM saves it; several, and those of a file summary.json, as a list."""
     is_one = len(results) == 1 and (path is None or path.name != SUMMARY)
     return results[0] if is_one else results

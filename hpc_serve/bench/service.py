@@ -69,7 +69,7 @@ class BenchService:
 
     @property
     def last_replica(self) -> str:
-        """The name of the replica that answered last in this task."""
+        """Return the name of the replica that answered last in this task."""
         return self._watch.last_replica.name or ""
 
     def take_turns(self, takes_turns: bool) -> None:
@@ -81,13 +81,13 @@ class BenchService:
         await anyio.to_thread.run_sync(self._watch.refresh)
 
     async def send(self, path: str, body: bytes) -> http.Response:
-        """The answer to a request; its body was not read. Raises what the client's transport raises."""
+        """Return the answer to a request; its body was not read. Raises what the client's transport raises."""
         headers = {**_HEADERS, "content-length": str(len(body))}
         request = http.Request("POST", f"http://service{path}", headers=headers, content=body, extensions=_EXTENSIONS)
         return await self._transport.handle_async_request(request)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of a whole answer. Raises BenchError if it is a refusal."""
+        """Return the JSON of a whole answer. Raises BenchError if it is a refusal."""
         response = await self.send(path, json.dumps(body).encode())
         try:
             data = await response.aread()

@@ -59,10 +59,10 @@ class Watcher:
         """Requests are made."""
 
     def began(self, service: str, workload: BenchWorkload, count: int, pace: Pace) -> None:
-        """A run of `count` requests begins."""
+        """Note that a run of `count` requests begins."""
 
     def ended_one(self) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
 
 
 async def make_runs(store: ServiceStore, sweep: Sweep, *, stop: asyncio.Event, watcher: Watcher) -> AsyncIterator[Run]:
@@ -103,7 +103,7 @@ def measure(sweep: Sweep, *, home: str | Path | None = None) -> tuple[Measured, 
 
 
 async def _prepare(service: BenchService, workload: BenchWorkload) -> tuple[BenchRequest, ...]:
-    """The requests of a run, once each replica has answered one that does not count."""
+    """Return the requests of a run, after each replica has answered one that does not count."""
     if workload.dataset in MADE and workload.count is not None:
         first, *requests = await make_requests(replace(workload, count=workload.count + 1), EngineTexts(service))
     else:

@@ -54,7 +54,7 @@ class EngineTexts:
 
 
 async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[int]], *, first: int) -> tuple[str, int]:
-    """The beginning of some words that has `length` tokens by `count`, and how many words that is.
+    """Return the beginning of some words that has `length` tokens by `count`, and how many words that is.
 
     It begins with `first` words and goes on by what they had too much or too little. Single letters fill the rest that
     is shorter than a word.
@@ -77,7 +77,7 @@ async def fit(words: list[str], length: int, count: Callable[[str], Awaitable[in
 
 
 async def _filled(text: str, length: int, count: Callable[[str], Awaitable[int]]) -> str:
-    """A text that is a little too short, with a few more letters."""
+    """Return a text that is a little too short, with a few more letters."""
     missing = length - await count(text)
     nearest, still_missing = text, missing
     for filler in _FILLERS:

@@ -47,14 +47,14 @@ class BenchWorkload:
 
     @property
     def title(self) -> str:
-        """The workload's name in tables."""
+        """Return the workload's name in tables."""
         if self.path is not None:
             return self.path.name
         return f"{self.dataset} {self.lengths}"
 
 
 async def make_requests(workload: BenchWorkload, texts: EngineTexts) -> tuple[BenchRequest, ...]:
-    """All requests of a workload. Raises InvalidRequestError, BenchError."""
+    """Return all requests of a workload. Raises InvalidRequestError, BenchError."""
     made = await (_from_file if workload.dataset in FORMATS else _made)(workload, texts)
     extra = {**({"ignore_eos": True} if workload.ignore_eos else {}), **workload.extra_body}
     return tuple(replace(request, body={**request.body, **extra}) for request in made)

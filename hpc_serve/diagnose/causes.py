@@ -78,12 +78,12 @@ class Finding:
 
     @property
     def is_known(self) -> bool:
-        """Whether a rule knows it."""
+        """Return whether a rule knows it."""
         return self.name != UNKNOWN
 
     @property
     def sentence(self) -> str:
-        """The cause with the words of the log that tell it."""
+        """Return the cause with the words of the log that tell it."""
         if not self.is_known:
             return self.cause
         quote = self.lines[0].text
@@ -129,13 +129,13 @@ def _one_finding(group: Sequence[_Candidate]) -> Finding:
 
 
 def tells_the_root(findings: Sequence[Finding]) -> bool:
-    """Whether the first of the findings is a cause that a rule knows, and no symptom of another."""
+    """Return whether the first of the findings is a cause that a rule knows, and no symptom of another."""
     kinds = {rule.name: rule.kind for rule in RULES}
     return bool(findings) and kinds.get(findings[0].name) in ("cause", "error")
 
 
 def first_cause(logs: Sequence[LogEvidence]) -> Finding | None:
-    """The first cause; None if the logs tell of none."""
+    """Return the first cause; None if the logs tell of none."""
     return next(iter(find_causes(logs)), None)
 
 
@@ -167,7 +167,7 @@ def _candidates(log: LogEvidence) -> Iterator[_Candidate]:
 
 
 def _is_own(raised: Raised, known_lines: set[int]) -> bool:
-    """Whether no rule knows the exception, nor one that it follows from."""
+    """Return whether no rule knows the exception, nor one that it follows from."""
     chain = raised
     while chain.line not in known_lines:
         if chain.root is None:
@@ -197,7 +197,7 @@ def _first_of_the_end(errors: Sequence[Match | Raised]) -> Iterator[Match | Rais
 
 
 def _is_survived(log: LogEvidence, error: Match | Raised) -> bool:
-    """Whether the log goes on for long after an error, as after one of a single request."""
+    """Return whether the log goes on for long after an error, as after one of a single request."""
     if error.at is None or log.last_at is None or log.last_at - error.at < _SURVIVED_S:
         return False
     return log.num_lines - error.line > _SURVIVED_LINES
@@ -242,7 +242,7 @@ def _shortened(text: str, length: int) -> str:
 
 
 def note_lines(log: LogEvidence, lines: Iterable[str]) -> LogEvidence:
-    """The same log with those lines noted."""
+    """Note these lines in the log, and return it."""
     for line in lines:
         log.note(line)
     return log

@@ -51,7 +51,7 @@ class Raised:
 
     @property
     def first(self) -> Raised:
-        """The exception at the root of its chain; itself where there is none, or that was caught as a rule."""
+        """Return the exception at the root of its chain; itself where there is none, or that was caught as a rule."""
         if self.root is None:
             return self
         first = self.root.first
@@ -73,7 +73,7 @@ class TracebackReader:
 
     @property
     def is_in_traceback(self) -> bool:
-        """Whether the next line belongs to a traceback."""
+        """Return whether the next line belongs to a traceback."""
         return self._in_traceback
 
     def note(self, text: str, number: int, *, at: float | None, is_survived: bool) -> Raised | None:
@@ -125,7 +125,7 @@ class TracebackReader:
 
 
 def begins_traceback(text: str) -> bool:
-    """Whether a line is the first of a traceback."""
+    """Return whether a line is the first of a traceback."""
     return text.rstrip().endswith(_TRACEBACK)
 
 
@@ -136,7 +136,7 @@ def _frame_words(frame: re.Match[str]) -> str:
 
 
 def _own_frame(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """The innermost frame outside of the standard library and of torch, else the innermost."""
+    """Return the innermost frame outside of the standard library and of torch, else the innermost."""
     if not frames:
         return "", 0
     own = (frame for frame in reversed(frames) if not _is_foreign(frame[0]))

@@ -211,7 +211,7 @@ class _ProcessWatch:
 
     @property
     def ended(self) -> str:
-        """The name of a rank that has ended."""
+        """Return the name of a rank that has ended."""
         for pid, one in self._first.items():
             if one.name.startswith(_RANKS) and (pid not in self._now or self._now[pid].state in "ZX"):
                 return one.name
@@ -219,7 +219,7 @@ class _ProcessWatch:
 
     @property
     def stopped(self) -> str:
-        """The name of a process that is stopped."""
+        """Return the name of a process that is stopped."""
         return next((one.name for one in self._now.values() if one.state in "Tt"), "")
 
     def stopped_s(self, now_s: float) -> float:

@@ -31,7 +31,7 @@ def serve_on_launchers_socket() -> None:
 
 
 def take(path: str) -> socket.socket:
-    """The launcher's socket. Raises OSError."""
+    """Take the launcher's socket, and return it. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_ANSWER_S)
         launcher.connect(path)

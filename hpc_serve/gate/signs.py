@@ -55,7 +55,7 @@ class Signs:
 
     @property
     def is_running(self) -> bool:
-        """Whether the timer runs."""
+        """Return whether the timer runs."""
         return self._timer is not None
 
     def add(self, asked: Asked) -> None:

@@ -178,8 +178,8 @@ class Head:
             await self._workers.wait_until_staged()
 
     def _agree_on_cache(self) -> bool:
-        """Whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them, so all
-        nodes must have that folder, and its lock; without Ray each node has its own."""
+        """Return whether the engine's caches outlive the run. vLLM gives its workers over Ray the head's path of them,
+        so all nodes must have that folder, and its lock; without Ray each node has its own."""
         cache = self._node.cache
         if cache.folder is None:
             return False
@@ -190,7 +190,7 @@ class Head:
         return True
 
     async def _keep_cache(self) -> None:
-        """The engine is ready: the next start may use what it has compiled."""
+        """Note that the engine is ready: the next start may use its compiled code."""
         await asyncio.to_thread(self._node.cache.note_ready)
         await self._workers.tell_ready()
         self._parts.run_in_background(asyncio.to_thread(self._node.cache.write_archive))
@@ -211,7 +211,7 @@ class Head:
         await self._wait_until_complete(missing, part="nodes")
 
     async def _are_nodes_fit(self) -> bool:
-        """Whether the engine shall be started, by the preflight. Raises PartFailedError where it could not start."""
+        """Return whether the preflight lets the engine start. Raises PartFailedError where it could not start."""
         node, preflight = self._node, self._preflight
         if preflight is None:
             return True

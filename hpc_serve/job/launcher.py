@@ -90,7 +90,7 @@ def _plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging 
 def _load_strategy(
     command: ServeCommand, staging: Staging | None, environ: Mapping[str, str], *, num_nodes: int
 ) -> LoadStrategy:
-    """How the engine reads its weights. A copy on the node is left to vLLM's default."""
+    """Return how the engine reads its weights. A copy on the node is left to vLLM's default."""
     if staging is not None:
         return LoadStrategy(reason=f"vLLM's default (lazy): from the copy {staging.target} on the node")
     return find_load_strategy(command, environ, num_nodes=num_nodes)

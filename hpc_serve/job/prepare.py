@@ -116,7 +116,8 @@ def _make_log_dir(path: Path) -> Path:
 
 
 def choose_node_dir(root: str) -> str:
-    """A new name for the node-local folder, the same on every node. Raises InvalidRequestError if it is too long."""
+    """Choose a new name for the node-local folder, equal on every node. Raises InvalidRequestError if it is too
+    long."""
     name = node_dir.choose_name(root)
     ray = ray_dir(name)
     if len(ray) > _MAX_RAY_DIR_LENGTH:

@@ -11,7 +11,7 @@ from hpc_serve.rendezvous.record import SubmittedJob
 
 
 def predecessors_of(job_id: str, submitted: Sequence[SubmittedJob]) -> list[SubmittedJob]:
-    """The jobs from which a job takes over, the nearest first."""
+    """Return the jobs from which a job takes over, the nearest first."""
     known = {job.job_id: job for job in submitted}
     found: list[SubmittedJob] = []
     before = known[job_id].predecessor if job_id in known else ""
@@ -22,7 +22,7 @@ def predecessors_of(job_id: str, submitted: Sequence[SubmittedJob]) -> list[Subm
 
 
 def followers_of(job_ids: Sequence[str], submitted: Sequence[SubmittedJob]) -> list[str]:
-    """The jobs that take over from these, and from those in turn, in order; not these themselves."""
+    """Return the jobs that take over from these, and from those in turn, in order; not these themselves."""
     after = {job.predecessor: job.job_id for job in submitted if job.predecessor}
     found: list[str] = []
     for job_id in job_ids:

@@ -36,7 +36,7 @@ class Bounds:
 
     @property
     def words(self) -> str:
-        """How an error describes such a number."""
+        """Return how an error describes such a number."""
         is_unlimited = (self.least, self.most) == (-_LARGEST, _LARGEST)
         return "a whole number" if is_unlimited else f"a whole number from {self.least} to {self.most}"
 
@@ -100,7 +100,7 @@ def field_types(kind: type[DataclassInstance]) -> tuple[tuple[str, _FieldType, b
 
 
 def _field_type(hint: Any) -> _FieldType:
-    """How to read a field of that type hint. Raises TypeError for a hint that records do not use."""
+    """Return how to read a field of that type hint. Raises TypeError for a hint that records do not use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is str:
         return _FieldType(

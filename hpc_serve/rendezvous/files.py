@@ -118,7 +118,7 @@ def create_private(path: Path, text: str) -> bool:
 
 
 def read_private(path: Path, *, secret: bool = False) -> str:
-    """The text of a file that belongs to us; nobody else may be able to read a `secret` one.
+    """Return the text of a file that belongs to us; nobody else may be able to read a `secret` one.
 
     Raises FileNotFoundError, RecordError (not ours, readable by others, not text, too long) or StoreError.
     """

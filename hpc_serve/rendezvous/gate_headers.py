@@ -53,7 +53,7 @@ class Headers(Protocol):
 
 
 def is_draining(headers: Headers) -> bool:
-    """Whether an answer says that its engine accepts no new requests."""
+    """Return whether an answer says that its engine accepts no new requests."""
     return headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
 
 

@@ -18,7 +18,7 @@ def make_key(path: Path) -> None:
 
 
 def read_key(path: Path, *, cure: str) -> str:
-    """The key. Never put it in a log, a command line or an error; `cure` is what to do about a file without one.
+    """Return the key. Never put it in a log, a command line or an error; `cure` is what to do about a file without one.
 
     Raises FileNotFoundError, StoreError, RecordError (others can read it, or it is no key).
     """

@@ -32,7 +32,7 @@ class LiveRecords:
         self._ended: dict[str, FileVersion] = {}
 
     def files(self, wanted: Set[str] = frozenset()) -> tuple[list[RecordFile], Set[str]]:
-        """The files of records that may be live, the newest first, and the names of all. Raises StoreError.
+        """Return the files of records that may be live, the newest first, and the names of all. Raises StoreError.
 
         Records in `wanted` are always among the files.
         """
@@ -46,7 +46,7 @@ class LiveRecords:
     def read(
         self, files: Iterable[RecordFile], problems: list[str], wanted: Set[str] = frozenset()
     ) -> list[EndpointRecord]:
-        """The records in these files that have not ended or are `wanted`. Why others are not trusted: `problems`."""
+        """Read the records that have not ended or are `wanted`. `problems` gets why others are not trusted."""
         folder = self._store.service_dir(self._service)
         records = []
         for name, version in files:
@@ -65,7 +65,7 @@ class LiveRecords:
         return records
 
     def read_all(self, wanted: Set[str] = frozenset()) -> ServiceRecords:
-        """All records that have not ended or are `wanted`, and submitted jobs without a record. Raises StoreError."""
+        """Read records that have not ended or are `wanted`, and submitted jobs without a record. Raises StoreError."""
         files, names = self.files(wanted)
         problems: list[str] = []
         records = self.read(files, problems, wanted)

@@ -15,7 +15,7 @@ _RECORD_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}-r\d{1,9}-\d{1,9}\.js
 
 
 def is_service_name(name: str) -> bool:
-    """Whether `name` can name a service: its folder and its jobs."""
+    """Return whether `name` can name a service: its folder and its jobs."""
     return _SERVICE.fullmatch(name) is not None
 
 
@@ -41,7 +41,7 @@ def validate_job_id(job_id: str) -> str:
 
 
 def array_of(job_id: str) -> str:
-    """The array that a task belongs to; of any other job its own id.
+    """Return the array that a task belongs to; of any other job its own id.
 
     >>> array_of("123_4"), array_of("123")
     ('123', '123')
@@ -62,7 +62,7 @@ def check_log_path(path: str, called: str) -> None:
 
 
 def expanded_log_dir(path: str, environ: Mapping[str, str], *, service: str, job_id: str) -> str:
-    """A log folder with %x, %u, %j, %A and %a replaced as Slurm does; `environ` is that of the job.
+    """Return a log folder with %x, %u, %j, %A and %a replaced as Slurm does; `environ` is that of the job.
 
     Raises InvalidRequestError for any other pattern.
 
@@ -82,7 +82,7 @@ def expanded_log_dir(path: str, environ: Mapping[str, str], *, service: str, job
 
 
 def log_dir_before_job(path: str) -> str:
-    """The part of a log folder that is known before there is a job: above the first folder with a pattern.
+    """Return the part of a log folder that is known before there is a job: above the first folder with a pattern.
 
     >>> log_dir_before_job("/logs/%x/%j"), log_dir_before_job("/logs")
     ('/logs', '/logs')
@@ -91,7 +91,7 @@ def log_dir_before_job(path: str) -> str:
 
 
 def record_file_name(job_id: str, restart: int, replica: int) -> str:
-    """The file of one replica of one run of a job.
+    """Return the file of one replica of one run of a job.
 
     >>> record_file_name("123_4", 1, 0)
     '123_4-r1-0.json'
@@ -100,7 +100,7 @@ def record_file_name(job_id: str, restart: int, replica: int) -> str:
 
 
 def run_name(job_id: str, restart: int, replica: int) -> str:
-    """The name of one replica's run of a job; the first replica's is that of a job with one replica.
+    """Return the name of one replica's run of a job; the first replica's is that of a job with one replica.
 
     >>> run_name("123_4", 1, 0), run_name("123_4", 1, 2)
     ('123_4-r1', '123_4-r1-2')
@@ -127,7 +127,7 @@ def drain_file_name(job_id: str, restart: int, replica: int) -> str:
 
 
 def preflight_file_name(job_id: str, restart: int, replica: int) -> str:
-    """The file with the report of that replica's preflight.
+    """Return the file with the report of that replica's preflight.
 
     >>> preflight_file_name("123_4", 1, 0)
     '123_4-r1-0.preflight'
@@ -145,5 +145,5 @@ def forgotten_file_name(job_id: str) -> str:
 
 
 def is_record_file_name(name: str) -> bool:
-    """Whether a file of that name in a service's folder is a record."""
+    """Return whether a file of that name in a service's folder is a record."""
     return _RECORD_FILE.fullmatch(name) is not None

@@ -92,7 +92,7 @@ def fault(path: Path, use: Use) -> str | None:
 
 
 def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = False) -> str | None:
-    """The same of what an open file's `fstat` found, without the folders above it.
+    """Return the fault of an open file by its `fstat`, without a look at the folders above it.
 
     `is_roots`: it is root's, in a container that does not show that.
     """
@@ -120,7 +120,7 @@ def stat_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool = Fal
 
 
 def _folder_fault(path: Path, found: os.stat_result, use: Use, is_roots: bool) -> str | None:
-    """Whether others can replace what is in a folder, or where a link leads."""
+    """Return whether others can replace what is in a folder, or where a link leads."""
     if use != "chosen" and found.st_uid not in (os.geteuid(), 0) and not is_roots:
         return f"{path} belongs to {_user(found.st_uid)}, who can replace what is below it"
     if stat.S_ISLNK(found.st_mode):
@@ -209,7 +209,7 @@ def _is_unseen_root(found: os.stat_result, *, holder_mode: int) -> bool:
 
 @functools.cache
 def _unseen_owner() -> int | None:
-    """The number that users have who are not of this container, root among them; None where root is shown."""
+    """Return the number that users have who are not of this container, root among them; None where root is shown."""
     try:
         lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if any(inside == "0" == outside for inside, outside, _ in lines):
@@ -220,7 +220,7 @@ def _unseen_owner() -> int | None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group has the user's own name and no other member, as sites make one for each user."""
+    """Return whether a group has the user's own name and no other member, as sites make one for each user."""
     try:
         group = grp.getgrgid(number)
     except KeyError:

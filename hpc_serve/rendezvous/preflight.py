@@ -58,7 +58,7 @@ class PreflightReport:
 
     @property
     def summary(self) -> str:
-        """One line: how many checks had which result."""
+        """Return one line: how many checks had which result."""
         counts = [(level, len(self.of_level(level))) for level in reversed(LEVELS)]
         words = ", ".join(f"{count} {level}" for level, count in counts if count)
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
@@ -76,7 +76,7 @@ def write_preflight(path: Path, report: PreflightReport) -> None:
 
 
 def read_preflight(path: Path) -> PreflightReport | None:
-    """The report, as far as it can be read, for those who show it."""
+    """Return the report, as far as it can be read, for those who show it."""
     try:
         return from_json_text(PreflightReport, read_private(path), source=str(path))
     except (FileNotFoundError, StoreError, RecordError):

@@ -125,7 +125,7 @@ class EndpointRecord:
 
     @property
     def name(self) -> str:
-        """The record's file name. Raises InvalidRequestError when the job id cannot be part of one."""
+        """Return the record's file name. Raises InvalidRequestError when the job id cannot be part of one."""
         return record_file_name(self.job_id, self.restart, self.replica)
 
     @property
@@ -135,7 +135,7 @@ class EndpointRecord:
         return f"{stage} {self.progress.done}/{self.progress.total}" if self.progress else stage
 
     def is_overdue(self, now: float) -> bool:
-        """Whether renewals are missing at `now`, in seconds since the epoch.
+        """Return whether renewals are missing at `now`, in seconds since the epoch.
 
         Clocks differ, so this decides which replica is asked first, and never that a job is over.
         """
@@ -143,11 +143,11 @@ class EndpointRecord:
 
     @property
     def is_final(self) -> bool:
-        """Whether the replica has ended, so that the record will not change any more."""
+        """Return whether the replica has ended, so that the record will not change any more."""
         return self.state in FINAL_STATES
 
     def to_json(self) -> str:
-        """The record as one JSON object, with every field."""
+        """Return the record as one JSON object, with every field."""
         return to_json_text(self)
 
     @classmethod
@@ -206,7 +206,7 @@ class SubmittedJob:
 
     @property
     def name(self) -> str:
-        """The file name below `submitted/`. Raises InvalidRequestError when the job id cannot be one."""
+        """Return the file name below `submitted/`. Raises InvalidRequestError when the job id cannot be one."""
         return f"{validate_job_id(self.job_id)}.json"
 
     @property
@@ -217,7 +217,7 @@ class SubmittedJob:
         )
 
     def to_json(self) -> str:
-        """The job as one JSON object, with every field."""
+        """Return the job as one JSON object, with every field."""
         return to_json_text(self)
 
     @classmethod

@@ -51,7 +51,7 @@ def layout_of(record: EndpointRecord) -> str:
 
 
 def cache_of(record: EndpointRecord) -> str:
-    """Whether the caches of an engine are "warm" or "cold"."""
+    """Return whether the caches of an engine are "warm" or "cold"."""
     return record.cache.partition(",")[0]
 
 

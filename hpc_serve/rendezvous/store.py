@@ -110,7 +110,7 @@ class ServiceStore:
         return folder
 
     def services(self) -> tuple[str, ...]:
-        """The names that have a folder, sorted. Raises StoreError."""
+        """Return the names that have a folder, sorted. Raises StoreError."""
         parent = self.home / "services"
         check_folder(parent)
         return tuple(name for name in list_folder(parent) if is_service_name(name) and (parent / name).is_dir())
@@ -159,11 +159,11 @@ class ServiceStore:
         return path
 
     def read_submitted(self, service: str) -> tuple[SubmittedJob, ...]:
-        """The jobs that `submit` wrote down and that can be read, oldest first."""
+        """Return the jobs that `submit` wrote down and that can be read, oldest first."""
         return self.read(service).submitted
 
     def ensure_api_key(self, service: str) -> Path:
-        """The file of the service's API key, made if it is missing; two makers at once end with one key.
+        """Return the file of the service's API key, made if it is missing; two makers at once end with one key.
 
         Raises StoreError, or RecordError if others can read the key that is there.
         """
@@ -174,7 +174,7 @@ class ServiceStore:
         return path
 
     def read_api_key(self, service: str) -> str:
-        """The key itself. Never put it in a log, a command line or an error. Raises StoreError or RecordError."""
+        """Return the key. Never put it in a log, a command line or an error. Raises StoreError or RecordError."""
         path = self.api_key_path(service)
         check_folder(path.parent)
         try:
@@ -199,7 +199,7 @@ class ServiceStore:
             remove_file(path)
 
     def is_forgotten(self, service: str, job_id: str) -> bool:
-        """Whether `forget` was told of a job lately."""
+        """Return whether `forget` was told of a job lately."""
         return (self.service_dir(service) / forgotten_file_name(job_id)).exists()
 
     def sweep(
@@ -241,7 +241,7 @@ def jobs_begun(job_ids: Iterable[str]) -> set[str]:
 def read_submitted(
     folder: Path, service: str, problems: list[str], *, without: Set[str] = frozenset()
 ) -> list[SubmittedJob]:
-    """The submitted jobs of a service's folder, but for those `without`."""
+    """Return the submitted jobs of a service's folder, but for those `without`."""
     return [
         job
         for name in list_folder(folder / "submitted")
@@ -274,7 +274,7 @@ def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
 
 
 def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
-    """A record or a submitted job; None if it is gone or not to be trusted. `problems` gets the reason for that."""
+    """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason."""
     try:
         return parse_entry(read_private(path), path, kind, service)
     except FileNotFoundError:  # listed from a stale cache, or swept a moment ago

@@ -7,7 +7,7 @@ import pwd
 
 
 def user_name() -> str:
-    """The user's name, as Slurm knows it; the number in a container without the site's user database."""
+    """Return the user's name, as Slurm knows it; the number in a container without the site's user database."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

@@ -98,7 +98,7 @@ class Wanted:
     decided: tuple[Decision, ...] = ()
 
     def is_submitting(self, now: float) -> bool:
-        """Whether a program gives replicas to sbatch at the moment, or died a moment ago while it did."""
+        """Return whether a program gives replicas to sbatch at the moment, or died a moment ago while it did."""
         return self.submitting > 0 and abs(now - self.submitting_at) < SUBMITTING_S
 
     def with_decisions(self, now: float, *decisions: Decision) -> Wanted:

@@ -40,7 +40,7 @@ def authority_file(home: Path) -> Path:
 
 
 def ensure_authority(home: Path) -> Path:
-    """The file of the home's authority, made if it is missing; two makers at once end with one authority.
+    """Return the file of the home's authority, made if it is missing; two makers at once end with one authority.
 
     Raises StoreError, RecordError (the file there is not usable), or InvalidRequestError without `cryptography`.
     """
@@ -53,7 +53,7 @@ def ensure_authority(home: Path) -> Path:
 
 
 def authority_certificate(home: Path) -> str:
-    """The authority's certificate, as PEM. Raises StoreError (there is none) or RecordError."""
+    """Return the authority's certificate, as PEM. Raises StoreError (there is none) or RecordError."""
     path = authority_file(home)
     try:
         found = certificates_of(read_private(path, secret=True))
@@ -65,7 +65,7 @@ def authority_certificate(home: Path) -> str:
 
 
 def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Iterable[str]) -> RunCertificate:
-    """A key and a certificate for a run's endpoint at `addresses` (IP addresses), as files in its private folder.
+    """Make a key and a certificate for a run's endpoint at `addresses` (IPs), as files in the run's private folder.
 
     The certificate also holds for the loopback addresses and the name localhost, for tunnels.
     Raises StoreError, RecordError or InvalidRequestError as `ensure_authority` does.
@@ -91,7 +91,7 @@ def make_run_certificate(home: Path, folder: Path, *, run: str, addresses: Itera
 
 
 def _new_authority() -> str:
-    """A key and a certificate that signs for it, in one text.
+    """Return a key and a certificate that signs for it, in one text.
 
     It may sign for IP addresses and localhost, not for other names: a program that trusts it still asks others than
     its holder who a web site is. A name of localhost alone says so: constraints bind the kinds of names that they

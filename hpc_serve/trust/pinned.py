@@ -13,7 +13,7 @@ from hpc_serve.errors import RecordError
 
 @functools.lru_cache(maxsize=256)
 def pinned_context(certificate: str) -> ssl.SSLContext:
-    """A client's context that accepts the one `certificate` (PEM) and no other. Raises RecordError if it is none."""
+    """Make a client's context that accepts this `certificate` (PEM) alone. Raises RecordError if it is none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -60,7 +60,7 @@ class EngineCache:
         return found
 
     def note_ready(self) -> None:
-        """An engine is ready with what lies here: the next start may use it."""
+        """Note that an engine is ready with these caches: the next start may use them."""
         if self.folder is not None:
             try:
                 (self.path / READY).write_text(machine_key())
@@ -162,7 +162,7 @@ def _lock_cache(root: Path, key: str, first: int, *, is_ready_until_it_fails: bo
 
 
 def _seeded(cache: EngineCache) -> EngineCache:
-    """The same, filled from the archive of the shared home where this node has nothing."""
+    """Return the cache, filled from the archive in the shared home if this node has nothing."""
     archive = cache.archive
     if cache.is_warm or archive is None:
         return cache
@@ -184,7 +184,7 @@ def _read(path: Path) -> str | None:
 
 
 def _root(environ: Mapping[str, str]) -> Path:
-    """The folder of all caches on this node. Raises _UnusableError, or OSError where it cannot be made."""
+    """Return the folder of all caches on this node. Raises _UnusableError, or OSError where it cannot be made."""
     if named := environ.get("HPC_SERVE_CACHE_DIR"):
         path = Path(named)
         _require_own(path)

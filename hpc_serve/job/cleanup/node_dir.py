@@ -53,7 +53,7 @@ class DirOwner:
 
 
 def choose_name(root: str) -> str:
-    """A new name for a folder in `root`."""
+    """Return a new name for a folder in `root`."""
     return f"{root.rstrip('/')}/hs-{secrets.token_hex(4)}"
 
 
@@ -134,7 +134,7 @@ def _write_owner(owner: DirOwner, path: Path) -> int | None:
 
 
 def list_private(root: Path) -> list[Path]:
-    """The folders in `root` that have the name and the mode of a private folder and belong to this user.
+    """Return the folders in `root` that have the name and the mode of a private folder and belong to this user.
 
     The list is empty if other users may rename folders in `root`: one could give another folder of this user such a
     name. The sticky bit of /tmp forbids that.
@@ -210,7 +210,7 @@ def remove(path: Path, owner: DirOwner) -> None:
 
 
 def read_segments(path: Path) -> set[Segment]:
-    """The segments in /dev/shm that were written down as the run's."""
+    """Return the segments in /dev/shm that were written down as the run's."""
     found = set()
     for seen_by in get_args(SeenBy):
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -54,7 +54,7 @@ def write_control_port(run_dir: Path, port: int) -> None:
 
 
 def read_control_port(run_dir: Path) -> int | None:
-    """The port where the head's launcher listens; None until it is written. Raises StoreError, RecordError."""
+    """Return the port where the head's launcher listens; None until it is written. Raises StoreError, RecordError."""
     try:
         text = read_private(run_dir / _CONTROL_PORT)
     except FileNotFoundError:
@@ -88,5 +88,5 @@ def remove_old_run_dirs(store: ServiceStore) -> None:
 
 
 def is_private_folder(path: Path) -> bool:
-    """Whether `path` is a folder that only this user can enter, and not a link to one."""
+    """Return whether `path` is a folder that only this user can enter, and not a link to one."""
     return path.is_dir() and not path.is_symlink() and fault(path, "private") is None

@@ -33,7 +33,7 @@ class EngineEndpoint:
 
     @property
     def tls_files(self) -> tuple[str, str]:
-        """The files of the key and the certificate, as the engine is told them."""
+        """Return the files of the key and the certificate, as the engine is told them."""
         return str(self.certificate.key_file), str(self.certificate.certificate_file)
 
 

@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def address(self) -> EngineAddress:
-        """Where it listens."""
+        """Return the engine's address."""
         return self._endpoint.address
 
     async def hold(self, environ: Mapping[str, str]) -> None:
@@ -184,7 +184,7 @@ class Engine:
         node_dir.write_segments(self._node.node_dir, self._mapped_segments(), seen_by="launcher")
 
     def _mapped_segments(self) -> set[Segment]:
-        """The shared memory of the engine's processes on this node, as far as they live."""
+        """Return the shared memory of the engine's processes on this node, as far as they live."""
         pids = marked_pids(self._node.run_mark, variable=ENGINE_MARK)
         return shared_memory.mapped_by(pids, shared_memory.list_segments())
 

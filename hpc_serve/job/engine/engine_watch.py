@@ -56,7 +56,7 @@ class Answers:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last look had no answer."""
+        """Return whether the last look had no answer."""
         return self._answered_at_s < self._looked_at_s
 
     def note(self, seen: Look, now_s: float) -> None:
@@ -132,7 +132,7 @@ class EngineWatch:
                 return f"was unresponsive for {answers.complaint_s:.0f} s: {answers.complaint}"
 
     def is_noise(self, line: str) -> bool:
-        """Whether a line of the engine's log tells of nothing but what this watch has asked."""
+        """Return whether a line of the engine's log tells of nothing but what this watch has asked."""
         found = _ACCESS_LINE.search(line)
         return (found is not None and int(found[1]) in self._ports) or (self.limit_s > 0 and is_idle_report(line))
 

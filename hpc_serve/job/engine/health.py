@@ -51,7 +51,7 @@ class SmallRequest:
 
 
 def is_healthy(engine: EngineAddress) -> bool:
-    """Whether /health answers with 200 now. Raises NotOurEngineError if another program answers."""
+    """Return whether /health answers with 200 now. Raises NotOurEngineError if another program answers."""
     try:
         return _request(engine, "GET", _HEALTH, timeout_s=_TIMEOUT_S)[0] == 200
     except NotOurEngineError:
@@ -93,7 +93,7 @@ def ask(
     timeout_s: float,
     tell_port: Callable[[int], None] = lambda port: None,
 ) -> int:
-    """The status of the answer to a small request. `tell_port` is called with our end's port.
+    """Return the status of the answer to a small request. `tell_port` is called with our end's port.
 
     Raises OSError or HTTPException without an answer.
     """
@@ -146,7 +146,7 @@ class EngineLoad:
 
 
 def read_load(engine: EngineAddress, *, timeout_s: float = _METRICS_TIMEOUT_S) -> EngineLoad | None:
-    """The load of an engine; None if it cannot be read."""
+    """Return the load of an engine; None if it cannot be read."""
     try:
         with contextlib.closing(_connect(engine, timeout_s=timeout_s)) as connection:
             response = _answer(connection, engine, "GET", "/metrics", timeout_s=timeout_s)

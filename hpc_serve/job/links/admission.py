@@ -26,7 +26,7 @@ _CLOSE_USUALLY = struct.pack("ii", 0, 0)
 
 
 def make_ticket(token: bytes) -> bytes:
-    """The first line on a connection to the head."""
+    """Return the first line on a connection to the head."""
     nonce = secrets.token_hex(16).encode()
     return b"hpc-serve " + nonce + b" " + _code(token, nonce) + b"\n"
 
@@ -72,7 +72,7 @@ class Admission:
                 connection.close()
 
     def _has_ticket(self, connection: socket.socket) -> bool:
-        """Whether the first bytes are a ticket. They are here by now, or the connection is not waited for."""
+        """Return whether the first bytes are a ticket. They are here by now, or the connection is not waited for."""
         try:
             connection.setblocking(False)
             said = _TICKET.fullmatch(connection.recv(_TICKET_BYTES))

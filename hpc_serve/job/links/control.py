@@ -190,7 +190,7 @@ async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
 async def _try_to_connect(
     head: tuple[str, int], token: str, about: Message, own_address: Callable[[], str], proving: asyncio.Lock
 ) -> Link:
-    """One try. Raises OSError or asyncio.TimeoutError if nobody was reached.
+    """Try once to connect, and return the link. Raises OSError or asyncio.TimeoutError if nobody was reached.
 
     Raises ValueError for a wrong answer, EOFError if whoever was reached gave none. `proving` stays locked after a
     success: the head takes one connection from a node.

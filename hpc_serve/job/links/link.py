@@ -58,7 +58,7 @@ class Link:
             await self._writer.drain()
 
     async def receive(self) -> Message:
-        """The next message that is not a heartbeat.
+        """Return the next message that is not a heartbeat.
 
         Raises LinkLostError if the connection ends, or if nothing arrives for `silence_s` seconds.
         """
@@ -74,7 +74,7 @@ class Link:
             self.read = _read_so_far(message.get("read", [0, 0, 0]))
 
     async def _next_message(self) -> Message:
-        """The next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
+        """Return the next message. Raises asyncio.TimeoutError after `silence_s` seconds without one.
 
         The wait is a sequence of short ones. Slurm may suspend the whole job for longer than `silence_s`: then both
         ends stand still, only one of the short waits runs out, and the other node still has time to send.
@@ -123,7 +123,7 @@ def _read_so_far(value: object) -> ReadSoFar:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message:
-    """The next line as a JSON object. Raises EOFError at the end, ValueError for anything else, OSError."""
+    """Return the next line as a JSON object. Raises EOFError at the end, ValueError for anything else, OSError."""
     line = await reader.readline()
     if not line:
         raise EOFError

@@ -50,7 +50,7 @@ class WorkerLinks:
 
     @property
     def names(self) -> dict[str, str]:
-        """The workers' node names, by address."""
+        """Return the workers' node names, by address."""
         return {link.address: link.name for link in self._links.values()}
 
     @property
@@ -71,7 +71,7 @@ class WorkerLinks:
         self._on_join(link)
 
     def have_cache(self, path: str) -> bool:
-        """Whether every worker has the lock of this folder of caches on its own node."""
+        """Return whether every worker has the lock of this folder of caches on its own node."""
         return all(link.cache == path for link in self._links.values())
 
     async def start_all(self, *, keeps_cache: bool, gcs: str = "", master_port: int = 0) -> None:

@@ -44,7 +44,7 @@ class Allocation:
 
     @property
     def run_name(self) -> str:
-        """The name of this replica's run of the job. A requeued job runs again under the same id."""
+        """Return the name of this replica's run of the job. A requeued job runs again under the same id."""
         return run_name(self.job_id, self.restart, self.share.index)
 
 

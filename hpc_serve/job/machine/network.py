@@ -53,7 +53,8 @@ def choose_port(among: Iterable[int] | None = None) -> int:
 
 
 def hold_port() -> socket.socket:
-    """A socket on a free port. While it is open, this user's programs that set SO_REUSEPORT can listen on that port.
+    """Open a socket on a free port. While it is open, this user's programs that set SO_REUSEPORT can listen on that
+    port.
 
     Nobody else's can. It is for a program that is told its port on its command line, where everybody can read it long
     before the program listens. Raises PortsInUseError.
@@ -136,7 +137,7 @@ def node_address(*, interface: str | None, towards: str | None) -> str:
 
 
 def reachable_addresses() -> list[str]:
-    """The IPv4 addresses of this node that other hosts may reach, without loopback.
+    """Return the IPv4 addresses of this node that other hosts may reach, without loopback.
 
     The order is: the host name's address, the default route's, then the other interfaces'.
     """
@@ -154,7 +155,7 @@ def reachable_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`, for NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Return the name of the interface that has `address`, for NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
     return next((name for name, own in _interfaces() if own == address), None)
 
 

@@ -28,13 +28,13 @@ def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 
 def memory_limit(cgroups: Mapping[str, list[Path]]) -> tuple[int | None, int | None]:
-    """The least limit of memory of these cgroups, and what is used of it; None without one."""
+    """Return the least limit of memory of these cgroups, and what is used of it; None without one."""
     found = (least_limit(cgroups, "memory", files) for files in _LIMIT_FILES)
     return next((pair for pair in found if pair[0] is not None), (None, None))
 
 
 def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, list[Path]]:
-    """The folders of this process's cgroup and those above it, by controller; "" for those of version 2."""
+    """Return the folders of this process's cgroup and those above it, by controller; "" for those of version 2."""
     found: dict[str, list[Path]] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -48,7 +48,7 @@ def own_cgroups(text: str, root: Path = Path("/sys/fs/cgroup")) -> dict[str, lis
 def least_limit(
     cgroups: Mapping[str, list[Path]], controller: str, files: tuple[str, str]
 ) -> tuple[int | None, int | None]:
-    """The least limit of a cgroup or one above it, and what is used of it; None without one."""
+    """Return the least limit of a cgroup or one above it, and what is used of it; None without one."""
     found: list[tuple[int, int]] = []
     for folder in [*cgroups.get(controller, ()), *cgroups.get("", ())]:
         with contextlib.suppress(OSError, ValueError):  # "max" is none

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def is_own_script(command: str | None, module: str) -> bool:
-    """Whether a command is the script of this Python's environment that runs `module`."""
+    """Return whether a command is the script of this Python's environment that runs `module`."""
     if command is None:
         return False
     try:

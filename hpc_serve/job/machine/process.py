@@ -71,14 +71,14 @@ class Child:
 
     @property
     def cause(self) -> Finding | None:
-        """The cause of its end that its lines tell, if any."""
+        """Return the cause of its end that its lines tell, if any."""
         from hpc_serve.diagnose.causes import first_cause
 
         return first_cause([self._evidence])
 
     @property
     def failure_reason(self) -> str:
-        """How the child ended, and the cause that its lines tell, if any."""
+        """Return how the child ended, and the cause that its lines tell, if any."""
         ending = f"exited with {self.exit_code}" if self.exit_code else "exited with 0 before it was stopped"
         cause = self.cause
         return f"{self.name} {ending}" + (f": {cause.sentence}" if cause else "")
@@ -180,7 +180,7 @@ async def start_child(
 
 
 def mark_environ(mark: str, *, variable: str = RUN_MARK) -> dict[str, str]:
-    """The variables that mark a process and its descendants as belonging to a run.
+    """Return the variables that mark a process and its descendants as belonging to a run.
 
     The engine's and Ray's processes set titles with setproctitle, which overwrites the environment shown in /proc.
     SPT_NOENV limits it to the space of the command line.

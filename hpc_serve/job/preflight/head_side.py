@@ -86,7 +86,7 @@ class HeadPreflight:
             self._asked[link.rank].take(message)
 
     async def report(self) -> PreflightReport:
-        """The verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
+        """Return the verdicts over all nodes that have joined. It never fails: what is not known is not checked."""
         began_at = time.monotonic()
         own = await self._own.facts(self._node.head)
         asked = [self._asked[rank] for rank in sorted(self._asked)]

@@ -30,7 +30,7 @@ NODE_CHECKS: tuple[tuple[str, str, Callable[[NodeFacts, Needs], Seen]], ...] = (
 
 
 def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
-    """One verdict for each check. `reports` are of all nodes, the head's first."""
+    """Return one verdict for each check. `reports` are of all nodes, the head's first."""
     one_node = {reports[0].name: not_checked("there is one node")} if len(reports) == 1 else None
     between = [
         _verdict(name, group, reports, (needs_several and one_node) or check(reports, needs))

@@ -71,7 +71,7 @@ class NodePreflight:
         self._groups = {name: self._begin(name, gather) for name, gather in _gatherers(node).items()}
 
     async def facts(self, address: str) -> NodeFacts:
-        """The facts of all groups that come in time. `address` is the node's own."""
+        """Return the facts of all groups that come in time. `address` is the node's own."""
         self._groups["network"] = self._begin("network", lambda: network.gather_network(address, self._node.environ))
         waits = (self._result(name, group) for name, group in self._groups.items())
         answers = dict(zip(self._groups, await asyncio.gather(*waits)))
@@ -179,7 +179,7 @@ async def answer_head(node: Node, link: Link, messages: asyncio.Queue[Message]) 
 
 
 def texts(value: object) -> Mapping[str, str]:
-    """A mapping of texts. Raises ValueError."""
+    """Return a mapping of texts. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError("no object")
     return {str(name)[:256]: str(text)[:256] for name, text in value.items()}

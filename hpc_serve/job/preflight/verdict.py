@@ -37,7 +37,7 @@ def failed(text: str, cure: str) -> Seen:
 
 
 def worst(seen: Iterable[Seen]) -> Seen:
-    """The first of the worst."""
+    """Return the first entry with the worst level."""
     return max(seen, key=lambda one: LEVELS.index(one.level))
 
 

@@ -18,7 +18,7 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def file_sizes(files: Sequence[Path]) -> list[int]:
-    """The size of each; none if one cannot be read."""
+    """Return the size of each; none if one cannot be read."""
     with contextlib.suppress(OSError):
         return [path.stat().st_size for path in files]
     return []

@@ -31,7 +31,7 @@ class LoadProgress:
 
     @property
     def part(self) -> float:
-        """The part that is loaded."""
+        """Return the part that is loaded."""
         return self._samples[-1][1]
 
     def begin(self, now: float) -> None:
@@ -110,7 +110,7 @@ class WeightsRead:
         return max(self._of_weights)
 
     def begin(self) -> None:
-        """The first file is begun: the engine has imported what was read until now."""
+        """Note that the first file is begun: the bytes read until now were the engine's imports."""
         self._of_weights = (0, 0, 0)
 
     def note(self, read: ReadSoFar, *, is_of_weights: bool) -> None:

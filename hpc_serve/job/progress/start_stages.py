@@ -96,11 +96,11 @@ class StartStages:
         self._copy.note_read(done, self._clock(), total)
 
     def finish(self) -> None:
-        """The replica is ready."""
+        """Note that the replica is ready."""
         self._enter("")
 
     def record(self, now: float) -> StartRecord:
-        """How far the start is; `now` is the date, in seconds since the epoch."""
+        """Return how far the start is; `now` is the date, in seconds since the epoch."""
         left_s = self.time_left_s()
         weights_left_s = self._load.rest_s(self._clock()) if self._stage == "weights" else None
         return StartRecord(
@@ -148,7 +148,7 @@ class StartStages:
         return max(past if past >= _LEAST_READ_BYTES else 0, self.checkpoint_bytes or 0)
 
     def _bytes_per_s(self) -> float | None:
-        """How fast the weights are loaded, or were; while the model is staged, how fast it is copied."""
+        """Return how fast the weights are loaded, or were; while the model is staged, how fast it is copied."""
         if self._stage == "staging":
             done, total = self._copied
             return done / self._elapsed_s() if MIB <= done < total and self._elapsed_s() > 0 else None

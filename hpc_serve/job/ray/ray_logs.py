@@ -67,7 +67,7 @@ def _keep(ray_dir: Path, target: Path, ends: threading.Event) -> None:
 
 
 def read_ends(ray_dir: Path) -> str:
-    """The ends of the logs of Ray's latest session in a folder, each below its name; "" if there are none."""
+    """Return the ends of the logs of Ray's latest session in a folder, each below its name; "" if there are none."""
     parts: list[str] = []
     left = _BYTES_OF_A_NODE
     for pattern in _FILES:
@@ -80,7 +80,7 @@ def read_ends(ray_dir: Path) -> str:
 
 
 def _end_of(path: Path, most_bytes: int) -> bytes:
-    """The last whole lines of a file; of a longer line, its end."""
+    """Return the last whole lines of a file; of a longer line, its end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -129,7 +129,7 @@ class Node:
 
     @property
     def spans_nodes_without_ray(self) -> bool:
-        """Whether vLLM's own multi-node start joins the engine's processes."""
+        """Return whether vLLM's own multi-node start joins the engine's processes."""
         return self.backend == "mp" and self.allocation.num_nodes > 1
 
     def multi_node_args(self) -> list[str]:
@@ -145,7 +145,8 @@ class Node:
 
     @property
     def settings_file(self) -> Path:
-        """A file that tells this node's engine the port where its processes meet, and nobody else."""
+        """Return the path of a file that tells this node's engine the port where its processes meet, and nobody
+        else."""
         return self.node_dir / "engine.yaml"  # vLLM asks for this ending
 
     def write_master_port(self, port: int) -> None:
@@ -185,11 +186,11 @@ class Node:
         return {**defaults, **given, **ours}
 
     def without_kept_cache(self, reason: str) -> Node:
-        """The same where the engine's caches go with the run."""
+        """Return the node with caches of the engine that go with the run."""
         return replace(self, cache=private_cache(self.node_dir, reason))
 
     def environ_of_restart(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment of an engine that is started again, from that of its last start."""
+        """Return the environment of an engine that is started again, from that of its last start."""
         return {**environ, "VLLM_PORT": str(choose_port())}
 
     def make_peer_files(self, *, address: str) -> None:
@@ -232,7 +233,8 @@ def read_seconds(
 
 
 def read_token(environ: Mapping[str, str]) -> str:
-    """The run's secret, from the 0600 file that `prepare` made. Raises StoreError, or RecordError if others know it."""
+    """Read the run's secret from the 0600 file that `prepare` made. Raises StoreError, or RecordError if others know
+    it."""
     path = Path(environ["RAY_AUTH_TOKEN_PATH"])
     check_folder(path.parent)
     try:

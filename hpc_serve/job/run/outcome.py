@@ -61,7 +61,7 @@ def failure(part: str, reason: str, *, exit_code: int = 1, last_log_lines: tuple
 
 
 def drain_s_after_signal(kill_wait_s: float) -> float:
-    """How long requests may take after SIGTERM: Slurm's KillWait, less what the way down takes."""
+    """Return how long requests may take after SIGTERM: Slurm's KillWait, less what the way down takes."""
     return max(0.0, kill_wait_s - _WAY_DOWN_S)
 
 
@@ -81,17 +81,17 @@ class RunEnd:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the run ends, or drains and then ends."""
+        """Return whether the run ends, or drains and then ends."""
         return self._decided.done()
 
     @property
     def was_signalled(self) -> bool:
-        """Whether a signal has come, which Slurm sends to every process of the step."""
+        """Return whether a signal has come, which Slurm sends to every process of the step."""
         return self._signalled_at is not None
 
     @property
     def grace_s(self) -> float:
-        """How long a part may take to end: without limit, or what Slurm leaves after its signal."""
+        """Return how long a part may take to end: without limit, or what Slurm leaves after its signal."""
         if self._signalled_at is None:
             return math.inf
         return max(_LEAST_GRACE_S, self._signalled_at + self._kill_wait_s - _WAY_DOWN_S / 2 - time.monotonic())

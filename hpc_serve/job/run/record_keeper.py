@@ -63,7 +63,7 @@ def end_of(outcome: Outcome, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def first_record(node: Node) -> EndpointRecord:
-    """The record with which the head of a run begins."""
+    """Return the record with which the head of a run begins."""
     allocation, command = node.allocation, node.command
     return replace(
         _run_record(node.options.service, allocation, node.environ),
@@ -111,7 +111,7 @@ def _hosts(allocation: Allocation, head: str) -> tuple[str, ...]:
 
 
 def _planned_bytes(store: ServiceStore, record: EndpointRecord) -> int | None:
-    """The weights of all ranks by the plan, as far as `submit` wrote it down: about the size of their files."""
+    """Return the weights of all ranks by the plan, as far as `submit` wrote it down: about the size of their files."""
     with contextlib.suppress(HpcServeError):
         path = store.service_dir(record.service) / "submitted" / f"{array_of(record.job_id)}.json"
         job = read_entry(path, SubmittedJob, record.service, [])

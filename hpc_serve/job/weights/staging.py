@@ -64,7 +64,7 @@ class Staging:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the copy is there."""
+        """Return whether the copy is there."""
         return (self.target / WHOLE).is_file()
 
     def command(self, command: ServeCommand) -> ServeCommand:
@@ -197,7 +197,7 @@ def plan_staging(command: ServeCommand, environ: Mapping[str, str]) -> Staging |
 
 
 def needed_of(folder: Path) -> tuple[RepositoryFile, ...]:
-    """The files of a folder that an engine reads. Raises InvalidRequestError."""
+    """Return the files of a folder that an engine reads. Raises InvalidRequestError."""
     try:
         files = [
             RepositoryFile(path=str(path.relative_to(folder)), size_bytes=path.stat().st_size)

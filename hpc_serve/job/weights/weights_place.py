@@ -41,7 +41,7 @@ def find_load_strategy(command: ServeCommand, environ: Mapping[str, str], *, num
 
 
 def with_strategy(command: ServeCommand, strategy: LoadStrategy) -> ServeCommand:
-    """The command with the words of a strategy."""
+    """Return the command with the words of a strategy."""
     return replace(command, argv=(*command.argv, *strategy.args))
 
 
@@ -64,7 +64,7 @@ def find_weights(model: str, words: tuple[str, ...], environ: Mapping[str, str])
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of filesystem that a file lies on, links followed, as the kernel names it. Raises OSError."""
+    """Return the kind of filesystem that a file lies on, links followed, as the kernel names it. Raises OSError."""
     real, found = os.path.realpath(path), ("", "unknown")
     for line in mounts.read_text(errors="replace").splitlines():
         words = line.split()
@@ -78,7 +78,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether what lies in a folder takes memory."""
+    """Return whether what lies in a folder takes memory."""
     return filesystem_of(folder) in ("tmpfs", "ramfs")
 
 

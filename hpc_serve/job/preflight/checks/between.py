@@ -74,7 +74,7 @@ def _address(facts: NodeFacts, holders: int, needs: Needs) -> Seen:
 
 
 def interfaces(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
-    """The interfaces that somebody chose for Gloo and NCCL are there."""
+    """Check that the interfaces that somebody chose for Gloo and NCCL exist."""
     found = {report.name: report.facts.network for report in reports if report.facts and report.facts.network}
     return {name: _chosen_interfaces(network, needs) for name, network in found.items()}
 
@@ -107,7 +107,7 @@ def _nccl_finds_one(words: str, there: Sequence[str]) -> bool:
 
 
 def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
-    """The interface is as fast on all nodes, with one MTU, and InfiniBand is up on all or on none."""
+    """Check that all nodes have equal interface speed and MTU, and InfiniBand up on all or on none."""
     found = {report.name: report.facts.network for report in reports if report.facts and report.facts.network}
     if not found:
         return {}
@@ -139,7 +139,7 @@ def links(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
 
 
 def clocks(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
-    """The nodes' clocks agree with the head's."""
+    """Check that the nodes' clocks agree with the head's."""
     return {report.name: _clock(report) for report in reports}
 
 
@@ -154,7 +154,7 @@ def _clock(report: NodeReport) -> Seen:
 
 
 def gpus_alike(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
-    """All GPUs are of one kind and have as much memory."""
+    """Check that all GPUs are of one kind and have equal memory."""
     names: dict[str, tuple[str, ...]] = {}
     for report in reports:
         gpus = report.facts.gpus if report.facts is not None else None

@@ -24,7 +24,7 @@ _FIRST_CUDA = {(8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (12, 0): (12,
 
 
 def gpus_there(facts: NodeFacts, needs: Needs) -> Seen:
-    """As many GPUs as the engine needs."""
+    """Check that the node has as many GPUs as the engine needs."""
     gpus = facts.gpus
     if not needs.gpus or gpus is None:
         return not_checked(_NONE_NEEDED if not needs.gpus else "the GPUs were not listed")
@@ -61,7 +61,7 @@ def gpus_there(facts: NodeFacts, needs: Needs) -> Seen:
 
 
 def _count_named(visible: str | None) -> int:
-    """How many whole GPUs CUDA_VISIBLE_DEVICES names; 0 where it is not set, or names parts of GPUs."""
+    """Return how many whole GPUs CUDA_VISIBLE_DEVICES names; 0 where it is not set, or names parts of GPUs."""
     words = [word.strip() for word in (visible or "").split(",") if word.strip()]
     return 0 if any(word.startswith("MIG-") for word in words) else len(words)
 
@@ -71,7 +71,7 @@ def _visible(visible: str | None) -> str:
 
 
 def gpus_working(facts: NodeFacts, needs: Needs) -> Seen:
-    """A process of this job writes to the memory of each GPU and reads it back."""
+    """Check that a process of this job can write to the memory of each GPU and read it back."""
     if not needs.gpus:
         return not_checked(_NONE_NEEDED)
     gpus = facts.gpus
@@ -110,7 +110,7 @@ def _broken(seen: str, error: str, cuda: CudaFacts, facts: NodeFacts) -> Seen:
 
 
 def gpus_free(facts: NodeFacts, needs: Needs) -> Seen:
-    """Each GPU has as much free memory as the engine asks of it at its start."""
+    """Check that each GPU has as much free memory as the engine asks for at its start."""
     if not needs.gpus:
         return not_checked(_NONE_NEEDED)
     devices = _devices(facts, needs)
@@ -145,7 +145,7 @@ def _asked_bytes(device: CudaDevice, needs: Needs) -> float:
 
 
 def driver(facts: NodeFacts, needs: Needs) -> Seen:
-    """The driver is new enough for the CUDA that torch was built with."""
+    """Check that the driver is new enough for torch's CUDA version."""
     software = facts.software
     cuda = facts.gpus.cuda if facts.gpus is not None else None
     if not needs.gpus or software is None or not software.torch_cuda or cuda is None or not cuda.cuda_version:
@@ -161,7 +161,7 @@ def driver(facts: NodeFacts, needs: Needs) -> Seen:
 
 
 def capability(facts: NodeFacts, needs: Needs) -> Seen:
-    """The GPUs are of a kind that the wheel and the engine's options know."""
+    """Check that the wheel and the engine's options know this kind of GPU."""
     software = facts.software
     devices = _devices(facts, needs)
     known = [(device, _version(device.capability)) for device in devices if any(_version(device.capability))]
@@ -190,7 +190,7 @@ def capability(facts: NodeFacts, needs: Needs) -> Seen:
 
 
 def _version(text: str) -> tuple[int, int]:
-    """The first two numbers of a version; (0, 0) if it has none."""
+    """Return the first two numbers of a version; (0, 0) if it has none."""
     parts = text.split(".")
     try:
         return int(parts[0]), int(parts[1])

@@ -30,7 +30,7 @@ CACHES = "caches"
 
 
 def memory(facts: NodeFacts, needs: Needs) -> Seen:
-    """The memory that Slurm gave is there, and holds what the engine keeps in it."""
+    """Check that the memory that Slurm gave is there, and is enough for the engine's data."""
     if (seen := facts.memory) is None:
         return not_checked("the memory was not read")
     limit = min(seen.total_bytes, seen.limit_bytes or seen.total_bytes)
@@ -67,7 +67,7 @@ def memory(facts: NodeFacts, needs: Needs) -> Seen:
 
 
 def _kept_in_memory(facts: NodeFacts) -> frozenset[str]:
-    """The purposes of folders that are memory."""
+    """Return the purposes of folders that are memory."""
     return frozenset(one.purpose for one in facts.folders or () if one.is_in_memory)
 
 
@@ -115,7 +115,7 @@ def staged(facts: NodeFacts, needs: Needs) -> Seen:
 
 
 def folders(facts: NodeFacts, needs: Needs) -> Seen:
-    """The folders for caches, temporary files and logs can be written to and have room."""
+    """Check that the folders for caches, temporary files and logs are writable and have room."""
     if not facts.folders:
         return not_checked("the folders were not looked at")
     return worst(
@@ -193,7 +193,7 @@ def _words(value: int) -> str:
 
 
 def commands(facts: NodeFacts, needs: Needs) -> Seen:
-    """The engine's command, and Ray's, are in the environment of the node."""
+    """Check that the engine's command, and Ray's, are in the node's environment."""
     if (software := facts.software) is None:
         return not_checked("the environment was not read")
     if software.missing_commands:

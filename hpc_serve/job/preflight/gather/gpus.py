@@ -35,7 +35,7 @@ _LONGEST = 300
 
 
 def gather_gpus(needs: Needs, environ: Mapping[str, str], *, has_cuda_wheel: bool) -> GpusFacts | None:
-    """The GPUs of this node; None if the engine needs none. Raises OSError."""
+    """Return the GPUs of this node; None if the engine needs none. Raises OSError."""
     if not needs.gpus:
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -133,7 +133,7 @@ def _probe_until_free(needs: Needs, environ: Mapping[str, str]) -> CudaFacts | N
 
 
 def is_in_use(facts: CudaFacts, needs: Needs) -> bool:
-    """Whether a GPU of the engine's is in use by another program, so that it may be free later."""
+    """Return whether a GPU of the engine's is in use by another program, so that it may be free later."""
     return any(
         device.error.startswith(_BUSY) or device.free_bytes < device.total_bytes * needs.gpu_memory_utilization
         for device in facts.devices[: needs.gpus]

@@ -49,7 +49,7 @@ def gather_memory() -> MemoryFacts:
 
 
 def gather_folders(folders: Mapping[str, str]) -> tuple[FolderFacts, ...]:
-    """The room in each folder, by its purpose."""
+    """Return the room in each folder, by its purpose."""
     return tuple(_folder(purpose, Path(path)) for purpose, path in folders.items())
 
 
@@ -86,7 +86,7 @@ def gather_limits() -> dict[str, LimitFacts]:
 
 
 def count_tasks(user_id: int, proc: Path = Path("/proc")) -> int:
-    """How many processes and threads a user has on this node, which `ulimit -u` bounds together."""
+    """Return how many processes and threads a user has on this node, which `ulimit -u` bounds together."""
     count = 0
     for entry in proc.iterdir():
         if entry.name.isdigit():

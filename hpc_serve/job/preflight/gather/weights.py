@@ -78,7 +78,7 @@ def _of_files(folder: Path, load_format: str) -> dict[str, Any]:
 
 
 def ask_hub(settings: HubSettings, repository: str) -> tuple[int, str]:
-    """The HTTP status of the hub's answer for the model's config, 0 if none comes in time, and its name of an error.
+    """Ask the hub for the model's config. Return the HTTP status, 0 if none comes in time, and its name of an error.
 
     A resolver has no limit of time, so this is done in a thread that may outlive the question.
     """
