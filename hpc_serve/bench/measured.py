@@ -1,4 +1,4 @@
-"""A run with all that is shown of it: its figures, what was predicted, what is wrong with its answers."""
+"""A run with all that is shown of it: its figures, the prediction, and the faults of its answers."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def find_causes(logs: Sequence[LogEvidence]) -> tuple[Finding, ...]:
 
 
 def _one_finding(group: Sequence[_Candidate]) -> Finding:
-    """The first of a group, with lines of the others; what hpc-serve itself said of it only if nobody else did."""
+    """Return the first finding of a group, with lines of the others; hpc-serve's own only if alone."""
     first, *others = [one for one in group if not one.repeats] or group[:1]
     further: dict[tuple[str, str], SeenLine] = {}
     for other in others:

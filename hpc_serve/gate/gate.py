@@ -1,4 +1,4 @@
-"""Which requests reach the engine: those with the service's API key, until the engine drains.
+"""Decides which requests reach the engine: requests with the service's API key, until the engine drains.
 
 It is an ASGI middleware for `vllm serve --middleware hpc_serve.gate.gate.Gate`. vLLM's own `--api-key` leaves several
 routes open, inference among them; this asks for the key on every route but /health. It needs the standard library and

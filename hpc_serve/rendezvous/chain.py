@@ -1,6 +1,6 @@
 """Chains of jobs that were submitted ahead: which come before a job, and which after it. Pure.
 
-When each begins is left to Slurm, and what a job does about those before it to job/run/takeover.py.
+Slurm decides when each begins. job/run/takeover.py decides what a job does about the jobs before it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Dataclasses as JSON objects. The type hints of a dataclass say what its fields may hold; text that holds anything
-else, from a file that anybody may have written, is refused with the name of the file and of the field.
+"""Dataclasses as JSON objects. The type hints of a dataclass say what its fields may hold. Any other content is
+refused, with the name of the file and of the field, because anybody may have written the file.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def make_log_dir(path: Path, *, called: str) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raises StoreError if somebody else can change what is in a folder of ours; one that is not there is fine."""
+    """Raise StoreError if somebody else can change the content of a folder of ours. A missing folder is fine."""
     if reason := fault(path, "own"):
         raise StoreError(
             f"{reason}: records and keys in it would be theirs to read or replace. "

@@ -1,6 +1,6 @@
 """The report of a replica's preflight: a file beside its record, which its head writes before it starts the engine.
 
-Which checks there are, and what they look at, is decided by `hpc_serve.job.preflight`.
+`hpc_serve.job.preflight` decides which checks there are, and what they look at.
 """
 
 from __future__ import annotations

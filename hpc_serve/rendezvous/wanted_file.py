@@ -1,6 +1,6 @@
 """The file of what is wanted of a service, in the service's folder. Each change is made under the service's lock.
 
-Of several programs that change it at once, each sees what the one before wrote.
+If several programs change it at once, each sees the change before its own.
 """
 
 from __future__ import annotations

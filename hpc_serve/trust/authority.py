@@ -1,7 +1,7 @@
 """The certificates of a home: its private authority, and one certificate for the endpoint of each run.
 
-The authority's file holds its key and its certificate, 0600. Making certificates needs the `cryptography` package,
-which only a job's head imports; whoever trusts them needs the standard library alone (`pinned`, `bundle`).
+The authority's file holds its key and its certificate, 0600. Making certificates needs the `cryptography` package, and
+only a job's head imports it. A program that trusts them needs the standard library alone (`pinned`, `bundle`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class NotOurEngineError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The `certificate` (PEM) by which an engine shows that it is that of a record, and the service's key."""
+    """The `certificate` (PEM) by which an engine proves that it is a record's engine, and the service's key."""
 
     certificate: str
     api_key: str = field(repr=False)

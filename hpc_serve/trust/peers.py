@@ -23,7 +23,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFiles:
-    """The 0600 files that a process of the run reads: what it trusts, what it shows, and the key to that."""
+    """The 0600 files that a process of the run reads: the trusted authority, its certificate, and the key."""
 
     authority: Path
     certificate: Path

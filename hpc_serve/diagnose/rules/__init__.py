@@ -1,5 +1,5 @@
-"""The known causes: which line of a log means which cause, and what to do about it. The rules themselves are the files
-beside this module, one for each topic.
+"""The known causes: a line of a log, its cause, and its cure. The rules themselves are the files beside this module,
+one for each topic.
 
 A section of a file is a rule, by its name. `line` has regular expressions, one on each line. One match in a line of
 a log without its head is enough. `cause` is a sentence without its full stop, and `cure` one or more

@@ -97,7 +97,7 @@ class CacheArchive:
             self.path.unlink()
 
     def _remove_old(self) -> None:
-        """Remove those written longest ago until all are within the bound, and what interrupted writes left."""
+        """Remove the oldest archives until all are within the bound, and the leftovers of interrupted writes."""
         now, found = time.time(), []
         for entry in os.scandir(self.path.parent):
             with contextlib.suppress(OSError):

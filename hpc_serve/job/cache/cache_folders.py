@@ -1,5 +1,5 @@
-"""The folders on a node that hold what engines have compiled, for the next start of the same service: one for each kind
-of engine (`cache_key`), and a further one for each that runs at the same time.
+"""The folders on a node that hold engines' compiled code, for the next start of the service. Each kind of engine has
+one (`cache_key`), and each engine of that kind that runs at once has a further one.
 
 A launcher holds a lock on the file beside the folder as long as it lives, so no two engines of a host fill one folder.
 An engine runs the code that it finds there: a folder is used only if nobody but its user can have changed it. All
@@ -75,6 +75,6 @@ def empty_folder(path: Path) -> None:
 
 
 def remove_unused(root: Path, *, limit_bytes: int) -> list[Path]:
-    """Remove folders that nobody uses: those unused for a month, and the longest unused while all take more than
+    """Remove folders that are not in use: after a month without use, and the longest unused while all take more than
     `limit_bytes`. Returns the removed ones."""
     return guarded_folders.remove_unused(root, _NAME, mark=READY, limit_bytes=limit_bytes, keep_s=_UNUSED_S)

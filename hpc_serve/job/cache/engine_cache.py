@@ -26,7 +26,7 @@ from hpc_serve.sizes import GIB, parse_size
 _log = logging.getLogger(__name__)
 _LIMIT_BYTES = 10 * GIB
 _ARCHIVES_BYTES = GIB  # homes have quotas
-# A folder that nobody named may lie in memory (tmpfs), where other jobs of the node miss what it takes.
+# A default folder may lie in memory (tmpfs), and takes memory from the node's other jobs.
 _PART_OF_FILESYSTEM = 20
 
 
@@ -34,7 +34,8 @@ _PART_OF_FILESYSTEM = 20
 class EngineCache:
     """The folder of one run's caches. `words` says for people whether it was warm when the run began, and from where.
 
-    `folder` is None where it is the run's private one, which goes with the run, `archive` where none is to be written.
+    `folder` is None for the run's private folder, which goes with the run. `archive` is None if no archive is to be
+    written.
     """
 
     path: Path

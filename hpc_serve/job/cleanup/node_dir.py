@@ -181,7 +181,7 @@ def read_owner(path: Path) -> DirOwner | None:
 
 
 def write_segments(path: Path, segments: set[Segment], *, seen_by: SeenBy) -> None:
-    """Write down which segments in /dev/shm are the run's, in place of what was `seen_by` the same program before."""
+    """Write down the run's segments in /dev/shm, in place of the earlier list of the program `seen_by`."""
     name = f"{_SHARED_MEMORY}-{seen_by}"
     fresh = path / f"{name}.new"
     with contextlib.suppress(OSError):

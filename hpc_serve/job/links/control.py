@@ -180,7 +180,7 @@ async def connect(
 
 
 async def _result_or_error(one: Awaitable[Link]) -> Link | Exception:
-    """Return an error as a value: asyncio would print those of tries that nobody waits for any more."""
+    """Return an error as a value: asyncio would print the errors of tries that are not awaited any more."""
     try:
         return await one
     except Exception as error:

@@ -75,7 +75,7 @@ def hold_port() -> socket.socket:
 
 
 def listen_on(port: int = 0, *, host: str = "", most_waiting: int = _MOST_WAITING) -> socket.socket:
-    """Listen on `port`, or with 0 on one of the kernel's choice, which nobody else can take from then on.
+    """Listen on `port`; 0 is a port of the kernel's choice. Nobody else can take the port from then on.
 
     `host` is the address; "" stands for all. `most_waiting` connections wait at most, and one. Raises PortsInUseError.
     """

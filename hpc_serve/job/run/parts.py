@@ -101,7 +101,7 @@ class Parts:
             )
 
     async def outcome_of(self, child: Child) -> Outcome:
-        """Wait for a child's end; what it means for the run that it ended by itself."""
+        """Wait for a child's end, and decide what an end by itself means for the run."""
         code = await child.wait()
         lines = tuple(child.last_log_lines)
         reason = child.failure_reason

@@ -62,7 +62,7 @@ class Diagnosis:
 
 
 def diagnose_replica(status: ReplicaStatus) -> Diagnosis:
-    """Read what there is of a replica, and say what is wrong. Raises StoreError."""
+    """Read a replica's logs and record, and say what is wrong. Raises StoreError."""
     logs, of_ray = tuple(files_of(status)), tuple(ray_logs_of(status))
     if not _may_be_wrong(status):
         return Diagnosis(status=status, logs=(*logs, *of_ray))

@@ -10,7 +10,7 @@ Value = str | int | bool | tuple[str, ...] | Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """`value` is what was decided; None where nobody but a person can know, and `example` shows what to write.
+    """`value` is the decision; None if only a person can know it, and `example` shows what to write.
 
     `why` says what was seen and what follows from it, or asks the question that the setting answers.
     """

@@ -180,7 +180,7 @@ def plan_for(asked: PlanRequest, *, stand_in: str | None = None) -> PlanResult:
 
 
 def _draft(engine: EngineConfig) -> ModelSpec | None:
-    """Return the draft model that the engine loads. None where there is none, or nobody here knows its config.
+    """Return the draft model that the engine loads. None if there is no draft model, or its config is not known here.
 
     Raises UnknownModelError for a folder that is not there, InvalidRequestError where its architecture is not known.
     """

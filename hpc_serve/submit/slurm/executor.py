@@ -68,7 +68,7 @@ def submit_to_slurm(script_text: str, folder: Path, options: Sequence[str] = ())
     """
     executor = ScriptSlurmExecutor(folder, script_text, options)
     try:
-        # submitit prints what sbatch said and raises it too: hide the first, so that it is said once.
+        # submitit prints sbatch's words and raises them too: hide the print, so that they appear once.
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_any_job(), _private_files():
             job = executor._submit_command("")
     except FileNotFoundError:

@@ -88,7 +88,7 @@ def find(store: ServiceStore, name_or_id: str) -> list[ReplicaStatus]:
 
 
 def replicas_here(store: ServiceStore, report: StatusReport) -> list[ReplicaStatus]:
-    """Return the replicas of the report that a command may change: those of this home, and what is over.
+    """Return the replicas of the report that a command may change: replicas of this home, and ended ones.
 
     Raises ServiceNotFoundError, with the home to set, if all are jobs that live elsewhere.
     """
