@@ -41,7 +41,9 @@ class OwnFilesystem:
     def fill(self) -> Path:
         """Take all the space that is left; returns the file that holds it."""
         filler = self.folder / "filler"
-        subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True, check=False)
+        append = ["dd", "if=/dev/zero", f"of={filler}", "oflag=append", "conv=notrunc"]
+        for block in ("bs=64k", "bs=1k"):  # a large block that does not fit leaves room for small files
+            subprocess.run([*append, block], capture_output=True, check=False)
         return filler
 
     def remove(self) -> None:

@@ -5,6 +5,7 @@ They answer in the words of a real Slurm (slurm_outputs/); the real one itself i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from hpc_serve.rendezvous.user import user_name
 
 COMMANDS = {
     "sbatch": """
+while [[ -e held ]]; do sleep 0.05; done
 if [[ -e refusal ]]; then cat refusal >&2; exit 1; fi
 id=$(($(cat last_id) + 1)); echo $id > last_id
 for script; do :; done; cp "$script" script-$id
@@ -36,7 +38,6 @@ grep -v "^$1|" queue > rest; mv rest queue
 if [[ -e ended-$1 ]]; then mv ended-$1 job-$1; mv later-line-$1 ended-lines/$1; fi
 """,
     "sacct": """
-echo asked >> asked-accounting
 if [[ -e accounts ]]; then cat accounts; exit; fi
 echo "Slurm accounting storage is disabled" >&2; exit 1
 """,
@@ -73,7 +74,7 @@ class FakeSlurm:
         self.bin.mkdir(parents=True)
         for name, text in COMMANDS.items():
             path = self.bin / name
-            path.write_text(f"#!/bin/bash\ncd {folder}\n{SILENT}{text}\n")
+            path.write_text(f"#!/bin/bash\ncd {folder}\necho {name} >> asked\n{SILENT}{text}\n")
             path.chmod(0o755)
         self._folder = folder
         (folder / "last_id").write_text("100\n")
@@ -144,6 +145,10 @@ class FakeSlurm:
     def refuse(self, words: str) -> None:
         (self._folder / "refusal").write_text(words + "\n")
 
+    def hold(self, held: bool = True) -> None:
+        """Have sbatch wait, or go on."""
+        (self._folder / "held").touch() if held else (self._folder / "held").unlink()
+
     def be_silent(self, silent: bool = True) -> None:
         if silent:
             (self._folder / "silent").touch()
@@ -151,10 +156,10 @@ class FakeSlurm:
             (self._folder / "silent").unlink()
 
     @property
-    def asked_accounting(self) -> int:
-        """How often sacct was run."""
-        path = self._folder / "asked-accounting"
-        return len(path.read_text().split()) if path.exists() else 0
+    def asked(self) -> dict[str, int]:
+        """How often each command was run."""
+        path = self._folder / "asked"
+        return dict(Counter(path.read_text().split())) if path.exists() else {}
 
     @property
     def cancelled(self) -> list[str]:

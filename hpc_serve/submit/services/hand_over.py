@@ -26,7 +26,7 @@ from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import process_start_time
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import UNKNOWN, after_start_option, array_options, batch_log_option
-from hpc_serve.submit.status.status_reader import scheduled_job
+from hpc_serve.submit.status.status_reader import old_jobs, scheduled_job
 
 if TYPE_CHECKING:
     from hpc_serve.submit.request.request import ServeRequest
@@ -155,7 +155,9 @@ def add_jobs(store: ServiceStore, service: str, count: int, *, predecessor: str 
 @contextlib.contextmanager
 def claimed(store: ServiceStore, service: str, model: str) -> Iterator[None]:
     """Hold the service's name for this model; if what is done under it fails, the name is free as before."""
-    is_over = functools.partial(_is_over, store=store, slurm=SchedulerView())
+    slurm = SchedulerView()
+    slurm.note_old_ends(old_jobs(store.read(service)))
+    is_over = functools.partial(_is_over, store=store, slurm=slurm)
     store.sweep(service, is_over=is_over)
     with contextlib.ExitStack() as undo:
         claim(store, service, model, is_over=is_over)

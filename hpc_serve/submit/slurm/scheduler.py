@@ -39,6 +39,7 @@ from hpc_serve.submit.slurm.slurm_answers import (
 
 _TIMEOUT_S = 60.0  # Slurm's own is MessageTimeout (10 s by default, up to 100), tried more than once
 _A_WEEK_S = 7 * 24 * 3600.0
+_MOST_IDS = 5_000  # Linux takes 128 KiB in one word of a command
 # A person's own formats and filters would change what the commands print.
 _OUTPUT_SETTINGS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_")
 
@@ -134,7 +135,8 @@ def job_state(job_id: str, *, submitted_at: float | None = None) -> JobState:
         return JobState(job_id=job_id, state=UNKNOWN, detail=f"scontrol: {said(shown.stderr)}")
     if job is None or job.state == "CANCELLED":
         with contextlib.suppress(SchedulerError):  # no accounting, or it is down: the controller has answered
-            job = _from_accounting(job_id, user, submitted_at, job)
+            found = _from_accounting([job_id], user, submitted_at).get(job_id)
+            job = replace(job, cancelled_by=found.cancelled_by) if job and found else job or found
     return job or JobState(job_id=job_id, state=GONE)
 
 
@@ -183,21 +185,36 @@ class SchedulerView:
 
     def state(self, job_id: str, *, submitted_at: float | None = None) -> JobState:
         """Return Slurm's state of one of our jobs; UNKNOWN if Slurm does not answer."""
-        found = self.queued(job_id) or self._ends.get(job_id) or self.listed(job_id)
-        if found.state != GONE:
+        if found := self.queued(job_id) or self._ends.get(job_id):
             return found
+        if self.problem:
+            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
         found = job_state(job_id, submitted_at=submitted_at)
         if found.is_over:
             self._ends[job_id] = found
         return found
 
-    def listed(self, job_id: str) -> JobState:
-        """Return the job if squeue lists it as not over, else GONE, or UNKNOWN if Slurm does not answer."""
-        if found := self.queued(job_id):
-            return found
+    def note_old_ends(self, begun_at: Mapping[str, float]) -> None:
+        """Note how those of these jobs ended that squeue does not list: accounting is asked for all of them at once.
+
+        `begun_at` tells when each job began or was submitted, in seconds since the epoch. A job that accounting does
+        not know is GONE.
+        """
+        listed = {name for job in self.jobs() for name in (job.job_id, array_of(job.job_id))}
         if self.problem:
-            return JobState(job_id=job_id, state=UNKNOWN, detail=self.problem.partition(":")[0])
-        return JobState(job_id=job_id, state=GONE)
+            return
+        old = [job_id for job_id in begun_at if job_id not in listed and job_id not in self._ends]
+        known: dict[str, JobState] = {}
+        for first in range(0, len(old), _MOST_IDS):
+            ids = old[first : first + _MOST_IDS]
+            if self._has_accounting:
+                try:
+                    known |= _from_accounting(ids, user_name(), min(begun_at[job_id] for job_id in ids))
+                except SchedulerError:
+                    self._has_accounting = False
+        for job_id in old:
+            found = known.get(job_id)
+            self._ends[job_id] = found if found and found.is_over else JobState(job_id=job_id, state=GONE)
 
     def batch_log(self, job_id: str) -> str | None:
         """Return the path of the output of a job's script. Slurm is asked once, because the path does not change."""
@@ -219,7 +236,7 @@ class SchedulerView:
             found = job_state(job_id, submitted_at=since)
         elif since is not None and self._has_accounting and not self.problem:
             try:
-                found = _from_accounting(job_id, user_name(), since, None)
+                found = _from_accounting([job_id], user_name(), since).get(job_id)
             except SchedulerError:
                 self._has_accounting = False
         if not self.problem:
@@ -231,15 +248,12 @@ class SchedulerView:
         return [job for job in seen if job_id in (job.job_id, array_of(job.job_id))]
 
 
-def _from_accounting(job_id: str, user: str, submitted_at: float | None, known: JobState | None) -> JobState | None:
-    """Return the job as accounting has it; of a `known` job only who cancelled it is added. Raises SchedulerError."""
+def _from_accounting(job_ids: Sequence[str], user: str, submitted_at: float | None) -> dict[str, JobState]:
+    """Return the jobs that accounting has, by their ids. Raises SchedulerError."""
     # Clocks of the login node and the controller may differ by some minutes.
     since_s = submitted_at - 600 if submitted_at else time.time() - _A_WEEK_S
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_s))
-    found = parse_sacct(_answer(sacct_argv(job_id, user=user, since=since)), job_id)
-    if known is None or found is None:
-        return known or found
-    return replace(known, cancelled_by=found.cancelled_by)
+    return parse_sacct(_answer(sacct_argv(job_ids, user=user, since=since)))
 
 
 def _answer(argv: Sequence[str]) -> str:

@@ -131,10 +131,12 @@ def scancel_argv(job_id: str) -> list[str]:
     return ["scancel", job_id]
 
 
-def sacct_argv(job_id: str, *, user: str, since: str) -> list[str]:
-    """Return the command that lists accounting's records of one job. `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound the
-    search, because ids are recycled."""
-    bounds = [f"--jobs={job_id}", f"--user={user}", f"--starttime={since}"]
+def sacct_argv(job_ids: Sequence[str], *, user: str, since: str) -> list[str]:
+    """Return the command that lists accounting's records of jobs.
+
+    Ids are recycled: `user` and `since` (YYYY-MM-DDTHH:MM:SS) bound the search.
+    """
+    bounds = [f"--jobs={','.join(job_ids)}", f"--user={user}", f"--starttime={since}"]
     return ["sacct", *bounds, "--allocations", "--noheader", "--parsable2", f"--format={_SACCT_FIELDS}"]
 
 

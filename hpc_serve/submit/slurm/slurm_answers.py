@@ -122,16 +122,14 @@ def _scontrol_values(line: str) -> dict[str, str]:
     return values
 
 
-def parse_sacct(stdout: str, job_id: str) -> JobState | None:
-    """Read the job's state in accounting; None if there is no such job. The last line is the job's latest start."""
-    found = None
+def parse_sacct(stdout: str) -> dict[str, JobState]:
+    """Return the jobs as accounting has them, by their ids. The last line of a job is its latest start."""
+    found = {}
     for line in _lines(stdout):
-        seen_id, state, exit_status, node_list, user, name = _fields("sacct", line, 6)
-        if seen_id != job_id:
-            continue
+        job_id, state, exit_status, node_list, user, name = _fields("sacct", line, 6)
         word, _, by = state.partition(" by ")
         exit_code, signal = _exit_status(exit_status)
-        found = JobState(
+        found[job_id] = JobState(
             job_id=job_id,
             state=word.strip(),
             name=name,

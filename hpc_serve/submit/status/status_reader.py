@@ -47,6 +47,7 @@ def read_status(store: ServiceStore, service: str | None = None, *, slurm: Sched
     """Return the replicas of one service, or of all, oldest first. Raises StoreError, InvalidRequestError."""
     slurm = slurm or SchedulerView()
     found = [store.read(name) for name in ([validate_service_name(service)] if service else store.services())]
+    slurm.note_old_ends({job_id: at for records in found for job_id, at in old_jobs(records).items()})
     replicas = [status for records in found for status in _of_service(store, records, slurm)]
     known = {status.job_id for status in replicas}
     secrets = functools.cache(lambda service: known_secrets(service, store, os.environ))
@@ -136,8 +137,6 @@ def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: Schedu
     if isinstance(entry, SubmittedJob) and entry.end is not None:
         return slurm.queued(entry.job_id) if entry.cluster == "slurm" else None
     if entry.cluster == "slurm":
-        if isinstance(entry, EndpointRecord) and time.time() - entry.updated_at > _RECENT_S:
-            return slurm.listed(entry.job_id)  # a question for each record of the last months would take minutes
         job = slurm.state(entry.job_id, submitted_at=submitted.submitted_at if submitted else None)
         if isinstance(entry, EndpointRecord) and job.is_pending:  # it was requeued, or has begun since Slurm was asked
             return slurm.queued(entry.job_id, max_age_s=_JUST_ASKED_S) or job
@@ -145,6 +144,19 @@ def scheduled_job(entry: JobEntry, submitted: SubmittedJob | None, slurm: Schedu
     if submitted is not None and submitted.pid is not None:
         return local_job_state(submitted)
     return JobState(job_id=entry.job_id, state=UNKNOWN, detail="it was not started by `hpc-serve submit`")
+
+
+def old_jobs(found: ServiceRecords) -> dict[str, float]:
+    """Return the Slurm jobs that wrote nothing for a day and whose end is not known, each with the time it began.
+
+    One question for each job of the last months would take minutes: SchedulerView.note_old_ends asks once for all.
+    """
+    before = time.time() - _RECENT_S
+    records = [one for one in found.records if not one.is_final and one.updated_at < before]
+    waiting = [job for job in found.awaiting_record() if job.submitted_at < before]
+    old: list[tuple[JobEntry, float]] = [(record, record.started_at) for record in records]
+    old += [(job, job.submitted_at) for job in waiting]
+    return {entry.job_id: at for entry, at in old if entry.cluster == "slurm"}
 
 
 def _of_service(store: ServiceStore, found: ServiceRecords, slurm: SchedulerView) -> Iterator[ReplicaStatus]:

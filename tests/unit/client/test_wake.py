@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from hpc_serve.client import connect, connect_async
+from hpc_serve.client.discovery.discovery import ServiceWatch
+from hpc_serve.client.discovery.wait import ABSENT_GRACE_S, WaitPolicy, wait_for_replica
 from hpc_serve.errors import ServiceAsleepError, ServiceNotFoundError
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
@@ -146,3 +148,34 @@ def test_a_service_that_a_person_stopped_is_not_woken(asleep, slurm):
         connect(SERVICE, wait=0.2, wake=True)
     assert not isinstance(caught.value, ServiceAsleepError)
     assert slurm.scripts == []
+
+
+def test_clients_wait_for_a_wake_whose_sbatch_takes_longer_than_a_missing_service_is_waited_for(asleep, slurm):
+    slurm.hold()
+    times_as_fast = 20.0
+
+    def fast_clock() -> float:
+        return times_as_fast * time.monotonic()
+
+    held_s = 2.5 * ABSENT_GRACE_S / times_as_fast
+    all_wait = threading.Barrier(5)
+
+    def ask(_: int) -> str:
+        watch = ServiceWatch(asleep.store, SERVICE, may_wake=True)
+        all_wait.wait()
+        wait_for_replica(watch, WaitPolicy(40 * ABSENT_GRACE_S, clock=fast_clock))
+        return watch.status.ready[0].name
+
+    def go_on() -> None:
+        all_wait.wait()
+        wait_for(lambda: "sbatch" in slurm.asked, 60, what="a submission")
+        time.sleep(held_s)
+        slurm.hold(False)
+
+    when_submitted(slurm, 1, lambda: asleep.start(job_id="101_0"))
+    with ThreadPoolExecutor(5) as pool:
+        released = pool.submit(go_on)
+        found = list(pool.map(ask, range(4)))
+        released.result()
+    assert found == ["101_0"] * 4
+    assert slurm.asked["sbatch"] == 1

@@ -355,13 +355,28 @@ class TestStatus:
         slurm.be_silent()
         assert (the_one(store).state, the_one(store).stage) == ("starting", "loading weights")
 
-    def test_slurm_is_asked_for_no_single_job_whose_record_was_not_renewed_for_days(self, store, slurm):
-        for number in range(20):
-            record(store, job_id=str(100 + number), state="ready", port=1, updated_at=time.time() - 3 * 86_400)
-        statuses = read_status(store).replicas
-        assert {status.state for status in statuses} == {"failed"}
-        assert {status.reason for status in statuses} == {ended_sentence(JobState(job_id="100", state=GONE))}
-        assert slurm.asked_accounting == 0
+    def test_one_question_tells_the_ends_of_all_jobs_that_were_not_renewed_for_days(self, store, slurm):
+        days_ago = time.time() - 3 * 86_400
+        for number in range(100, 1100):
+            record(store, str(number), state="ready", port=1, started_at=days_ago, updated_at=days_ago)
+        submitted_job(store, "1100", submitted_at=days_ago)
+        ends = [f"{number}|TIMEOUT|0:0|n1|alice|hpc-serve-8b" for number in range(100, 1099)]
+        slurm.account(*ends, "1100|CANCELLED by 1003|0:0||alice|hpc-serve-8b")
+        reasons = {status.job_id: status.reason for status in read_status(store).replicas}
+        assert {reasons.pop(str(number)) for number in range(100, 1099)} == {
+            "Slurm ended it at its time limit (TIMEOUT)"
+        }
+        assert reasons == {
+            "1099": ended_sentence(JobState(job_id="1099", state=GONE)),
+            "1100": "it was cancelled by user 1003 before it began (CANCELLED)",
+        }
+        assert slurm.asked == {"squeue": 1, "sacct": 1}
+
+    def test_a_silent_controller_says_nothing_of_jobs_that_were_not_renewed_for_days(self, store, slurm):
+        record(store, state="ready", port=1, updated_at=time.time() - 3 * 86_400)
+        slurm.be_silent()
+        assert the_one(store).state == "unknown"
+        assert "sacct" not in slurm.asked
 
     def test_an_end_that_the_launcher_reported_is_kept_whatever_slurm_says(self, store, slurm):
         submitted_job(store)
@@ -411,7 +426,7 @@ class TestStatus:
         for job_id in ("7", "8", "9"):
             record(store, job_id, state="stopped", reason="SIGTERM")
         assert {status.reason for status in read_status(store).replicas} == {"SIGTERM"}
-        assert slurm.asked_accounting == 1
+        assert slurm.asked["sacct"] == 1
 
     def test_a_node_that_failed_is_told_beside_what_the_launcher_saw(self, store, slurm):
         record(store, state="failed", failed_part="node n2", reason="its launcher fell silent", exit_code=1)

@@ -60,7 +60,7 @@ def test_the_recorded_commands_are_those_we_run():
     assert SINFO["partitions"]["argv"] == sinfo_argv()
     argv = SACCT["failed"]["argv"]
     since = next(word.partition("=")[2] for word in argv if word.startswith("--starttime="))
-    assert argv == sacct_argv("45", user="nobody", since=since)
+    assert argv == sacct_argv(["45"], user="nobody", since=since)
 
 
 # sbatch
@@ -196,20 +196,20 @@ def test_of_a_task_scontrol_says_on_stdout_that_it_is_gone():
     ],
 )
 def test_sacct_tells_state_and_exit(situation, job_id, state, exit_code):
-    job = parse_sacct(SACCT[situation]["stdout"], job_id)
+    job = parse_sacct(SACCT[situation]["stdout"]).get(job_id)
     assert job is not None
     assert (job.state, job.exit_code) == (state, exit_code)
 
 
 def test_sacct_tells_who_cancelled():
-    job = parse_sacct(SACCT["cancelled"]["stdout"], "46")
+    job = parse_sacct(SACCT["cancelled"]["stdout"]).get("46")
     assert job is not None
     assert job.cancelled_by == "0"
 
 
 @pytest.mark.parametrize("situation", ["unknown", "other-user"])
 def test_sacct_without_such_a_job(situation):
-    assert parse_sacct(SACCT[situation]["stdout"], "45") is None
+    assert "45" not in parse_sacct(SACCT[situation]["stdout"])
 
 
 # Who answered, and who did not
