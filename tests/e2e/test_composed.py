@@ -25,7 +25,7 @@ MOST_S = 300.0
 
 @pytest.fixture
 def alice(cluster, alice_env, stub_env):
-    words = "--stub-slots 2 --stub-words 10 --stub-word-s 0.2"
+    words = "--stub-slots 2 --stub-words 10 --stub-word-s 0.2 --stub-load-s 15"  # long enough to fail a successor in
     user = User(cluster, {**alice_env, **stub_env, **TIMES, "STUB_ENGINE_ARGS": words})
     yield user
     user.run("scancel", "--user", "alice")
