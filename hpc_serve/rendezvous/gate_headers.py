@@ -27,6 +27,10 @@ REQUESTS_HEADER = b"x-hpc-serve-requests"
 """In answers of /metrics: the RequestCount of the gate that passed the question on."""
 
 
+ENGINE_WORDS = ("idle", "busy")
+"""What ENGINE_HEADER says of an engine that works."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestCount:
     """How many requests one gate has let through, without GET, HEAD and canaries, and how many are `under_way`.
@@ -55,6 +59,16 @@ class Headers(Protocol):
 def is_draining(headers: Headers) -> bool:
     """Return whether an answer says that its engine accepts no new requests."""
     return headers.get(DRAINING_HEADER[0].decode()) == DRAINING_HEADER[1].decode()
+
+
+def why_hung(headers: Headers) -> str:
+    """Return why an answer of /health says that its engine hangs; "" if it does not say so.
+
+    >>> why_hung({"x-hpc-serve-engine": "busy"}), why_hung({"x-hpc-serve-engine": "no step for 9 s"}), why_hung({})
+    ('', 'no step for 9 s', '')
+    """
+    words = headers.get(ENGINE_HEADER.decode()) or ""
+    return "" if words in ENGINE_WORDS else words
 
 
 def read_request_count(headers: Headers) -> RequestCount | None:

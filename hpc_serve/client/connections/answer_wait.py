@@ -17,9 +17,11 @@ from hpc_serve.client.replicas.sdk import core
 from hpc_serve.client.replicas.silence_limit import SilenceLimit
 from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 
-# Seconds between two questions to the judge: while nothing comes, and once the limit is over. The second grows.
+# Seconds between two questions to the judge: while nothing comes, and once the limit is over. The second grows. The
+# first question comes so long before the limit is over that the others can be asked meanwhile.
 ASK_S = 2.5
 ASK_AGAIN_S = 0.1
+ASK_BEFORE_S = 0.5
 
 
 class ReplicaLostError(core.ReadError):
@@ -98,7 +100,11 @@ class AnswerWait:
 
     def _wait_s(self, now_s: float) -> float:
         over_s = now_s - self._since_s - self._limit_s
-        wait_s = min(-over_s if over_s < 0 else max(over_s / 4, ASK_AGAIN_S), ASK_S)
+        if over_s < 0:
+            wait_s = -over_s - ASK_BEFORE_S if over_s < -ASK_BEFORE_S else -over_s
+        else:
+            wait_s = max(over_s / 4, ASK_AGAIN_S)
+        wait_s = min(wait_s, ASK_S)
         return max(min(wait_s, self._ends_at_s - now_s), 0.001)
 
     def end(self, data: bytes) -> None:

@@ -168,7 +168,7 @@ class ServiceWatch:
 
     def _ask_others(self, names: Set[str]) -> None:
         """Ask a few replicas that are not in `names`, each in a thread of its own."""
-        proven = self._proofs.proven
+        proven = dict(self._proofs.proven)  # a copy: other threads change it
         for name in sorted(proven.keys() - names, key=lambda name: name not in self.pool)[:OTHERS]:
             in_background(self._ask, proven[name])
 
@@ -218,7 +218,11 @@ class ServiceWatch:
             status = self._assess(self._reader.records(asked_for, is_complete=True), probes)
         self.status = status
         ready = [(replica.record, replica.probe) for replica in status.ready]
-        addresses = [_address(record, probe, self.api_key) for record, probe in ready if record and probe]
+        addresses = [
+            _address(record, probe, self.api_key)
+            for record, probe in ready
+            if record and probe and self._proofs.is_proved(record.name)  # a request may have failed there meanwhile
+        ]
         self.pool.fill(addresses)
         for address in addresses:
             if self._proofs.missed(address.name):

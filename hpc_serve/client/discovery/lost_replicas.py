@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpc_serve.client.replicas.pool import ReplicaAddress, ReplicaPool
@@ -19,6 +20,7 @@ from hpc_serve.errors import HpcServeError
 
 LOOK_S = 2.5
 DOUBT_S = 0.5  # until the next look, when a replica has missed its first probe
+ASK_OTHERS_S = 0.5
 
 # An engine that ends gently takes no connection any more, and still sends: bytes of an answer show that it lives.
 HEARD_S = 1.0
@@ -37,7 +39,7 @@ class LookResult:
 Look = Callable[[Set[str]], LookResult]
 """Looks at replicas by name. Raises HpcServeError."""
 AskOthers = Callable[[Set[str]], None]
-"""Has a few replicas asked that are not named, in the background."""
+"""Has a few replicas asked that are not named, in the background. Raises RuntimeError without a thread for that."""
 
 
 class LostReplicas:
@@ -60,6 +62,7 @@ class LostReplicas:
         self._looked_for: Set[str] = frozenset()
         self._wanted: set[str] = set()
         self._look_at_s = float("-inf")
+        self._ask_others_at_s = float("-inf")
 
     def after_fork(self) -> None:
         """In a forked process, the lock may be held by a thread that is not there, and no look is under way."""
@@ -89,12 +92,28 @@ class LostReplicas:
             return reason
         now_s = self.clock()
         self._start_look(replica.name, now_s)
-        heard_since_s = max(since_s, now_s - SILENT_S)
-        for other in self._pool.others({replica.name}) if is_silent else ():
-            limit = self.limit_of(other.name)
-            if max(limit.heard_at_s, limit.proved_at_s) > heard_since_s and not self._pool.is_lost(other):
-                return f"it has sent nothing for {now_s - since_s:.1f} s, and {other.name} answers"
+        if (other := self._find_other(replica.name, max(since_s, now_s - SILENT_S))) is None:
+            self._start_asking(replica.name, now_s)
+        elif is_silent:
+            return f"it has sent nothing for {now_s - since_s:.1f} s, and {other} answers"
         return None
+
+    def _find_other(self, name: str, since_s: float) -> str | None:
+        """Return another replica that has sent bytes or answered a probe since a time."""
+        for other in self._pool.others({name}):
+            limit = self.limit_of(other.name)
+            if max(limit.heard_at_s, limit.proved_at_s) > since_s and not self._pool.is_lost(other):
+                return other.name
+        return None
+
+    def _start_asking(self, name: str, now_s: float) -> None:
+        """Ask others, beside a look: one at a replica that does not answer takes seconds."""
+        with self._lock:
+            if now_s < self._ask_others_at_s:
+                return
+            self._ask_others_at_s = now_s + ASK_OTHERS_S
+        with suppress(RuntimeError):  # no more threads for this user: later
+            self._ask_others({name})
 
     def _start_look(self, name: str, now_s: float) -> None:
         with self._lock:
@@ -111,7 +130,6 @@ class LostReplicas:
     def _look_once(self) -> None:
         pause_s = LOOK_S
         try:
-            self._ask_others(self._looked_for)
             result = self._look(self._looked_for)
             pause_s = DOUBT_S if result.is_in_doubt else LOOK_S
             for name, reason in result.lost.items():

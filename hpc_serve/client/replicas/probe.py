@@ -16,7 +16,7 @@ from typing import get_args
 
 from hpc_serve.client.replicas.status import ProbeResult, ProbeStatus
 from hpc_serve.errors import RecordError
-from hpc_serve.rendezvous.gate_headers import is_draining
+from hpc_serve.rendezvous.gate_headers import is_draining, why_hung
 from hpc_serve.rendezvous.record import EndpointRecord
 from hpc_serve.trust.connection import Identity, NotOurEngineError, VerifiedConnection
 
@@ -43,20 +43,21 @@ def probe(host: str, port: int, identity: Identity, *, timeout_s: float = PROBE_
 
 
 def _ask_engine(connection: VerifiedConnection, host: str, api_key: str) -> ProbeResult:
-    health = _get(connection, "/health")
+    with_key = {"Authorization": f"Bearer {api_key}"}
+    health = _get(connection, "/health", with_key)
     if is_draining(health.headers):
         return ProbeResult(status="draining", host=host)
     if health.status != 200:
         return ProbeResult(status="unhealthy", host=host, detail=f"/health answers {health.status}")
-    if _get(connection, "/v1/models", {"Authorization": f"Bearer {api_key}"}).status == 401:
+    if reason := why_hung(health.headers):
+        return ProbeResult(status="unhealthy", host=host, detail=reason)
+    if _get(connection, "/v1/models", with_key).status == 401:
         return ProbeResult(status="other key", host=host, detail="it does not take the service's key")
     return ProbeResult(status="ready", host=host)
 
 
-def _get(
-    connection: VerifiedConnection, path: str, headers: Mapping[str, str] | None = None
-) -> http.client.HTTPResponse:
-    connection.request("GET", path, headers=headers or {})
+def _get(connection: VerifiedConnection, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     response.read()
     return response

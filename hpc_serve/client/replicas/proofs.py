@@ -56,6 +56,10 @@ class Proofs:
         """How many probes in a row a replica has missed."""
         return self._missed.get(name, 0)
 
+    def is_proved(self, name: str) -> bool:
+        """Return whether a replica answered well, and no request has failed there since."""
+        return name in self._verified
+
     def known(self, record: EndpointRecord, lease_age_s: float, now_s: float) -> ProbeResult | None:
         """What was proved lately by a replica that renews its record."""
         answer = self._of_engine(self._verified, record)
