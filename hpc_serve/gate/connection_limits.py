@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from hpc_serve.gate.signs import COMMENT_CHUNK, PROCESSING, WRITE_SIGN
-from hpc_serve.rendezvous.gate_headers import SIGNS
+from hpc_serve.gate.signs import WRITE_SIGN
+from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING, SIGNS
 
 HAS_KEY = "hpc_serve.has_key"
 """In the scope of a request: the gate calls it once the connection has shown the key."""

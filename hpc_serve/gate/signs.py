@@ -16,9 +16,6 @@ Send = Callable[[Message], Awaitable[None]]
 WRITE_SIGN = "hpc_serve.write_sign"
 """In the scope of a request that asks: the protocol's function that writes a sign. The gate takes it out."""
 SIGN_S = 0.5
-PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
-COMMENT = b":\n\n"
-COMMENT_CHUNK = b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
 _TICK_S = 0.1
 
 

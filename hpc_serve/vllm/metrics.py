@@ -7,32 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-# vLLM counts these in the engine's own process, at each step of its scheduler. The use of the cache grows with each
-# part of a long prompt; the number of tokens read grows only when a prompt is complete. The counts of running and
-# waiting requests are not among them: other engines count requests where they arrive.
 _PROMPT_TOKENS, _GENERATION_TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 _CACHE_USE = "vllm:kv_cache_usage_perc"
-_STEPS = (_PROMPT_TOKENS, _GENERATION_TOKENS, "vllm:iteration_tokens_total_count", _CACHE_USE)
 _RUNNING, _WAITING = _UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})? +(?P<value>\S+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFigures:
-    """Figures of an engine's work. `under_way` requests run or wait. `steps` change with every step of the engine."""
-
-    under_way: int
-    steps: tuple[float | None, ...]
-
-
-def read_figures(text: str) -> EngineFigures | None:
-    """Return the figures of an engine, summed over its parts; None if the engine does not count its tokens."""
-    sums = _sums(text)
-    under_way = _total(sums, _UNDER_WAY)
-    steps = tuple(sums.get(name) for name in _STEPS)
-    if under_way is None or not any(value is not None for value in steps):
-        return None
-    return EngineFigures(under_way=int(under_way), steps=steps)
 
 
 def requests_under_way(text: str) -> int | None:

@@ -16,7 +16,8 @@ import pytest
 from hpc_serve.gate import connection_limits, engine_facts
 from hpc_serve.gate.gate import Gate
 from hpc_serve.gate.judgement import Process
-from hpc_serve.gate.signs import COMMENT_CHUNK, PROCESSING, Asked, Signs
+from hpc_serve.gate.signs import Asked, Signs
+from hpc_serve.rendezvous.gate_headers import COMMENT_CHUNK, PROCESSING
 from hpc_serve.trust.authority import make_run_certificate
 
 pytest.importorskip("httptools")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_serve.vllm.metrics import EngineFigures, EngineWork, read_figures, read_work, requests_under_way
+from hpc_serve.vllm.metrics import EngineWork, read_work, requests_under_way
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -30,7 +30,7 @@ def test_what_the_engine_does_not_say_is_not_known(text):
     assert requests_under_way(text) is None
 
 
-STEPS = (
+WORK = (
     TEXT
     + """\
 vllm:prompt_tokens_total{engine="0"} 100.0
@@ -45,24 +45,8 @@ vllm:request_success_total{engine="0",finished_reason="abort"} 9.0
 )
 
 
-def test_steps_are_what_the_engine_itself_counts():
-    figures = read_figures(STEPS)
-    assert figures == EngineFigures(under_way=7, steps=(120.0, 5.0, 3.0, 0.25))
-    for line, is_step in [("usage_perc", True), ("generation_tokens", True), ("_success", False), ("by_source", False)]:
-        place = STEPS.index(line)
-        moved = STEPS[:place] + STEPS[place:].replace("} ", "} 1", 1)
-        assert (read_figures(moved) != figures) is is_step, line
-
-
-def test_an_engine_that_counts_no_tokens_has_no_figures():
-    assert read_figures(TEXT) is None
-    assert read_figures("") is None
-    stub = TEXT + "vllm:generation_tokens_total 5.0\n"
-    assert read_figures(stub) == EngineFigures(under_way=7, steps=(None, 5.0, None, None))
-
-
 def test_work_is_what_the_engine_does_over_all_parts():
-    text = STEPS + 'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+    text = WORK + 'vllm:kv_cache_usage_perc{engine="1"} 0.75\n'
     work = EngineWork(running=3, waiting=4, prompt_tokens=120.0, generation_tokens=5.0, cache_use=0.75)
     assert read_work(text) == work
 
