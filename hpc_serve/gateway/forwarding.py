@@ -22,7 +22,6 @@ from hpc_serve.gateway.headers import Header, for_client
 from hpc_serve.gateway.metrics import Metrics
 from hpc_serve.gateway.settings import MIB
 from hpc_serve.printable import printable
-from hpc_serve.rendezvous.gate_headers import COMMENT
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

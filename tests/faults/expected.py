@@ -33,7 +33,7 @@ HEALTHY = ("nothing", "healthy-pair")
 
 KNOWN: dict[str, Known] = {}
 
-_LOSSY = "while packets are lost, probes get through at times, so that requests try the replica again and leave it again"
+_LOSSY = "while packets are lost, probes get through at times, so requests try the replica and leave it again"
 _LATE = "a late link ends no signs: a request leaves only if a pause is longer than 1.5 s"
 _REPEATED_LATE = "an answer of 48 s that is not a stream begins anew when Slurm kills what is left after 30 s"
 
