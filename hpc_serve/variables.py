@@ -50,8 +50,8 @@ VARIABLES = (
     _yours(
         "HPC_SERVE_MODEL",
         "A folder in place of the model's weights, for staged copies, other checkpoints, or tests. Arguments in its "
-        "`hpc-serve-args.txt` are appended. Those that name code or open the engine are not: they are taken from a "
-        "command line or script alone.",
+        "`hpc-serve-args.txt` are appended. Arguments that name code or open the engine are refused there: they are "
+        "taken from a command line or script alone.",
         kept=True,
     ),
     _yours(
@@ -138,14 +138,14 @@ VARIABLES = (
     ),
     _yours(
         "HPC_SERVE_ADD_AFTER_S",
-        "With `--replicas MIN:MAX`: how long requests must wait before a replica is added, in seconds.",
+        "Seconds that requests must wait before a replica is added (`--replicas MIN:MAX`).",
         "`20`",
         kept=True,
     ),
     _yours(
         "HPC_SERVE_LEAVE_AFTER_S",
-        "With `--replicas MIN:MAX`: for how long the other replicas must have been able to carry the load before one "
-        "leaves, in seconds.",
+        "Seconds that the other replicas must have been able to carry the load before one leaves "
+        "(`--replicas MIN:MAX`).",
         "`600`",
         kept=True,
     ),
@@ -154,7 +154,7 @@ VARIABLES = (
         "The virtual environment that `hpc-serve quantize` runs in: it has llm-compressor.",
         "`~/hpc-serve-quantize`",
     ),
-    _yours("HPC_SERVE_DEBUG", "`1`: a command that meets a bug of its own prints where."),
+    _yours("HPC_SERVE_DEBUG", "`1`: a command that meets a bug in hpc-serve prints the place."),
     _yours(
         "HF_HOME",
         "The Hugging Face cache, as its own tools take it: the engine loads weights from there, and a token there is "
@@ -178,8 +178,8 @@ VARIABLES = (
     _ours("HPC_SERVE_API_KEY_FILE", "For the gate in the engine: the file of the service's key."),
     _ours("HPC_SERVE_DRAIN_FILE", "For the gate in the engine: once this file exists, new requests are refused."),
     _ours("HPC_SERVE_ENGINE_SOCKET", "For the gate in the engine: where it gets the socket that it serves on."),
-    _ours("HPC_SERVE_RUN_MARK", "On every child of a launcher: of which run it is."),
-    _ours("HPC_SERVE_ENGINE_MARK", "On every process of an engine: of which start it is."),
+    _ours("HPC_SERVE_RUN_MARK", "On every child of a launcher: its run."),
+    _ours("HPC_SERVE_ENGINE_MARK", "On every process of an engine: its start."),
     _ours("RAY_AUTH_MODE", "For Ray: `token`."),
     _ours("RAY_AUTH_TOKEN_PATH", "For Ray: the file of its token."),
     _ours("SPT_NOENV", "For vLLM and Ray: the titles that they give their processes leave the marks above readable."),

@@ -122,8 +122,8 @@ async def _usable(samples: list[Sample], workload: BenchWorkload, texts: EngineT
             break
     if not found:
         raise InvalidRequestError(
-            f"No conversation of {workload.path} has a prompt of {_LEAST} to {_MOST_PROMPT:,} tokens and an answer "
-            f"that makes {_MOST_BOTH:,} at most with it, which is what `vllm bench serve` takes of sharegpt."
+            f"No conversation of {workload.path} can be used: a prompt must have {_LEAST} to {_MOST_PROMPT:,} tokens, "
+            f"and prompt and answer {_MOST_BOTH:,} at most together. `vllm bench serve` has these limits for sharegpt."
         )
     return found
 

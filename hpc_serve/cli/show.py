@@ -151,7 +151,9 @@ def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> Non
         "since": when(record.state_since) if record and status.state == "unresponsive" else "",
         "restarts": f"{record.engine_restarts}, of the engine in place" if record and record.engine_restarts else "",
         "address": status.address,
-        "nodes": f"{status.nodes}, {job.gpus_per_node} GPUs each" if has_gpus else status.nodes,
+        "nodes": f"{status.nodes}, {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''} each"
+        if has_gpus
+        else status.nodes,
         "layout": status.layout,
         "submitted": when(status.submitted_at) if status.started_at is None else "",
         "started": when(status.started_at),

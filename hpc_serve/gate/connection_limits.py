@@ -261,6 +261,6 @@ def _marked(app: Any, show_key: Callable[[], None]) -> Any:
 
 def _does_not_fit(why: str) -> LimitsNotInForceError:
     return LimitsNotInForceError(
-        f"hpc-serve's limits for connections do not fit the installed uvicorn: {why}. Without them anybody could fill "
-        "the engine's memory, so it does not start. Install uvicorn[standard] 0.54, or the one of envs/."
+        f"hpc-serve's limits for connections do not fit the installed uvicorn: {why}. The engine does not start: "
+        "anybody could fill its memory without these limits. Install uvicorn[standard] 0.54, or the version of envs/."
     )

@@ -41,7 +41,7 @@ class Metrics:
         )
         self.answered = Histogram(
             _PREFIX + "first_byte_seconds",
-            "From a request's turn to the beginning of its answer.",
+            "Seconds between a request's turn and the beginning of its answer.",
             of_service,
             buckets=_SECONDS,
             registry=registry,

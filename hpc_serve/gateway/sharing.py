@@ -107,7 +107,7 @@ def _readers(folder: Path, found: os.stat_result) -> str:
         who = f"you alone; to let a group in: chgrp GROUP {quoted} && chmod 2750 {quoted}, and start the gateway again"
     closed = next((above for above in folder.parents if not above.stat().st_mode & stat.S_IXOTH), None)
     below = f" It lies below {closed}, which is not open to everybody." if closed is not None else ""
-    return f"Who can read it has the key: {who}.{below}"
+    return f"Readers of this folder have the key: {who}.{below}"
 
 
 def _reached_by(host: str) -> str:

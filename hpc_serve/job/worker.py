@@ -44,8 +44,8 @@ async def run_worker(node: Node) -> int:
     run_end.stop_on_signals()
     if node.head in reachable_addresses():
         raise InvalidRequestError(
-            f"node {node.allocation.node_name} has the head's address {node.head} as well: each node needs one of its "
-            "own. Name the network that joins them in HPC_SERVE_INTERFACE."
+            f"node {node.allocation.node_name} has the head's address {node.head} as well: each node needs its own "
+            "address. Name the network that joins them in HPC_SERVE_INTERFACE."
         )
     link = await connect(
         (node.head, await _control_port(node)),

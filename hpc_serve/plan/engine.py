@@ -122,7 +122,7 @@ class EngineConfig:
         if self.version > _version(PINNED_VERSION):
             raise InvalidRequestError(
                 f"vllm_version is {self.vllm_version!r}, and {PINNED_VERSION} is the newest that the planner knows. "
-                "Leave it out to plan for that one."
+                "Leave it out to plan for the newest."
             )
 
     @cached_property

@@ -288,7 +288,10 @@ def _for_target(
     if target != SpeedTarget() and engine.max_num_seqs is None and traffic.concurrency == 1:
         # The target is met as long as no more requests share a step than that.
         engine = replace(engine, max_num_seqs=batch)
-        reasons = [*reasons, f"--max-num-seqs {batch}: more requests wait, so that those that run meet the target."]
+        reasons = [
+            *reasons,
+            f"--max-num-seqs {batch}: further requests wait, so that the running ones meet the target.",
+        ]
     nodes = max(1, layout.num_gpus * option.replicas // cluster.node_size_of(layout.num_nodes))
     concurrency = -(-workload.concurrency // option.replicas)
     workload = replace(workload, replicas=option.replicas, concurrency=concurrency)

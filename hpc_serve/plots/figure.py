@@ -244,7 +244,7 @@ def _breakdown(axes: Any, drawn: Drawn) -> None:
     axes.grid(visible=False, axis="x")
     axes.set_xlabel(f"requests that run at once (the last: {drawn.limit()})")
     axes.set_ylabel("ms")
-    axes.set_title(f"What a decode step goes to, contexts of {traffic.mean_context:,.0f} tokens")
+    axes.set_title(f"Parts of a decode step, contexts of {traffic.mean_context:,.0f} tokens")
     axes.margins(y=0.12)
     axes.legend(
         loc="upper center",

@@ -194,7 +194,7 @@ def _body(
     return [
         Markup("<h1>{}</h1>\n<p class='about'>{}</p>").format(first.model.name, about),
         Markup("<noscript><p class='note'>{}</p>{}</noscript>").format(
-            "Without its script this page shows only the figures of what was asked for.",
+            "This page shows only the figures of your options while its script does not run.",
             _still_table(drawn, first.traffic.input_tokens),
         ),
         Markup(

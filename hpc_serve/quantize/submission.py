@@ -73,7 +73,7 @@ def check_paths(output: Path, venv: Path, calibration: Path | None) -> None:
         raise InvalidRequestError(f"{output} is there already; remove it, or name another folder with --output.")
     if not (venv / "bin" / "activate").is_file():
         raise InvalidRequestError(
-            f"There is no Python environment in {venv} (no bin/activate). Quantisation has one of its own: python3 -m "
+            f"There is no Python environment in {venv} (no bin/activate). Quantisation needs its own: python3 -m "
             f"venv {venv}, then {venv}/bin/pip install -r envs/quantize/requirements.txt . in a checkout of hpc-serve."
         )
     if calibration is not None and not os.access(calibration, os.R_OK):

@@ -71,5 +71,5 @@ def tls_refusal(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _WRONG_TIME:
             return f"by this host's clock its certificate does not hold ({error.verify_message}): compare the clocks"
-        return f"it does not show the certificate of the record ({error.verify_message})"
-    return f"it does not speak TLS as the engine of the record does ({error.reason or error})"
+        return f"the server does not show the certificate of the record ({error.verify_message})"
+    return f"the server does not speak TLS as the engine of the record does ({error.reason or error})"

@@ -58,7 +58,7 @@ def read_authority(text: str) -> tuple[EllipticCurvePrivateKey, Certificate]:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    neither = "it does not hold a key and the certificate of an authority"
+    neither = "the file does not hold a key and the certificate of an authority"
     try:
         key = load_pem_private_key(text.encode(), password=None)
         certificate = x509.load_pem_x509_certificate(text.encode())

@@ -112,8 +112,8 @@ def _check_unknown(argument: Argument, allow_unknown: bool) -> None:
         raise InvalidRequestError(f"{' '.join(argument.words)!r} belongs to no option of vllm serve.")
     if meant:
         raise InvalidRequestError(
-            f"{spelling} is not the full name of an option: write {' or '.join(meant[:3])}, and its value as a word of "
-            "its own. vLLM completes abbreviations, hpc-serve does not guess."
+            f"{spelling} is not the full name of an option: write {' or '.join(meant[:3])}, and its value as a "
+            "separate word. vLLM completes abbreviations, hpc-serve does not guess."
         )
     raise InvalidRequestError(
         f"vLLM {pinned_version()} has no option {spelling}{_hint(spelling)} (for another version of vLLM: {OVERRULE})."

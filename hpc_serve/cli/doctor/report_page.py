@@ -109,7 +109,7 @@ def _plan(found: ReplicaReport) -> Markup:
     status = found.status
     job = status.job
     nodes = "a node" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
-    gpus = f" with {job.gpus_per_node} GPUs" if job.gpus_per_node else ""
+    gpus = f" with {job.gpus_per_node} GPU{'s' if job.gpus_per_node > 1 else ''}" if job.gpus_per_node else ""
     rows = {
         "layout": f"{status.layout} on {nodes}{gpus}".strip(),
         "options": " ".join(found.engine_args),
@@ -196,7 +196,7 @@ def _over_time(found: ReplicaReport) -> Markup:
     ]
     note = (
         f"{len(reports):,} reports that vLLM wrote to the head's log, every ten seconds while it had work. "
-        "Where nothing is drawn, it had none."
+        "A gap in a curve is a time without work."
     )
     return Markup('<p class="note">{}</p>{}').format(note, Markup("\n").join(pictures))
 

@@ -26,7 +26,7 @@ _FIRST_MODEL = "qwen3-8b"  # a small one that needs no licence to be accepted
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where it is written [default: HPC_SERVE_SITE, or ~/.config/hpc-serve/site.yaml].",
+    help="Write it to this file [default: HPC_SERVE_SITE, or ~/.config/hpc-serve/site.yaml].",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the file, and write none.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")

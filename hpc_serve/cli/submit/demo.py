@@ -25,7 +25,7 @@ _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 @click.command("demo")
 @click.option("--keep", is_flag=True, help="Leave the service running at the end.")
-@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where to make the model.")
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Folder to make the model in.")
 def demo_command(keep: bool, folder: Path | None) -> None:
     """Serve a tiny model on this machine, ask it something, and stop it.
 
@@ -95,7 +95,7 @@ def _ask() -> str:
 
 def _how_to_call() -> str:
     return f"""
-While a service runs (`hpc-serve demo --keep` leaves this one running), it can be called
+`hpc-serve demo --keep` leaves this service running. Call a running service
 
   with        hpc-serve chat {SERVICE}
   in Python   hpc_serve.client.connect("{SERVICE}"), an openai.OpenAI

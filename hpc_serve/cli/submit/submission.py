@@ -71,7 +71,9 @@ def submission_text(
     layout = f"TP={plan.layout.tensor_parallel_size} PP={plan.layout.pipeline_parallel_size}"
     nodes = f"{plan.layout.num_nodes} node{'s' if plan.layout.num_nodes > 1 else ''}"
     machines = (
-        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}s" if job.cluster == "slurm" else "this machine"
+        f"{nodes} x {plan.layout.gpus_per_node} {plan.accelerator.unit}{'s' if plan.layout.gpus_per_node > 1 else ''}"
+        if job.cluster == "slurm"
+        else "this machine"
     )
     count, jobs = submission.num_replicas, len(submission.jobs)
     per_job = f", {job.replicas_per_job} on one node" if job.replicas_per_job > 1 else ""

@@ -42,7 +42,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("bench", cls=GroupedCommand, groups=_GROUPS)
 @click.argument("services", nargs=-1, shell_complete=live_service_names)
-@click.option("--dataset-name", type=click.Choice(_DATASETS), help="What is asked [random; with a file custom].")
+@click.option("--dataset-name", type=click.Choice(_DATASETS), help="Kind of requests [random; with a file custom].")
 @click.option("--dataset-path", type=_FILE, help="A file of requests; custom: JSON lines with prompt or messages.")
 @click.option("--lengths", metavar="IN/OUT,…", help=f"Tokens of prompts and answers, as 1800/128 [{_USUAL_LENGTHS}].")
 @click.option("--output-len", type=click.IntRange(1), help="With a file: tokens of each answer.")
@@ -65,12 +65,12 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     shell_complete=gpu_names,
     help="Predict for this accelerator, as `plan` takes it [what `submit` wrote down].",
 )
-@click.option("--check", metavar="FILE.py:FUNCTION", help="Count the answers in which this function finds a fault.")
+@click.option("--check", metavar="FILE.py:FUNCTION", help="Count the answers that this function finds wrong.")
 @click.option("--save", type=_FILE, help="Write the figures as JSON, under vLLM's keys.")
-@click.option("--detailed", is_flag=True, help="With --save and --json: each request too.")
+@click.option("--detailed", is_flag=True, help="Write each request too (--save, --json).")
 @click.option("--html", type=_FILE, help="Write a page with tables and curves.")
 @click.option("--plot", type=_FILE, help="Draw throughput and latency: .png, .svg, .pdf.")
-@click.option("--full", is_flag=True, help="Of several runs print all figures, as of one.")
+@click.option("--full", is_flag=True, help="Print all figures of each run, not one line.")
 @click.option("--json", "as_json", is_flag=True, help="Print that JSON.")
 def bench_command(services: tuple[str, ...], **options: Any) -> int:
     """Measure services: throughput and latency, as `vllm bench serve` measures them, over all their replicas.

@@ -149,5 +149,6 @@ def _tell(
     click.echo(f"export OPENAI_BASE_URL=http://{host}:{place.port}/v1")
     click.echo(f"export OPENAI_API_KEY={key}")
     click.echo(
-        "The key goes over this port in the clear. Who ends up on it after this gateway could read it.", err=True
+        "The key goes over this port in the clear. A later program on this port could read it.",
+        err=True,
     )

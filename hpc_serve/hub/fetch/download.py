@@ -137,8 +137,8 @@ class Download:
             except HubConnectionError as error:
                 if tries + 1 >= _TRIES:
                     raise HubConnectionError(
-                        f"{file.path}: {error} ({_TRIES} times without a new byte). What has come is kept: the same "
-                        "command goes on from there."
+                        f"{file.path}: {error} ({_TRIES} times without a new byte). The bytes that came are kept: the "
+                        "same command goes on from there."
                     ) from error
             self._stop.wait(_FIRST_PAUSE_S * 2 ** min(tries, 4))
             self._check_stop()

@@ -33,8 +33,8 @@ def unwritable(folder: Path, what: str, error: OSError) -> StoreError:
     """Return the error for a cache at `folder` that cannot be written, with the next step."""
     cure = "make room, or raise the quota, and" if error.errno in _FULL else _ELSEWHERE
     return StoreError(
-        f"{what} cannot be written to {folder}: {error.strerror or error}. What has come is kept: {cure} run the same "
-        "command again."
+        f"{what} cannot be written to {folder}: {error.strerror or error}. The bytes that came are kept: {cure} run "
+        "the same command again."
     )
 
 
@@ -81,8 +81,8 @@ class HubRepository:
         for one in files:
             if not is_plain_path(one.path) or (one.lfs and not _SHA256.fullmatch(one.lfs.sha256)):
                 raise UnknownModelError(
-                    f"{self.page} lists {one.path!r}, whose path or SHA-256 would lead out of the cache. Nothing of it "
-                    "is fetched."
+                    f"{self.page} lists {one.path!r}, and its path or SHA-256 would lead out of the cache. Nothing of "
+                    "the repository is fetched."
                 )
         return tuple(
             RepositoryFile(path=one.path, size_bytes=one.size, sha256=one.lfs.sha256 if one.lfs else None)

@@ -65,9 +65,7 @@ def look_for_model(
         raise unwritable(repository.folder, str(first), error) from error
     indexed = _indexed(content) if content is not None and first == SAFETENSORS_INDEX else frozenset()
     if missing := sorted(indexed - paths):
-        raise UnknownModelError(
-            f"{repository.page}: its index names {len(missing)} files that it does not have ({missing[0]} …)."
-        )
+        raise UnknownModelError(f"{repository.page}: its index names {len(missing)} missing files ({missing[0]} …).")
     needed = needed_files(files, indexed, include=include)
     if not has_weights(needed, include=include):
         kinds = sorted({Path(path).suffix for path in paths if Path(path).suffix})

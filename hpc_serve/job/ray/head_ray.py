@@ -80,9 +80,7 @@ class HeadRay:
             if self._gcs_port is None:
                 return "Ray's GCS does not listen"
             if node.internal_head not in self._nodes.devices:
-                return (
-                    f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray of which it is the head"
-                )
+                return f"{node.allocation.node_name} ({node.internal_head}) has not joined the Ray that it started"
             return None
 
         await self._wait_until_complete(missing, part=_NAME)

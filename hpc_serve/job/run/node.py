@@ -123,8 +123,8 @@ class Node:
             replicas = self.allocation.share.count
             whose = "of this job" if replicas == 1 else f"for each of the {replicas} replicas of this job"
             raise DoesNotFitError(
-                f"{self.allocation.node_name} has {given} GPUs {whose}, the launcher was told "
-                f"{self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and the launcher's agree."
+                f"{self.allocation.node_name} has {given} GPU{'s' if given != 1 else ''} {whose}, the launcher was "
+                f"told {self.options.gpus_per_node}: make --gpus-per-node in the #SBATCH lines and here agree."
             )
 
     @property

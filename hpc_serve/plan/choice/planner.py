@@ -182,7 +182,7 @@ def _reasons(
         reasons.append(f"{layout}: tensor parallelism goes over the links between chips, which span hosts.")
     elif layout.num_nodes > 1 and not layout.splits_layers_across_nodes:
         reasons.append(
-            f"{layout}: tensor parallelism stays within a node, whose links carry two all-reduces a layer; "
+            f"{layout}: tensor parallelism stays within a node: its links carry two all-reduces a layer; "
             "the network between nodes carries one transfer a stage."
         )
     crossing = [f"Not {other.layout}: {other.reason}." for other in others if other.layout.splits_layers_across_nodes]

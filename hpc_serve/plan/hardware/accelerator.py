@@ -102,7 +102,7 @@ def accelerator(name: str, *, total_bytes: int | None = None) -> AcceleratorSpec
     total = total_bytes or seen or entry["label_bytes"]
     if not total:
         raise InvalidRequestError(
-            f"{entry['product']} has no memory of its own: say how much a socket has with --gpu-memory 256GiB."
+            f"{entry['product']} has no fixed amount of memory: give the memory of a socket with --gpu-memory 256GiB."
         )
     facts = {name: entry[name] for name in AcceleratorSpec.__dataclass_fields__ if name in entry}
     facts |= {name: tuple(entry.get(name, ())) for name in ("slices", "source")}

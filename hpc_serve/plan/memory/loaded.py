@@ -69,8 +69,8 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
     elif method is not None:
         named = f" {draft}" if draft else ""
         yield (
-            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan it as a model of "
-            "its own and leave as much room with --gpu-memory-utilization. The speed is that without speculation."
+            f"Not counted: weights and cache of the draft model{named} (--speculative-config). Plan the draft "
+            "model separately and leave its room with --gpu-memory-utilization. The speed is that without speculation."
         )
     if engine.enable_lora:
         slots = f"{engine.lora_slots} slot{'s' if engine.lora_slots > 1 else ''} of rank {engine.lora_rank}"
@@ -87,7 +87,7 @@ def option_notes(model: ModelSpec, engine: EngineConfig) -> Iterator[str]:
         )
     if model.images and model.images.frame_pairs and not _is_left_out("video", engine):
         yield (
-            "vLLM profiles this tower with a video as long as the context. Where no videos come, "
+            "vLLM profiles this tower with a video as long as the context. If no videos come, "
             "-- --limit-mm-per-prompt '{\"video\": 0}' leaves that memory to the cache."
         )
     if engine.limit_mm_per_prompt and model.images and not _is_text_only(model, engine):

@@ -174,7 +174,7 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
     known = [one for one, about in architectures().items() if is_draft or not about.get("is_draft_head")]
     if architecture not in known:
         raise InvalidRequestError(
-            f"{name} is of architecture {architecture[:80]}, which this planner does not know, and it does not guess. "
+            f"{name} has the architecture {architecture[:80]}, and this planner does not know it. "
             f"It knows {', '.join(sorted(known))}."
         )
     return architecture

@@ -60,7 +60,7 @@ def _model_lines(inputs: PlanInputs) -> Iterator[str]:
         layer = model.prediction_layer_parameters
         why = "layers for multi-token prediction, which vLLM loads to speculate"
         yield f"  not loaded   {model.prediction_layers:>12,} x {layer:,} ({why})"
-    active = f", of which a token passes {model.active_parameters:,}" if model.num_experts else ""
+    active = f", a token passes {model.active_parameters:,} of them" if model.num_experts else ""
     yield f"  parameters   {model.parameters:,}{active}"
     scheme = "" if model.quantization.method == "none" else f", {model.quantization.linear.name} or experts in it"
     if model.quantization.experts is not model.quantization.linear:

@@ -102,7 +102,7 @@ def waiting_text(estimate: SpeedEstimate) -> str | None:
         return None
     wait_s = estimate.speed.queue_s
     return (
-        f"Of {traffic.concurrency:,} requests {running:,} run at once, the others wait. TTFT includes the wait, "
+        f"{running:,} of {traffic.concurrency:,} requests run at once, and the others wait. TTFT includes the wait, "
         f"{wait_s:,.1f} s on average."
     )
 
@@ -184,7 +184,7 @@ def explain_lines(roofline: Roofline, estimate: SpeedEstimate) -> Iterator[str]:
     parts = ", ".join(f"{cause} {100 * share:.0f} %" for cause, share in shares if share >= 0.005)
     time = "the ideal time" if estimate.is_ideal else "the time"
     prompts = "" if traffic.decode_only else ", prompts included"
-    yield f"  Of all {time}{prompts}: {parts}. So it is bound by {estimate.bound}."
+    yield f"  Of all {time}{prompts}: {parts}. The bound is {estimate.bound}."
     yield "  Ideal: every rate at its peak, communication hidden. Expected:"
     for name, meaning in _MEANING.items():
         value = getattr(estimate.factors, name)

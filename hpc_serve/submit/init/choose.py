@@ -129,7 +129,7 @@ def _account(facts: ClusterFacts, partition: PartitionFacts | None) -> Setting:
     is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "")
     if not accounts:
         reason = facts.unanswered.get("sacctmgr", "it lists none for you")
-        needs = " Slurm refuses jobs without one here." if is_enforced else " Without one Slurm takes its default."
+        needs = " Slurm refuses jobs without one here." if is_enforced else " Slurm takes its default otherwise."
         return Setting(
             key="account", example="my-project", why=f"Which account pays? sacctmgr did not tell: {reason}.{needs}"
         )
@@ -242,8 +242,8 @@ def _shares(facts: ClusterFacts, partition: PartitionFacts | None) -> list[Setti
         Setting(
             key="mem",
             example="200G",
-            why="Memory of each node, where hpc-serve's own guess is not right. What a job writes to /dev/shm or to a "
-            "/tmp in memory counts as well.",
+            why="Memory of each node, where hpc-serve's own guess is not right. Files that a job writes to /dev/shm or "
+            "to a /tmp in memory count as well.",
         ),
         Setting(key="constraint", example=_features(partition), why="Must nodes have a feature?"),
     ]

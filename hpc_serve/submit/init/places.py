@@ -85,7 +85,7 @@ def _interface(facts: ClusterFacts) -> Setting:
     example = (fast or list(facts.interfaces) or [Interface(name="ib0")])[0].name
     shown = ", ".join(f"{one.name} ({one.addresses[0]})" if one.addresses else one.name for one in facts.interfaces)
     seen = f" This host has {shown}." if shown else ""
-    why = f"Over which interface do nodes talk? The one that their host names resolve to, unless you say.{seen}"
+    why = f"Over which interface do nodes talk? Their host names' interface, unless you say.{seen}"
     return Setting(key="interface", example=example, why=why)
 
 

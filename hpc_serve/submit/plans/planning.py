@@ -47,7 +47,7 @@ def plan_service_with_inputs(request: ServeRequest, *, stand_in: str | None = No
     except NoLayoutError as error:
         error.suggestions = tuple(filter(None, (_accepted(one, request, stand_in) for one in error.suggestions)))
         if (per_job := request.replicas_per_job) > 1:
-            error.args = (f"With --replicas-per-job {per_job} an engine has 1/{per_job} of a node. {error.args[0]}",)
+            error.args = (f"An engine has 1/{per_job} of a node with --replicas-per-job {per_job}. {error.args[0]}",)
         raise
 
 

@@ -49,7 +49,7 @@ def check_jobs_can_submit(option: str, cluster: str, image: str | None, *, site_
     if cluster == "local":
         what = "jobs with a time limit" if option == "--keep-up" else "jobs of Slurm"
         raise InvalidRequestError(f"{option} is for {what}; leave it out with --cluster local.")
-    instead = {"--keep-up": "submit jobs ahead in its place: --chain 7 is seven jobs, each of which takes over in time"}
+    instead = {"--keep-up": "submit jobs ahead in its place: --chain 7 is seven jobs, and each takes over in time"}
     by_hand = instead.get(option, "change the number yourself: hpc-serve scale")
     if not site_lets_them:
         raise InvalidRequestError(

@@ -92,7 +92,7 @@ class ServeRequest:
         "GPUs that a node has; the plan says how many are used.", "N", least=1, of_plan=True
     )
     gpu: str = option(
-        f"What the nodes have: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
+        f"Accelerator of the nodes: mi300x, v5e:4x4, cpu-spr-2s … [default: site file, or {DEFAULT_GPU}].",
         "NAME",
         default=DEFAULT_GPU,
         unset=None,
@@ -148,7 +148,8 @@ class ServeRequest:
         of_plan=True,
     )
     backend: Backend = option(
-        "What joins the nodes: Ray, or vLLM's own start [default: ray for several nodes, else none].", default="auto"
+        "Program that joins the nodes: Ray, or vLLM's own start [default: ray for several nodes, else none].",
+        default="auto",
     )
     cluster: Cluster = option("Slurm, or this machine alone.", default="slurm")
     engine_restarts: int | None = option(
@@ -156,7 +157,7 @@ class ServeRequest:
         "N",
         least=0,
     )
-    log_dir: str | None = option("Where logs go [default: the service's own folder].", "FOLDER")
+    log_dir: str | None = option("Folder of the logs [default: the service's own folder].", "FOLDER")
     site: str | None = option("Your site file [default: ~/.config/hpc-serve/site.yaml].", "FILE")
     keep_up: bool = option(
         "Go on across time limits: each job submits the next early enough, and ends once the next is ready.",

@@ -94,7 +94,7 @@ class SlurmOptions(SbatchOptions):
         if self.signal is not None and (self.notice_s or 0) < _LEAST_NOTICE_S:
             raise InvalidRequestError(
                 f"signal is {self.signal!r}: write B:USR1@SECONDS, at least {_LEAST_NOTICE_S}: "
-                "the script waits for that one."
+                "the script waits for this signal."
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise InvalidRequestError(f"cpus-per-task is {self.cpus_per_task}: it must be at least 1.")

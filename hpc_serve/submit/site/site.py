@@ -53,7 +53,7 @@ class SiteProfile(SbatchOptions):
         metadata={"help": "Variables of every job, `{HF_HOME: $SCRATCH/hf}`; `$NAME` is of whoever submits."},
     )
     sbatch_extra: tuple[str, ...] = _setting("Further options of sbatch, as `--name=value` words.", ())
-    gpu: str | None = _setting("What the nodes have, as `hpc-serve gpus` lists it.")
+    gpu: str | None = _setting("Accelerator of the nodes, as `hpc-serve gpus` lists it.")
     gpu_memory: str | None = _setting("Memory of one (`256GiB`), where the driver shows another; CPU sockets need it.")
     gpus_per_node: int | None = _setting("How many a node has.")
     venv: str | None = _setting("The virtual environment that scripts activate, a folder.")
@@ -68,12 +68,12 @@ class SiteProfile(SbatchOptions):
     interface: str | None = _setting("Network interface between nodes, if the host names resolve to another.")
     tmpdir: str | None = _setting("Node-local folder for private folders of jobs (`/tmp`).")
     cache_dir: str | None = _setting("Node-local folder for compile caches that outlive a job.")
-    cache_size: str | None = _setting("What those caches may take on a node (`10GiB`); `0` keeps nothing.")
+    cache_size: str | None = _setting("Size of those caches on a node, at most (`10GiB`); `0` keeps nothing.")
     stage: str | None = _setting("Nodes copy the model first: `on`, or a node-local folder, as `/dev/shm`.")
     memory_folders: tuple[str, ...] = _setting(
         "Folders of nodes that are memory (tmpfs), beside `/dev/shm`: jobs pay for what they keep there.", ()
     )
-    log_dir: str | None = _setting("Where logs go, if not into the service's folder.")
+    log_dir: str | None = _setting("Folder of the logs, if not the service's folder.")
     templates_dir: str | None = _setting("Folder of the site's own script templates.")
     offline_nodes: bool | None = _setting("Jobs cannot reach the hub: weights must be there before `submit`.")
     weights_help: str | None = _setting("How people get weights here; `submit` says it where they are missing.")

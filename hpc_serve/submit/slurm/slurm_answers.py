@@ -30,8 +30,7 @@ def parse_sbatch(stdout: str) -> str:
     match = re.search(r"Submitted batch job (\d+)", stdout) or re.search(r"^(\d+)(?:;\S+)?$", stdout, re.MULTILINE)
     if match is None:
         raise SchedulerError(
-            f"sbatch said {stdout.strip()!r}, in which there is no job id. "
-            "Look with `squeue --me` whether the job was submitted."
+            f"sbatch said {stdout.strip()!r}, without a job id. Look with `squeue --me` whether the job was submitted."
         )
     return match[1]
 

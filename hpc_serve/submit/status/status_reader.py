@@ -104,7 +104,7 @@ def elsewhere_sentence(store: ServiceStore, status: ReplicaStatus) -> str:
     home = _other_home(store, scheduler.job_state(status.job_id), status.service)
     setting = f"HPC_SERVE_HOME={home}" if home else "the HPC_SERVE_HOME that it was submitted with"
     return (
-        f"{status.service} (job {status.name}) has no record in {store.home}, so it is left as it is: set {setting}, "
+        f"{status.service} (job {status.name}) has no record in {store.home}, so nothing was done: set {setting}, "
         f"or end it without a drain: hpc-serve stop {status.name} --now"
     )
 

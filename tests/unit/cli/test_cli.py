@@ -152,7 +152,7 @@ def test_an_unknown_site_setting_is_refused(tmp_path, capsys, place):
 def test_submit_says_what_it_did_and_what_to_type_next(capsys, place):
     assert run(["submit", "--model", "8b"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("8b: submitted as job 101 (1 node x 1 GPUs, TP=1 PP=1)\n")
+    assert out.startswith("8b: submitted as job 101 (1 node x 1 GPU, TP=1 PP=1)\n")
     assert "hpc-serve wait 8b" in out
     assert err == ""
 
@@ -210,7 +210,7 @@ def test_submit_starts_the_replicas_of_a_target(capsys, place):
     assert "8 replicas, each on 1 node x 1 GPU" in place.scripts[0]
     assert run(words) == 0
     out = capsys.readouterr().out
-    assert "8b: submitted as job 102 (8 replicas, each 1 node x 1 GPUs, TP=1 PP=1)" in out
+    assert "8b: submitted as job 102 (8 replicas, each 1 node x 1 GPU, TP=1 PP=1)" in out
     assert "8b has 16 replicas now; it had 8 before" in out
 
 

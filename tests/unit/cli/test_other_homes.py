@@ -92,7 +92,7 @@ def test_the_jobs_of_this_home_are_stopped_and_the_other_is_told(store, slurm, c
     assert run(["stop", "8b"]) == 0
     said = capsys.readouterr().out
     assert "8b (job 7) is over: stopped: it was cancelled before it began" in said
-    assert f"8b (job 9) has no record in {store.home}, so it is left as it is: set HPC_SERVE_HOME={ELSEWHERE}" in said
+    assert f"8b (job 9) has no record in {store.home}, so nothing was done: set HPC_SERVE_HOME={ELSEWHERE}" in said
     assert slurm.cancelled == ["7"]
 
 

@@ -193,7 +193,7 @@ def test_a_disk_that_becomes_full_keeps_what_has_come(hub, settings, tmp_path):
         pytest.skip("needs to mount a small filesystem")
     try:
         small = replace(settings, cache=disk / "hub")
-        with pytest.raises(StoreError, match=r"No space left on device\. What has come is kept"):
+        with pytest.raises(StoreError, match=r"No space left on device\. The bytes that came are kept"):
             fetch(small)
         assert sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) > 4 << 20
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)

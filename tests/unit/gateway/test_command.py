@@ -176,10 +176,10 @@ def models_by(variables: dict[str, str], name: str) -> list[str]:
 def test_an_address_that_others_reach_speaks_tls_by_name_and_number(service, program):
     service.start(*GREEDY)
     one = program("--port", "0", "--host", "0.0.0.0").started()
-    wait_for(lambda: "Who can read it" in one.said, 60, what="its last word")
+    wait_for(lambda: "Readers of this folder" in one.said, 60, what="its last word")
     folder = Path(re.search(r"source (\S+)/env.sh", one.said)[1])
     assert folder.parent == service.store.home / "gateway"
-    assert "Who can read it has the key: you alone" in one.said
+    assert "Readers of this folder have the key: you alone" in one.said
     variables = variables_of(folder)
     assert variables["OPENAI_BASE_URL"].startswith(f"https://{os.uname().nodename}:")
     assert variables["OPENAI_API_KEY"] not in one.said
@@ -201,7 +201,7 @@ def test_a_shared_folder_is_read_by_its_group_and_works_as_a_copy(service, progr
     folder.chmod(0o2750)
     one = program("--port", "0", "--host", "0.0.0.0", "--share", str(folder)).started()
     group = grp.getgrgid(folder.stat().st_gid).gr_name
-    wait_for(lambda: "Who can read it" in one.said, 60, what="its last word")
+    wait_for(lambda: "Readers of this folder" in one.said, 60, what="its last word")
     assert f"you, group {group} and whom an ACL names" in one.said
     assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(
         ("api_key", "certificate.pem", "env.sh", "trusted.pem"), 0o640

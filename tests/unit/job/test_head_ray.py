@@ -45,7 +45,7 @@ def test_others_join_once_the_head_is_a_node_of_its_ray(tmp_path: Path):
         lambda: changes.append(None),
     )
     environ = asyncio.run(ray.engine_environ())
-    not_joined = "n1 (127.0.0.1) has not joined the Ray of which it is the head"
+    not_joined = "n1 (127.0.0.1) has not joined the Ray that it started"
     assert said == ["Ray's GCS does not listen", not_joined, not_joined, None]
     assert environ["RAY_ADDRESS"] == "127.0.0.1:4321"
     assert len(changes) == len(lines)

@@ -116,5 +116,5 @@ def test_engines_on_one_node_do_not_fill_one_cache(tmp_path: Path):
 def test_fewer_gpus_than_the_script_says_are_told_of_each_replica(tmp_path: Path):
     allocation = replace(ALLOCATION, num_gpus=1, share=Share(index=1, count=2))
     options = LaunchOptions(service="8b", backend="mp", gpus_per_node=4)
-    with pytest.raises(DoesNotFitError, match="n1 has 1 GPUs for each of the 2 replicas of this job"):
+    with pytest.raises(DoesNotFitError, match="n1 has 1 GPU for each of the 2 replicas of this job"):
         make_node(tmp_path, allocation=allocation, options=options).check_gpus()

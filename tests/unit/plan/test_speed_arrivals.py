@@ -75,7 +75,7 @@ def test_more_requests_than_the_cache_holds_wait_and_that_is_said(capsys: pytest
     words = ("--concurrency", "1000", "--input-tokens", "2000", "--output-tokens", "100")
     text = printed(capsys, *words)
     assert "The cache holds" in text
-    assert "run at once, the others wait. TTFT includes the wait" in text
+    assert "run at once, and the others wait. TTFT includes the wait" in text
     last = performance(capsys, *words)["by_concurrency"][-1]
     assert (last["concurrency"], last["running"] < 200) == (1000, True)
     assert last["expected"]["queue_s"] == pytest.approx((1000 - last["running"]) / last["expected"]["requests_per_s"])

@@ -117,7 +117,7 @@ def test_experts_move_the_critical_batch_up() -> None:
 
 def test_requests_that_wait_for_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--decode-only", "--concurrency", "2000", "--input-tokens", "2000", "--output-tokens", "100")
-    assert "run at once, the others wait" in table(capsys, *words)
+    assert "run at once, and the others wait" in table(capsys, *words)
     last = performance(capsys, *words)["by_concurrency"][-1]
     assert last["concurrency"] == 2000
     assert last["expected"]["queue_s"] == pytest.approx((2000 - last["running"]) / last["expected"]["requests_per_s"])

@@ -99,7 +99,7 @@ class TestSubmit:
     def test_as_a_person_sees_it(self, store, slurm, capsys):
         assert run(["submit", "8b", "--chain", "3", "--time", "60", "--overlap", "15m"]) == 0
         out = capsys.readouterr().out
-        assert "8b: submitted as job 101 (1 node x 1 GPUs" in out
+        assert "8b: submitted as job 101 (1 node x 1 GPU" in out
         assert "ahead   2 jobs take over in time: 102, 103\n" in out
         assert dependencies(slurm)[1] == "--dependency=after:101+45"
         assert run(["submit", "8b", "--chain", "2", "--json"]) == 0

@@ -90,7 +90,7 @@ class TestScript:
 
     def test_what_does_not_fit_says_how_much_each_has(self):
         with pytest.raises(
-            DoesNotFitError, match=r"With --replicas-per-job 8 an engine has 1/8 of a node\. .* not fit"
+            DoesNotFitError, match=r"An engine has 1/8 of a node with --replicas-per-job 8\. .* not fit"
         ):
             script(model="70b", replicas_per_job=8)
 

@@ -51,7 +51,7 @@ def addresses(reports: Sequence[NodeReport], needs: Needs) -> SeenByNode:
 def _address(facts: NodeFacts, holders: int, needs: Needs) -> Seen:
     cure = "Name the interface that joins the nodes in HPC_SERVE_INTERFACE (interface in the site file)."
     if needs.num_nodes > 1 and holders > 1:
-        return failed(f"{holders} nodes say that their address is {facts.address}; each needs one of its own", cure)
+        return failed(f"{holders} nodes say that their address is {facts.address}; each needs its own", cure)
     network = facts.network
     if network is None:
         return not_checked("the network was not looked at")

@@ -35,7 +35,7 @@ def gpus_there(facts: NodeFacts, needs: Needs) -> Seen:
     if gpus.cuda is not None and not gpus.cuda.error:
         found = len(gpus.cuda.devices)
         if found >= needs.gpus:
-            return ok(f"{found} GPUs ({gpus.cuda.devices[0].name})")
+            return ok(f"{found} GPU{'s' if found > 1 else ''} ({gpus.cuda.devices[0].name})")
         return failed(f"CUDA shows {found} GPUs to this job, {wanted}{_visible(gpus.visible)}", cure)
     if gpus.visible == "" and gpus.tool == "nvidia-smi":
         return failed(

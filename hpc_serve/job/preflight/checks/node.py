@@ -62,7 +62,7 @@ def memory(facts: NodeFacts, needs: Needs) -> Seen:
             f"{kept / GIB:.0f} of them for files in memory (/dev/shm{_other_folders(facts)})",
             "Ask for more memory (--mem; what is in /dev/shm counts too).",
         )
-    used = f", of which {seen.used_of_limit_bytes / GIB:.1f} are used" if seen.used_of_limit_bytes is not None else ""
+    used = f", {seen.used_of_limit_bytes / GIB:.1f} of them used" if seen.used_of_limit_bytes is not None else ""
     return ok(f"{whose} {limit / GIB:.1f} GiB{used}")
 
 

@@ -52,7 +52,9 @@ def _weights(seen: WeightsFacts, needs: Needs) -> Seen:
         return _to_fetch(seen)
     if seen.missing:
         return failed(f"{seen.folder} holds {seen.missing}", "Copy or download them again.")
-    return ok(f"{seen.num_files} files, {seen.total_bytes / GIB:.1f} GiB in {seen.folder}")
+    return ok(
+        f"{seen.num_files} file{'s' if seen.num_files != 1 else ''}, {seen.total_bytes / GIB:.1f} GiB in {seen.folder}"
+    )
 
 
 def _more(seen: WeightsFacts) -> str:
