@@ -60,7 +60,7 @@ def test_what_srun_said_in_the_log_of_a_script_given_to_sbatch_by_hand_is_read(s
     log.write_text("srun: error: task 1 launch failed: Slurmd could not connect IO\n")
     slurm.job("7", "FAILED", log=str(log))
     assert run(["doctor", "7"]) == 6
-    assert "does not see the folder of logs" in capsys.readouterr().out.partition("To do: ")[0]
+    assert "could not open its log" in capsys.readouterr().out.partition("To do: ")[0]
 
 
 def test_as_json(store, capsys):

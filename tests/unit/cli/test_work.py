@@ -37,13 +37,13 @@ def store(tmp_path):
 
 @pytest.fixture
 def busy(store, tmp_path):
-    """A service of a stub engine that has one request, and does not get on with it."""
+    """A service of a stub engine with one request, in a long step."""
     from hpc_serve.client import connect
 
     hold = tmp_path / "hold"
     hold.touch()
     service = StubService(store.home, "8b")
-    service.start("--stub-hang-file", str(hold), service="8b", job_id="7", cluster="local")
+    service.start("--stub-step-file", str(hold), service="8b", job_id="7", cluster="local")
 
     def ask() -> None:
         with connect("8b", home=store.home) as client:

@@ -286,5 +286,5 @@ def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:
 def test_an_architecture_that_is_not_known_is_the_cause_that_is_named() -> None:
     """A list in moe_layer_freq is no fault: MiniMax-M3 and MiMo-V2 have one."""
     config = {"architectures": ["MiMoV9ForCausalLM"], "moe_layer_freq": [0, 1, 1], "n_layer": 3}
-    with pytest.raises(InvalidRequestError, match="architecture MiMoV9ForCausalLM, which this planner does not"):
+    with pytest.raises(InvalidRequestError, match="architecture MiMoV9ForCausalLM, and this planner does not"):
         built(config)

@@ -214,7 +214,7 @@ def test_a_head_of_eagle_shares_the_embedding() -> None:
     other = draft_from_config({**EAGLE_HEAD, "hidden_size": 2048}, name="head", method="eagle3")
     with pytest.raises(InvalidRequestError, match="head is for hidden states of 2,048, and 8b has 4,096"):
         loaded_model(spec("8b"), EngineConfig(), other)
-    with pytest.raises(InvalidRequestError, match="architecture Eagle3GemmaForCausalLM, which this planner does not"):
+    with pytest.raises(InvalidRequestError, match="architecture Eagle3GemmaForCausalLM, and this planner does not"):
         draft_from_config({**EAGLE_HEAD, "architectures": ["GemmaForCausalLM"]}, name="head", method="eagle3")
 
 

@@ -139,7 +139,7 @@ def test_block_scales_of_deepseek() -> None:
 
 
 def test_unknown_architecture_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match=r"RwkvForCausalLM, which this planner does not know.*LlamaFor"):
+    with pytest.raises(InvalidRequestError, match=r"RwkvForCausalLM, and this planner does not know it.*LlamaFor"):
         model_from_config({"architectures": ["RwkvForCausalLM"], "hidden_size": 8}, name="x")
 
 

@@ -119,7 +119,7 @@ def test_a_silent_controller_is_told_apart_from_a_refusal(bin_folder, tmp_path, 
 
 def test_an_answer_without_an_id_is_an_error(bin_folder, tmp_path):
     command(bin_folder, "sbatch", "echo done")
-    with pytest.raises(SchedulerError, match="no job id"):
+    with pytest.raises(SchedulerError, match="without a job id"):
         submit_to_slurm("#!/bin/bash\n", scripts(tmp_path))
 
 
