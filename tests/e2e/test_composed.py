@@ -1,12 +1,13 @@
 """All ways to keep a service at once, on a real Slurm: bounds, keep-up, idle stop and requeue, two replicas in a job.
 
 It goes through a time limit, a successor that fails, a load wave, sleep and wake. The engine is the stub, which works
-on two requests at once. The times are short, by environment.
+on two requests at once. The times are short, by environment. It takes ten minutes, so it runs where LONG is set.
 """
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -21,11 +22,12 @@ SMALL = ("--mem", "4G", "--cpus-per-task", "2", "--no-exclusive", "--gpus-per-no
 TIMES = {"HPC_SERVE_ADD_AFTER_S": "2", "HPC_SERVE_LEAVE_AFTER_S": "20"}
 KEPT = ("--replicas", "1:3", "--keep-up", "--idle-stop", "20s", "--requeue", "--replicas-per-job", "2")
 MOST_S = 300.0
+LONG = "HPC_SERVE_ALL_OPTIONS"
 
 
 @pytest.fixture
 def alice(cluster, alice_env, stub_env):
-    words = "--stub-slots 2 --stub-words 10 --stub-word-s 0.2 --stub-load-s 15"  # long enough to fail a successor in
+    words = "--stub-slots 2 --stub-words 10 --stub-word-s 0.2"
     user = User(cluster, {**alice_env, **stub_env, **TIMES, "STUB_ENGINE_ARGS": words})
     yield user
     user.run("scancel", "--user", "alice")
@@ -63,6 +65,7 @@ class Seen:
         return (action, cause) in self.causes
 
 
+@pytest.mark.skipif(LONG not in os.environ, reason=f"takes ten minutes: {LONG}=1")
 def test_all_options_at_once_lose_no_request(alice, show_table):
     limit = ("--time", "4", "--signal", "B:USR1@30")
     alice.hpc_serve_said("submit", "8b", "--name", SERVICE, *KEPT, *limit, *SMALL)

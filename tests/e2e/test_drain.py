@@ -27,7 +27,7 @@ ENDS_WITHIN_S = 300.0
 def serve(alice: User, service: str) -> tuple[str, Path]:
     """A service's job, and the file that holds its streams."""
     held = alice.write(f"{service}.held", "")
-    holds = ("--stub-hang-file", str(held), "--stub-hang-after", str(HELD_AFTER))
+    holds = ("--stub-step-file", str(held), "--stub-hang-after", str(HELD_AFTER))
     text = stub_script(service, "--stub-words", str(WORDS), "--stub-word-s", str(WORD_S), *holds)
     job_id = alice.sbatch(alice.write(f"{service}.sh", text))
     alice.wait_until_ready(service, job_id)

@@ -725,7 +725,8 @@ class Handler(BaseHTTPRequestHandler):
         EngineDeadError with the worker.
         """
         options = self.server.options
-        hang_file = options.stub_hang_file if words >= options.stub_hang_after else None
+        is_held = words >= options.stub_hang_after
+        hang_file, step_file = (options.stub_hang_file, options.stub_step_file) if is_held else (None, None)
         client = select.poll()
         client.register(self.connection, select.POLLIN)
         now_s = time.monotonic()
@@ -738,7 +739,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise EngineDeadError
             hangs = bool(hang_file) and os.path.exists(hang_file)
             (self.server.hung.add if hangs else self.server.hung.discard)(self)
-            if not hangs and not (options.stub_step_file and os.path.exists(options.stub_step_file)):
+            if not hangs and not (step_file and os.path.exists(step_file)):
                 return
             time.sleep(STEP_S)
             self.due_s = time.monotonic()

@@ -99,7 +99,9 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
         before = read_wanted(store, service)
         wanted, there = want_submission(store, request, replicas_of(request, plan), environ)
         if not wanted.submitting:
-            here = tuple(one for one in store.read_submitted(service) if one.job_id in there)
+            known = {one.job_id: one for one in store.read_submitted(service)}
+            # A script that was given to sbatch by hand has no entry.
+            here = tuple(known.get(one) or dataclasses.replace(job, job_id=one) for one in there)
             return Submission(job_id=here[0].job_id, jobs=here, plan=plan, wanted=wanted, is_there=True)
         with contextlib.ExitStack() as undo:
             undo.callback(take_back, store, service, wanted, before)
