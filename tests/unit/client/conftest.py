@@ -7,9 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
 from hpc_serve.client.discovery import discovery, lost_replicas
 from hpc_serve.client.discovery import wait as waiting
 from hpc_serve.client.discovery.discovery import ServiceWatch
@@ -27,6 +29,25 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubSer
     service = StubService(tmp_path / "home")
     yield service
     service.close()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The connections that clients have opened for requests."""
+    made: list[Any] = []
+    connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
+
+    def opening(*args: Any, **options: Any) -> Any:
+        made.append(connect_tcp(*args, **options))
+        return made[-1]
+
+    async def opening_async(*args: Any, **options: Any) -> Any:
+        made.append(await connect_tcp_async(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
+    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening_async)
+    return made
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import asyncio
 import time
-from typing import Any
 
 import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections import connections
-from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
 from hpc_serve.client.replicas.sdk import http
 from hpc_serve.client.requests import attempt
 from tests.support.stub_engine import greedy_answer
@@ -25,25 +23,6 @@ def slow_machine(monkeypatch):
     monkeypatch.setattr(attempt, "END_S", 60.0)
     limits = http.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=600.0)
     monkeypatch.setattr(connections, "_LIMITS", limits)
-
-
-@pytest.fixture
-def opened(monkeypatch):
-    """The connections that clients have opened for requests."""
-    made: list[Any] = []
-    connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
-
-    def opening(*args, **options):
-        made.append(connect_tcp(*args, **options))
-        return made[-1]
-
-    async def opening_async(*args, **options):
-        made.append(await connect_tcp_async(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
-    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening_async)
-    return made
 
 
 def stream(client, **options):

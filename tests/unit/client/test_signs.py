@@ -8,7 +8,6 @@ import pytest
 
 from hpc_serve.client import connect, connect_async
 from hpc_serve.client.connections.answer_wait import ASK_BEFORE_S, ASK_S, AnswerWait, ReplicaLostError, is_sign
-from hpc_serve.client.connections.verified_streams import AsyncVerifyingBackend, VerifyingBackend
 from hpc_serve.client.discovery.discovery import ServiceWatch
 from hpc_serve.client.discovery.lost_replicas import ASK_OTHERS_S, LookResult, LostReplicas
 from hpc_serve.client.replicas.pool import LOST_FOR_S, MOST_LOST_FOR_S, ReplicaAddress, ReplicaPool
@@ -293,23 +292,6 @@ def test_lost_replicas_are_chosen_last_for_twice_as_long_each_time():
 SLOW = ("--stub-first-s", "3", "--stub-words", "3")
 
 
-def count_connections(monkeypatch):
-    made: list[Any] = []
-    connect_tcp, connect_tcp_async = VerifyingBackend.connect_tcp, AsyncVerifyingBackend.connect_tcp
-
-    def opening(*args, **options):
-        made.append(connect_tcp(*args, **options))
-        return made[-1]
-
-    async def opening_async(*args, **options):
-        made.append(await connect_tcp_async(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(VerifyingBackend, "connect_tcp", opening)
-    monkeypatch.setattr(AsyncVerifyingBackend, "connect_tcp", opening_async)
-    return made
-
-
 def count_signs(monkeypatch):
     signs: list[bytes] = []
     end = AnswerWait.end
@@ -322,19 +304,19 @@ def count_signs(monkeypatch):
     return signs
 
 
-def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, monkeypatch):
+def test_signs_come_before_a_whole_answer_and_its_connection_is_kept(service, opened, monkeypatch):
     service.start(*SLOW)
-    made, signs = count_connections(monkeypatch), count_signs(monkeypatch)
+    signs = count_signs(monkeypatch)
     client = connect("405b", max_retries=0)
     for _ in range(2):
         assert client.chat.completions.create(model="405b", messages=HELLO).choices[0].message.content
     assert PROCESSING in signs
-    assert len(made) == 1
+    assert len(opened) == 1
 
 
-def test_signs_come_before_a_whole_answer_in_asyncio_too(service, monkeypatch):
+def test_signs_come_before_a_whole_answer_in_asyncio_too(service, opened, monkeypatch):
     service.start(*SLOW)
-    made, signs = count_connections(monkeypatch), count_signs(monkeypatch)
+    signs = count_signs(monkeypatch)
 
     async def talk():
         client = await connect_async("405b", max_retries=0)
@@ -343,7 +325,7 @@ def test_signs_come_before_a_whole_answer_in_asyncio_too(service, monkeypatch):
 
     asyncio.run(talk())
     assert PROCESSING in signs
-    assert len(made) == 1
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "no-resume"])
