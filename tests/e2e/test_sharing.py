@@ -23,7 +23,7 @@ from tests.e2e.test_replicas import SMALL
 
 pytestmark = [pytest.mark.slurm]
 
-LAST_WORD = "Who can read it has the key"
+LAST_WORD = "is for others, too"
 WITH_CURL = (
     """printf 'header = "Authorization: Bearer %s"' "$OPENAI_API_KEY" | curl --silent --show-error --config - """
 )
