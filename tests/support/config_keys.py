@@ -41,6 +41,8 @@ _GIVEN: dict[str, dict[str, Any]] = {
             **{"position_embedding_size": 10240, "pooling_kernel_size": 3},
         },
     },
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "JambaForCausalLM": {"attn_layer_period": 4, "attn_layer_offset": 2},
     "LagunaForCausalLM": {"num_attention_heads_per_layer": [48, 64, 48, 64]},
     "Lfm2ForCausalLM": _SHORT_CONV,
     "Lfm2MoeForCausalLM": {"layer_types": _SHORT_CONV["layer_types"]},

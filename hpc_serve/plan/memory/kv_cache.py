@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan.engine import EngineConfig, default_block_size
 from hpc_serve.plan.hardware.accelerator import AcceleratorKind
 from hpc_serve.plan.memory.cache_groups import CacheLayout, LayerPage, grouped
@@ -85,7 +85,7 @@ def cache_layout(model: ModelSpec, engine: EngineConfig, ranks: int, *, kind: Ac
         return _compressed_layout(caches, per_token, engine.kv_cache_dtype)
     block_size = engine.block_size or default_block_size(engine, kind, is_mla=model.is_mla)
     state_dtype_bytes = 4 if kind == "cpu" else model.dtype_bytes
-    states = {cache: _state_bytes(cache, ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
+    states = {cache: cache.state_bytes(ranks, state_dtype_bytes) for cache in known if cache.kind == "state"}
     own = max(per_token[: len(per_token) - model.draft_layers], default=0)
     if states:
         if not own:
@@ -156,7 +156,7 @@ def full_context_bytes(model: ModelSpec, engine: EngineConfig, tokens: int) -> i
         if cache is None:
             continue
         if cache.kind == "state":
-            total += _state_bytes(cache, 1, model.dtype_bytes)
+            total += cache.state_bytes(1, model.dtype_bytes)
         elif cache.kind == "compressed":
             for tensor in cache.tensors:
                 held = min(tokens, tensor.window) if tensor.window else tokens
@@ -173,12 +173,3 @@ def _element_bytes(dtype: str) -> float:
     if dtype not in _ELEMENT_BYTES:
         raise InvalidRequestError(f"kv_cache_dtype is {dtype!r}: use auto, {', '.join(_ELEMENT_BYTES)}.")
     return _ELEMENT_BYTES[dtype]
-
-
-def _state_bytes(cache: LayerCache, ranks: int, dtype_bytes: int) -> int:
-    total = 0
-    for elements, element_bytes in cache.state:
-        if elements % ranks:
-            raise DoesNotFitError(f"{ranks} ranks do not divide a layer's state of {elements} elements")
-        total += elements // ranks * (element_bytes or dtype_bytes)
-    return total

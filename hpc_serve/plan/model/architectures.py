@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan.catalog import architectures
+from hpc_serve.plan.catalog import architectures, gone_architectures
 from hpc_serve.plan.model.config_check import CheckedConfig
 from hpc_serve.plan.model.config_keys import check_all_read
 from hpc_serve.plan.model.layers import LayerBuilder, block
@@ -100,6 +100,10 @@ def model_from_config(
     about = architectures()[architecture]
     config = CheckedConfig(config)
     text = _text_config(config)
+    for own, name_read in about.get("renamed", {}).items():
+        if text.get(own) is not None:
+            text.setdefault(name_read, text.get(own))
+            text.read.add(text.path + name_read)
     if "fields" in about:
         function_named(about["fields"])(text)
     chosen = _dtype(config, text, dtype)
@@ -172,6 +176,11 @@ def _known_architecture(config: Mapping[str, Any], name: str, *, is_draft: bool)
     """Return the architecture that a config names. Raises InvalidRequestError for one that is not known."""
     architecture = _named(config)
     known = [one for one, about in architectures().items() if is_draft or not about.get("is_draft_head")]
+    if last := gone_architectures().get(architecture):
+        raise InvalidRequestError(
+            f"{name} has the architecture {architecture}: vLLM had it until {last} and has it no more. Choose another "
+            "model of its kind, as Llama 4 or Qwen3-VL for images."
+        )
     if architecture not in known:
         raise InvalidRequestError(
             f"{name} has the architecture {architecture[:80]}, and this planner does not know it. "

@@ -74,7 +74,7 @@ def nemotron_h(builder: LayerBuilder, index: int) -> DecoderLayer:
     kind = builder.require("hybrid_override_pattern")[index]
     cache = None
     if kind == "M":
-        mixer, cache = _mamba2(builder, prefix)
+        mixer, cache = mamba2(builder, prefix)
     elif kind == "*":
         mixer, cache = builder.attention(prefix), builder.cache()
     elif kind == "-":
@@ -143,28 +143,30 @@ def _lfm2_mixer(builder: LayerBuilder, index: int) -> tuple[list[Weight], LayerC
     return weights, LayerCache(kind="state", state=((width * (kernel - 1), 0),))
 
 
-def _mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
+def mamba2(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
+    """Return the weights of a Mamba 2 mixer, and its state."""
     heads, head_dim = builder.require("mamba_num_heads"), builder.require("mamba_head_dim")
     groups, state_size = builder.require("n_groups"), builder.require("ssm_state_size")
     kernel = builder.get("conv_kernel", 4)
     inner, group = Part(heads, head_dim), Part(groups, state_size, replicate=True)
-    convolved = inner.size + 2 * group.size
     bias = bool(builder.get("use_bias", False))
     conv_bias = 1 if builder.get("use_conv_bias", True) else 0
     weights: list[Weight] = [
         builder.linear(
             f"{prefix}.in_proj", builder.hidden_size, [inner, inner, group, group, heads], "column", bias=bias
         ),
-        builder.vector(f"{prefix}.conv1d", convolved * (kernel + conv_bias), split=True),
+        builder.vector(f"{prefix}.conv1d", inner.size * (kernel + conv_bias), split=True),
+        builder.vector(f"{prefix}.conv1d.groups", 2 * group.size * (kernel + conv_bias), split=True, units=groups),
         builder.vector(f"{prefix}.A_log", heads, split=True, element_bytes=4),
         builder.vector(f"{prefix}.D", heads, split=True),
         builder.vector(f"{prefix}.dt_bias", heads, split=True),
-        builder.vector(f"{prefix}.norm", inner.size, split=True),
+        *([builder.vector(f"{prefix}.norm", inner.size, split=True)] if builder.get("mamba_rms_norm", True) else []),
         builder.linear(f"{prefix}.out_proj", inner, [builder.hidden_size], "row", bias=bias),
     ]
     # vLLM 0.32 keeps this state in 32 bit where the config does not say: NemotronHForCausalLMConfig in models/config.py
-    state = ((convolved * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or 4))
-    return weights, LayerCache(kind="state", state=state)
+    state = ((inner.size * (kernel - 1), 0), (heads * head_dim * state_size, _state_bytes(builder) or 4))
+    by_group = Part(groups, 2 * state_size * (kernel - 1), replicate=True)
+    return weights, LayerCache(kind="state", state=state, state_groups=by_group)
 
 
 def _squared_relu_experts(builder: LayerBuilder, prefix: str) -> list[Weight]:

@@ -94,9 +94,12 @@ class LayerBuilder:
             scheme=self.quantization.plain if plain else self.quantization.scheme_of(name, is_fused=len(outputs) > 1),
         )
 
-    def vector(self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None) -> Vector:
+    def vector(
+        self, name: str, size: int, *, split: bool = False, element_bytes: int | None = None, units: int = 0
+    ) -> Vector:
         """Return a weight that is not a matrix."""
-        return Vector(name=_within_layer(name), size=size, split=split, element_bytes=element_bytes or self.dtype_bytes)
+        width = element_bytes or self.dtype_bytes
+        return Vector(name=_within_layer(name), size=size, split=split, element_bytes=width, units=units)
 
     def norms(self, *names: str) -> list[Weight]:
         """Return norms over the hidden size."""

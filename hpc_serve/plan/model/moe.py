@@ -22,18 +22,20 @@ def experts_or_dense(
     dense_before: str | None = None,
     dense_by_layer: bool = False,
     correction: bool | tuple[str, bool] = False,
-    wide_router: bool = False,
+    wide_router: bool | tuple[str, str] = False,
     bias: bool = False,
     shared_count: str | None = None,
     shared_size: str | None = None,
+    shared_width: str | None = None,
     shared_name: str = "shared_experts",
 ) -> list[Weight]:
     """Return the second half of a layer: routed experts with or without shared ones, or a dense MLP.
 
     `count` and `size` name the fields of the routed experts; some configs have the size as `size_alias`. The field
-    `shared_size` gives the features of the shared experts; otherwise they are those of `shared_count` routed ones.
+    `shared_size` gives the features of the shared experts; otherwise they are those of `shared_count` routed ones, or
+    each has the features of the field `shared_width`.
     Layers before the field `dense_before` are dense. With `dense_by_layer`, `has_experts` decides which layers are.
-    `correction` (or its field) gives the router a bias; `wide_router` has the router in 32 bit.
+    `correction` (or its field) gives the router a bias; `wide_router` (or a field's value) has the router in 32 bit.
     """
     is_dense = (
         index < builder.get(dense_before, 0) if dense_before else dense_by_layer and not has_experts(builder, index)
@@ -44,12 +46,14 @@ def experts_or_dense(
     if size != "intermediate_size":
         features = (builder.either(size, size_alias, 0) if size_alias else 0) or builder.require(size)
     corrected = correction if isinstance(correction, bool) else bool(builder.get(*correction))
-    weights = builder.router(prefix, number, bias=bias, correction=corrected, scheme=FP32 if wide_router else None)
+    is_wide = wide_router if isinstance(wide_router, bool) else builder.get(wide_router[0]) == wide_router[1]
+    weights = builder.router(prefix, number, bias=bias, correction=corrected, scheme=FP32 if is_wide else None)
     weights += builder.experts(prefix, number, features, bias=bias)
     shared_field = shared_size or shared_count
     shared = builder.get(shared_field, 0) if shared_field else 0
     if shared:
-        weights += builder.mlp(f"{prefix}.{shared_name}", shared if shared_size else features * shared)
+        each = builder.get(shared_width, features) if shared_width else features
+        weights += builder.mlp(f"{prefix}.{shared_name}", shared if shared_size else each * shared)
     return weights
 
 

@@ -7,6 +7,7 @@ and in the layers that have a sliding window. special.py has the families that n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
@@ -37,7 +38,10 @@ def ordinary_layer(builder: LayerBuilder, index: int, *, name: str) -> DecoderLa
     if not isinstance(pattern, int):
         pattern = builder.get(*pattern)
     turn = len(pattern) if isinstance(pattern, str) else pattern  # a letter for each layer of one turn ("LLLG")
-    return DecoderLayer(block=weights, cache=window_cache(builder, index, pattern=turn))
+    cache = window_cache(builder, index, pattern=turn)
+    if cache.window:
+        cache = replace(cache, window=cache.window + about.get("window_more", 0))
+    return DecoderLayer(block=weights, cache=cache)
 
 
 def _beside_attention(builder: LayerBuilder, prefix: str, about: Mapping[str, Any]) -> list[Weight]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from hpc_serve.errors import InvalidRequestError
+from hpc_serve.errors import DoesNotFitError, InvalidRequestError
 from hpc_serve.plan.model.quantization import Quantization
-from hpc_serve.plan.model.weights import Block, Linear, Vocabulary, Weight
+from hpc_serve.plan.model.weights import Block, Linear, Part, Vocabulary, Weight
 
 CacheKind = Literal["full", "sliding", "chunked", "mla", "state", "compressed"]
 
@@ -64,7 +64,18 @@ class LayerCache:
     chosen_tokens: int = 0
     state: tuple[tuple[int, int], ...] = ()
     """(elements over all ranks, bytes of an element) of each state tensor. 0 bytes: the model's type."""
+    state_groups: Part | None = None
+    """Elements of the first state tensor by group: ranks beyond the groups hold copies."""
     tensors: tuple[CacheTensor, ...] = ()
+
+    def state_bytes(self, ranks: int, dtype_bytes: int) -> int:
+        """Return the bytes of the state tensors on one rank. Raises DoesNotFitError if ranks do not divide them."""
+        total = dtype_bytes * self.state_groups.per_rank(ranks, "a layer's state") if self.state_groups else 0
+        for elements, element_bytes in self.state:
+            if elements % ranks:
+                raise DoesNotFitError(f"{ranks} ranks do not divide a layer's state of {elements} elements")
+            total += elements // ranks * (element_bytes or dtype_bytes)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

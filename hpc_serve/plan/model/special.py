@@ -13,7 +13,7 @@ from hpc_serve.plan.model.moe import experts_or_dense
 from hpc_serve.plan.model.ordinary import window_cache
 from hpc_serve.plan.model.scheme import FP32
 from hpc_serve.plan.model.spec import DecoderLayer
-from hpc_serve.plan.model.weights import Part, Weight
+from hpc_serve.plan.model.weights import Block, Part, Vocabulary, Weight
 
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SWA_HEADS_FACTOR = 2
@@ -245,3 +245,8 @@ def ernie4_5_moe(builder: LayerBuilder, index: int) -> DecoderLayer:
 
 def _lowest(value: int | list[int]) -> int:
     return min(value) if isinstance(value, list) else value
+
+
+def head_bias(builder: LayerBuilder) -> Block:
+    """Return the bias of Phi-3.5-MoE's output head, which ranks divide with the head."""
+    return Block(weights=(Vocabulary(name="lm_head.bias", rows=builder.vocab_size, width=1),))

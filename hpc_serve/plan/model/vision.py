@@ -126,6 +126,23 @@ def pixtral(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEn
     return block(layers, ends), rotating_encoder(width, side * (side + 1), merge)
 
 
+def qwen2_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Return the tower of Qwen2-VL, whose `hidden_size` is the decoder's."""
+    width, merge = config.get("embed_dim", 1280), config.get("spatial_merge_size", 2)
+    inner, merged = int(width * config.get("mlp_ratio", 4)), width * merge**2
+    names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "norms")
+    layers = encoder_layers("visual.blocks", config.get("depth", 32), names, width, inner)
+    pixels = config.get("in_channels", 3) * config.get("temporal_patch_size", 2) * config.get("patch_size", 14) ** 2
+    ends: list[Weight] = [
+        linear("visual.patch_embed", pixels, [width]),
+        vector("visual.merger.ln_q", 2 * width),
+        linear("visual.merger.mlp.0", merged, [merged], "column", bias=True),
+        linear("visual.merger.mlp.2", merged, [config.get("hidden_size", hidden_size)], "row", bias=True),
+    ]
+    images = rotating_encoder(width, _QWEN_IMAGE_TOKENS, merge)
+    return block(layers, ends), replace(images, frame_pairs=_QWEN2_FRAME_PAIRS)
+
+
 def qwen2_5_vision(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
     """Return the tower of Qwen2.5-VL: a gated MLP, norms without bias."""
     width, inner, merge = config["hidden_size"], config["intermediate_size"], config.get("spatial_merge_size", 2)

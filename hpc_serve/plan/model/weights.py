@@ -117,12 +117,16 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vector:
-    """Norms, sinks, convolutions, positions: never quantised. `split`: ranks divide it as they divide the heads."""
+    """Norms, sinks, convolutions, positions: never quantised. `split`: ranks divide it as they divide the heads.
+
+    `units`: it has so many equal units, and where there are more ranks than units, several ranks hold the same unit.
+    """
 
     name: str
     size: int
     split: bool = False
     element_bytes: int = 2
+    units: int = 0
 
     @property
     def parameters(self) -> int:
@@ -131,7 +135,8 @@ class Vector:
 
     def bytes_per_rank(self, ranks: int, expert_ranks: int = 1) -> int:
         """Return the bytes on one rank."""
-        return self.element_bytes * Part(self.size).per_rank(ranks if self.split else 1, self.name)
+        part = Part(self.units, self.size // self.units, replicate=True) if self.units else Part(self.size)
+        return self.element_bytes * part.per_rank(ranks if self.split else 1, self.name)
 
 
 Weight: TypeAlias = Linear | Vocabulary | Vector

@@ -245,7 +245,7 @@ def _attention(
         if cache.kind == "compressed":
             found += _compressed_attention(cache, count, heads)
             continue
-        states = sum(elements // ranks * (size or model.dtype_bytes) for elements, size in cache.state)
+        states = cache.state_bytes(ranks, model.dtype_bytes)
         decode = prefill = 2 * heads * (cache.head_dim + cache.value_dim)
         if cache.kind == "mla":
             rotary = query_width - value_width

@@ -29,7 +29,7 @@ PUBLISHED = published_configs()
 NOT_IN_TRANSFORMERS = {
     *("DeciLMForCausalLM", "DeepseekForCausalLM", "KimiK25ForConditionalGeneration", "MiMoV2ForCausalLM"),
     *("Step3p5ForCausalLM", "KimiK3ForConditionalGeneration", "MiMoForCausalLM", "MiniMaxM3ForCausalLM"),
-    "MiniMaxM3SparseForCausalLM",
+    *("MiniMaxM3SparseForCausalLM", "PhiMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
 }
 
 BUFFERS = {

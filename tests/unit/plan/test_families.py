@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import published_configs
+from benchmarks.accuracy import DATA, published_configs
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.plan import EngineConfig, ModelSpec, accelerator, model_from_config
 from hpc_serve.plan.catalog import architectures
@@ -86,6 +86,33 @@ def test_gates_are_for_each_head_or_each_of_its_elements() -> None:
     none, heads, elements = (of("LagunaForCausalLM", gating=kind) for kind in (False, "per-head", "per-element"))
     assert heads.parameters - none.parameters == 2048 * (48 + 64 + 48 + 64)
     assert elements.parameters - none.parameters == 128 * (heads.parameters - none.parameters)
+
+
+VLLM_CONFIGS = json.loads((DATA / "vllm_weight_bytes.json").read_text())["configs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "shapes"),
+    [
+        ("granite-4-h-10-layers", 1, [(3 * 8448, 2), (128 * 64 * 128, 4)]),
+        ("granite-4-h-10-layers", 2, [(3 * 4352, 2), (64 * 64 * 128, 4)]),
+        ("granite-4-h-10-layers", 8, [(3 * 1280, 2), (16 * 64 * 128, 4)]),
+        ("jamba-16-layers", 1, [(3 * 8192, 2), (8192 * 16, 4)]),
+        ("jamba-16-layers", 8, [(3 * 1024, 2), (1024 * 16, 4)]),
+    ],
+)
+def test_states_of_mamba_are_vllms_and_one_group_is_on_every_rank(
+    name: str, ranks: int, shapes: list[tuple[int, int]]
+) -> None:
+    """The shapes are those that vLLM 0.32's model classes return."""
+    model = model_from_config(VLLM_CONFIGS[name], name=name)
+    (state,) = {layer.cache for layer in model.layers if layer.cache and layer.cache.kind == "state"}
+    assert state.state_bytes(ranks, model.dtype_bytes) == sum(elements * size for elements, size in shapes)
+
+
+def test_command_r7b_keeps_a_token_more_than_its_window() -> None:
+    caches = [layer.cache for layer in model_from_config(VLLM_CONFIGS["command-r7b"], name="x").layers]
+    assert [cache.window for cache in caches[:4] if cache] == [4097, 4097, 4097, 0]
 
 
 GEMMA: dict[str, Any] = {

@@ -143,6 +143,12 @@ def test_unknown_architecture_is_named() -> None:
         model_from_config({"architectures": ["RwkvForCausalLM"], "hidden_size": 8}, name="x")
 
 
+def test_an_architecture_that_vllm_has_no_more_is_refused_with_its_last_version() -> None:
+    """Llama 3.2 Vision."""
+    with pytest.raises(InvalidRequestError, match=r"MllamaForConditionalGeneration: vLLM had it until 0\.10\.2"):
+        model_from_config({"architectures": ["MllamaForConditionalGeneration"]}, name="x")
+
+
 @pytest.mark.parametrize("missing", ["hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])
 def test_a_config_without_a_size_is_refused(missing: str) -> None:
     config = {key: value for key, value in resolve("8b").config.items() if key != missing}

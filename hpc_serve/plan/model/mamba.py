@@ -1,0 +1,63 @@
+"""Hybrids of attention and Mamba: Granite 4 with Mamba 2, and Jamba with the first Mamba."""
+
+from __future__ import annotations
+
+from hpc_serve.plan.model.hybrid import mamba2
+from hpc_serve.plan.model.layers import LayerBuilder, block
+from hpc_serve.plan.model.moe import experts_or_dense
+from hpc_serve.plan.model.spec import DecoderLayer, LayerCache
+from hpc_serve.plan.model.weights import Weight
+
+
+def granite_hybrid(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Build a layer of Granite 4: attention or Mamba 2, then experts, a shared MLP, or both."""
+    prefix = f"model.layers.{index}"
+    if builder.require("layer_types")[index] in ("attention", "full_attention"):
+        bias = bool(builder.get("attention_bias", False))
+        mixer, cache = builder.attention(f"{prefix}.self_attn", bias=bias, output_bias=bias), builder.cache()
+    else:
+        mixer, cache = mamba2(builder, f"{prefix}.mamba")
+    shared = builder.get("shared_intermediate_size", 0)
+    half = builder.mlp(f"{prefix}.shared_mlp", shared) if shared else []
+    if builder.get("num_local_experts", 0):
+        moe = f"{prefix}.block_sparse_moe"
+        half += experts_or_dense(builder, index, moe, count="num_local_experts", size="intermediate_size")
+    return DecoderLayer(
+        block=block(mixer, half, builder.norms("input_layernorm", "post_attention_layernorm")), cache=cache
+    )
+
+
+def jamba(builder: LayerBuilder, index: int) -> DecoderLayer:
+    """Build a layer of Jamba: attention in every `attn_layer_period`-th layer, experts by a period of their own."""
+    prefix = f"model.layers.{index}"
+    if index % builder.get("attn_layer_period", 8) == builder.get("attn_layer_offset", 4):
+        mixer, cache = builder.attention(f"{prefix}.self_attn"), builder.cache()
+    else:
+        mixer, cache = _mamba1(builder, f"{prefix}.mamba")
+    count = builder.get("num_experts", 16)
+    if count > 1 and index % builder.get("expert_layer_period", 2) == builder.get("expert_layer_offset", 1):
+        half = experts_or_dense(builder, index, f"{prefix}.feed_forward", count="num_experts", size="intermediate_size")
+    else:
+        half = builder.mlp(f"{prefix}.feed_forward", builder.intermediate_size)
+    return DecoderLayer(block=block(mixer, half, builder.norms("input_layernorm", "pre_ff_layernorm")), cache=cache)
+
+
+def _mamba1(builder: LayerBuilder, prefix: str) -> tuple[list[Weight], LayerCache]:
+    """Return the weights of the first Mamba's mixer, which vLLM never quantizes, and its state."""
+    hidden, state_size = builder.hidden_size, builder.get("mamba_d_state", 16)
+    kernel, inner = builder.get("mamba_d_conv", 4), builder.get("mamba_expand", 2) * builder.hidden_size
+    rank = builder.get("mamba_dt_rank")
+    rank = rank if isinstance(rank, int) else -(-hidden // 16)  # "auto"
+    bias, conv_bias = bool(builder.get("mamba_proj_bias", False)), bool(builder.get("mamba_conv_bias", True))
+    weights: list[Weight] = [
+        builder.linear(f"{prefix}.in_proj", hidden, [inner, inner], "column", bias=bias, plain=True),
+        builder.vector(f"{prefix}.conv1d", inner * (kernel + conv_bias), split=True),
+        builder.linear(f"{prefix}.x_proj", inner, [rank + 2 * state_size], "row", plain=True),
+        builder.linear(f"{prefix}.dt_proj", rank, [inner], "column", bias=True, plain=True),
+        builder.vector(f"{prefix}.A_log", inner * state_size, split=True, element_bytes=4),
+        builder.vector(f"{prefix}.D", inner, split=True),
+        builder.vector(f"{prefix}.norms", rank + 2 * state_size),
+        builder.linear(f"{prefix}.out_proj", inner, [hidden], "row", bias=bias, plain=True),
+    ]
+    # vLLM keeps the recurrent state in 32 bit: MambaModelConfig in models/config.py
+    return weights, LayerCache(kind="state", state=((inner * (kernel - 1), 0), (inner * state_size, 4)))
