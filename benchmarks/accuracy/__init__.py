@@ -8,10 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpc_serve.plan import resolve
+
 DATA = Path(__file__).parent / "data"
 
 
 def published_configs() -> list[dict[str, Any]]:
-    """Configs that are not in the catalogue, each with its source, and the publisher's parameters, least and most."""
+    """Configs with the publisher's parameters, least and most: the catalogue's, or a config of its own with its
+    source."""
     found: list[dict[str, Any]] = json.loads((DATA / "published_configs.json").read_text())["models"]
-    return found
+    return [{**entry, "config": entry.get("config") or dict(resolve(entry["name"]).config)} for entry in found]

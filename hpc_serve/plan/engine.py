@@ -130,6 +130,10 @@ class EngineConfig:
         """(major, minor) of the vLLM that is planned for."""
         return _version(self.vllm_version)
 
+    def is_at_least(self, version: str) -> bool:
+        """Return whether the vLLM that is planned for is of this version, or newer."""
+        return self.version >= _version(version)
+
     @property
     def is_v0(self) -> bool:
         """Whether the engine is the one before V1, which is the default up to 0.7."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hpc_serve.errors import DoesNotFitError, InvalidRequestError
+from hpc_serve.plan import catalog
 from hpc_serve.plan.choice.candidates import PlanInputs
 from hpc_serve.plan.choice.contexts import LayoutContexts, contexts_by_layout, contexts_of
 from hpc_serve.plan.choice.minimum import minimum_gpus
@@ -160,7 +161,8 @@ def make_plan(asked: PlanRequest, found: FoundParts) -> PlanResult:
     if is_auto:
         contexts = _all_contexts(inputs.for_one_replica(), contexts, chosen)
     notes = option_notes(found.model, asked.engine)
-    warnings = [warning for warning in (found.warning, _left_out(found.model), *notes) if warning]
+    own = (found.warning, _left_out(found.model), _needs_newer(found.model, asked.engine))
+    warnings = [warning for warning in (*own, *notes) if warning]
     return PlanResult(
         inputs=inputs,
         plan=replace(
@@ -221,6 +223,17 @@ def _context_reasons(inputs: PlanInputs, contexts: list[LayoutContexts]) -> list
         f"--max-model-len {inputs.max_model_len}: of the model's {inputs.model.max_model_len:,} tokens, as many as "
         "these machines hold for one request."
     ]
+
+
+def _needs_newer(model: ModelSpec, engine: EngineConfig) -> str | None:
+    """Return the note on a vLLM that is too old for a model of the catalogue; None without one."""
+    entry = catalog.find(model.name)
+    if entry is None or entry.min_vllm is None or engine.is_at_least(entry.min_vllm):
+        return None
+    return (
+        f"Note: {model.name} needs vLLM {entry.min_vllm} by vLLM's recipe, and this plan is for {engine.vllm_version}: "
+        "use a newer vLLM."
+    )
 
 
 def _left_out(model: ModelSpec) -> str | None:

@@ -49,7 +49,7 @@ def models_command(word: str | None, fits: bool, as_json: bool) -> None:
         own = [one for one in own if layouts[one.model]]
         found = [one for one in found if layouts[one.name]]
     if as_json:
-        keys = ("name", "aliases", "published_parameters", "note")
+        keys = ("name", "aliases", "published_parameters", "min_vllm", "note")
         of_site = [{**dict.fromkeys(keys), "name": one.model, "aliases": [one.name], "note": one.note} for one in own]
         listed = [*of_site, *({key: getattr(entry, key) for key in keys} for entry in found)]
         show.print_json([{**one, **({"layout": layouts[one["name"]]} if fits else {})} for one in listed])

@@ -22,7 +22,7 @@ SPEED_ACCURACY = Path(__file__).with_name("speed_accuracy.json")
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogModel:
-    """A model known by name: `name` is the repository as `vllm serve` takes it."""
+    """A model known by name: `name` is the repository as `vllm serve` takes it, `min_vllm` the first version for it."""
 
     name: str
     aliases: tuple[str, ...]
@@ -30,6 +30,7 @@ class CatalogModel:
     published_parameters: int | None
     note: str | None
     source: tuple[str, ...]
+    min_vllm: str | None
 
 
 def speed_accuracy() -> dict[str, Any]:
@@ -49,6 +50,7 @@ def models() -> dict[str, CatalogModel]:
             published_parameters=entry.get("published_parameters"),
             note=entry.get("note"),
             source=tuple(entry["source"]),
+            min_vllm=entry.get("min_vllm"),
         )
         for entry in load_data("models.json")["models"]
     }

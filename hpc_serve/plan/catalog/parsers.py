@@ -19,16 +19,21 @@ from hpc_serve.plan.catalog import load_data
 
 @dataclass(frozen=True, kw_only=True)
 class Parsers:
-    """vLLM's names of the parsers. None: the model has no such output, or its parser is not known."""
+    """vLLM's names of the parsers. None: the model has no such output, or its parser is not known.
+
+    `tokenizer` is the --tokenizer-mode that has the chat template of such a model.
+    """
 
     tools: str | None = None
     reasoning: str | None = None
+    tokenizer: str | None = None
 
     @property
     def vllm_args(self) -> tuple[str, ...]:
         """The options of `vllm serve` that switch them on."""
         tools = ("--enable-auto-tool-choice", "--tool-call-parser", self.tools) if self.tools else ()
-        return (*tools, *(("--reasoning-parser", self.reasoning) if self.reasoning else ()))
+        reasoning = ("--reasoning-parser", self.reasoning) if self.reasoning else ()
+        return (*tools, *reasoning, *(("--tokenizer-mode", self.tokenizer) if self.tokenizer else ()))
 
 
 def parsers_of(model: str) -> Parsers:
@@ -45,7 +50,7 @@ def parsers_of(model: str) -> Parsers:
 def families() -> tuple[tuple[re.Pattern[str], Parsers], ...]:
     """Return pairs of an expression for the last part of a name, and the parsers of the models with such a name."""
     return tuple(
-        (re.compile(entry["names"]), Parsers(tools=entry.get("tools"), reasoning=entry.get("reasoning")))
+        (re.compile(entry["names"]), Parsers(**{key: entry.get(key) for key in ("tools", "reasoning", "tokenizer")}))
         for entry in load_data("parsers.json")["families"]
     )
 

@@ -164,6 +164,8 @@ SOMETIMES_NO_EFFECT = {
         "the tower's, which makes its weights from others",
     ),
     ("KimiK3ForConditionalGeneration", "attn_res_block_size"): "what matters is that there is one",
+    ("GlmMoeDsaForCausalLM", "index_share_for_mtp_iteration"): "only speculation reads it",
+    ("KimiK3ForConditionalGeneration", "full_attn_layers"): "another order of the same layers",
     ("KimiK3ForConditionalGeneration", "kda_layers"): "another order of the same layers",
     ("KimiLinearForCausalLM", "kda_layers"): "another order of the same layers",
     ("MiniMaxM3SparseForConditionalGeneration", "spatial_merge_size"): "beside the tower's own",

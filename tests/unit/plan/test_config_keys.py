@@ -16,7 +16,7 @@ import pytest
 from benchmarks.accuracy import published_configs
 from benchmarks.accuracy.memory_cases import load_cases, load_later_cases
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.plan import ModelSpec, model_from_config, resolve
+from hpc_serve.plan import EngineConfig, ModelSpec, model_from_config, resolve
 from hpc_serve.plan.catalog import architectures, models
 from hpc_serve.plan.hardware.cluster import cluster_named
 from hpc_serve.plan.make import FoundParts, PlanRequest, make_plan
@@ -269,6 +269,15 @@ def test_the_plan_tells_what_was_left_out() -> None:
     found = FoundParts(model=model, cluster=cluster_named("h100-80gb"))
     reasons = make_plan(PlanRequest(model="x", allow_unknown_config_keys=True), found).chosen.reasons
     assert "Note: the config has moe_latent_size (1024), which this planner does not know" in reasons[-1]
+
+
+@pytest.mark.parametrize(("version", "notes"), [("0.20.0", 1), ("0.27.0", 0), ("0.32.0", 0)])
+def test_a_vllm_that_is_too_old_for_a_model_is_named(version: str, notes: int) -> None:
+    name = "moonshotai/Kimi-K3"
+    found = FoundParts(model=model_from_config(resolve(name).config, name=name), cluster=cluster_named("b200"))
+    reasons = make_plan(PlanRequest(model=name, engine=EngineConfig(vllm_version=version)), found).chosen.reasons
+    asks = f"{name} needs vLLM 0.27.1 by vLLM's recipe, and this plan is for {version}"
+    assert sum(asks in reason for reason in reasons) == notes
 
 
 def test_layers_of_transformers_5_are_those_of_the_pattern() -> None:

@@ -39,6 +39,11 @@ from hpc_serve.submit.script.render import render_script
         ("openai/gpt-oss-120b", "openai", "openai_gptoss"),
         ("zai-org/GLM-4.5", "glm45", "glm45"),
         ("zai-org/GLM-4.5V", None, None),
+        ("zai-org/GLM-5.1-FP8", "glm47", "glm45"),
+        ("moonshotai/Kimi-K2.6", "kimi_k2", "kimi_k2"),
+        ("moonshotai/Kimi-K3", "kimi_k3", "kimi_k3"),
+        ("MiniMaxAI/MiniMax-M3", "minimax_m3", "minimax_m3"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "hermes", None),
         ("moonshotai/Kimi-K2-Base", None, None),
         ("swiss-ai/Apertus-70B-Instruct-2509", "apertus", None),
         ("acme/rocket-7b", None, None),
@@ -46,6 +51,13 @@ from hpc_serve.submit.script.render import render_script
 )
 def test_a_model_is_known_by_its_name(model, tools, reasoning):
     assert parsers_of(model) == Parsers(tools=tools, reasoning=reasoning)
+
+
+def test_deepseek_v4_has_its_chat_template_in_a_tokenizer_mode():
+    assert parsers_of("deepseek-ai/DeepSeek-V4-Flash").vllm_args[1:] == (
+        *("--tool-call-parser", "deepseek_v4", "--reasoning-parser", "deepseek_v4"),
+        *("--tokenizer-mode", "deepseek_v4"),
+    )
 
 
 def test_the_data_names_vllms_parsers_and_the_tokens_they_need():
