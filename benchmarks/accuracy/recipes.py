@@ -29,11 +29,17 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One model that the recipes list: its name, its variants' names, and its size as the recipe says it ("671B")."""
+    """One model that the recipes list: its name, its variants' names, and its size as the recipe says it ("671B").
+
+    `min_vllm`, `tools` and `reasoning` are its least version and its parsers; "" where it names none.
+    """
 
     model: str
     variants: tuple[str, ...]
     says: str
+    min_vllm: str = ""
+    tools: str = ""
+    reasoning: str = ""
 
     @property
     def published(self) -> float | None:
@@ -60,8 +66,20 @@ def recipes(checkout: Path) -> Iterator[Recipe]:
         if not kinds or not kinds <= _IN_SCOPE or _SOUND.search(file.stem):
             continue
         names = re.findall(r"^\s+model_id:\s*[\"']?([^\s\"']+)", text, re.MULTILINE)
-        says = re.search(r"^  parameter_count:\s*[\"']?([^\s\"']+)", text, re.MULTILINE)
-        yield Recipe(model=names[0], variants=tuple(names[1:]), says=says[1] if says else "")
+        yield Recipe(
+            model=names[0],
+            variants=tuple(names[1:]),
+            says=_first(r"^  parameter_count:\s*[\"']?([^\s\"']+)", text),
+            min_vllm=_first(r"^  min_vllm_version:\s*[\"']?([\d.]+)", text),
+            tools=_first(r"--tool-call-parser[\"']?\s+(?:-\s+)?[\"']?(\w+)", text),
+            reasoning=_first(r"--reasoning-parser[\"']?\s+(?:-\s+)?[\"']?(\w+)", text),
+        )
+
+
+def _first(pattern: str, text: str) -> str:
+    """The first group of the first match, or "" without one."""
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 Configs = dict[str, list[dict[str, Any]]]

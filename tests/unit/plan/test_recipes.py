@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.accuracy.recipes import configs, line, main, planned, recipes, summary
 from hpc_serve.plan import resolve
+from tests.support.recipes import report
 
 RECIPE = """\
 meta:
@@ -20,6 +21,12 @@ meta:
 model:
   model_id: "{model}"
   parameter_count: "{says}"
+  min_vllm_version: "0.19.1"
+features:
+  tool_calling:
+    args:
+      - "--tool-call-parser"
+      - "kimi_k2"
 variants:
   fp8:
     model_id: {variant}
@@ -60,3 +67,18 @@ def test_recipes_are_counted_by_what_becomes_of_them(tmp_path: Path, capsys: pyt
     assert line(results[3]).endswith("8B  8.0B +0.4 %")
     main([str(checkout), str(folder)])
     assert capsys.readouterr().out.endswith(summary(results) + "\n")
+
+
+def test_the_catalogue_is_compared_with_recipes(tmp_path: Path) -> None:
+    for model in ("moonshotai/Kimi-K2.5", "Qwen/Qwen3-8B", "a/absent"):
+        write(tmp_path, model, ("text",))
+    assert report(list(recipes(tmp_path))).splitlines() == [
+        "missing: a/absent (8B)",
+        "parsers: Qwen/Qwen3-8B tools: hermes here, kimi_k2 there",
+        "parsers: Qwen/Qwen3-8B reasoning: qwen3 here, none there",
+        "parsers: a/absent tools: none here, kimi_k2 there",
+        "parsers: moonshotai/Kimi-K2.5 reasoning: kimi_k2 here, none there",
+        "least vLLM: Qwen/Qwen3-8B: 0.8.5 here, 0.19.1 there",
+        "",
+        "3 recipes for text, with images or without; missing: 1, parsers: 4, least vLLM: 1.",
+    ]
