@@ -100,6 +100,8 @@ def model_from_config(
     about = architectures()[architecture]
     config = CheckedConfig(config)
     text = _text_config(config)
+    if about.get("decoder_by_name"):
+        about = {**architectures()[_known_architecture(text, name, is_draft=False)], **about}
     for own, name_read in about.get("renamed", {}).items():
         if text.get(own) is not None:
             text.setdefault(name_read, text.get(own))
@@ -251,7 +253,7 @@ def _text_config(config: CheckedConfig) -> CheckedConfig:
 
     Multimodal configs omit some defaults of transformers.
     """
-    text: CheckedConfig = config.get("text_config") or config
+    text: CheckedConfig = config.get("text_config") or config.get("llm_config") or config
     for key, value in _DEFAULTS.get(str(text.get("model_type")), {}).items():
         text.setdefault(key, value)
     return text

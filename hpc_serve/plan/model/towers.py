@@ -1,4 +1,5 @@
-"""More vision towers: those of GLM-4.5V, Kimi-K2.5 and K3, MiniMax-M3, Step-3.7, LFM2-VL, Muse Glimmer, Gemma 4."""
+"""More vision towers: those of GLM-4.5V, Kimi-K2.5 and K3, MiniMax-M3, Step-3.7, LFM2-VL, Muse Glimmer, Gemma 4,
+InternVL."""
 
 from __future__ import annotations
 
@@ -201,5 +202,44 @@ def gemma4(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEnc
         patches_per_token=config.get("pooling_kernel_size", 3) ** 2,
         patch_elements=2 * width + 2 * inner,
         split_patch_elements=0,
+    )
+    return block(layers, ends), images
+
+
+def intern_vit(config: Mapping[str, Any], hidden_size: int) -> tuple[Block, ImageEncoder]:
+    """Return InternVL's tower with scaled residuals, and the projector that merges four patches into one."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    patches = (config["image_size"] // config["patch_size"]) ** 2
+    merge = round(1 / config["downsample_ratio"])
+    norm = width if config.get("norm_type", "rms_norm") == "rms_norm" else 2 * width
+    layers: list[Weight] = []
+    for index in range(config["num_hidden_layers"]):
+        name = f"vision_model.encoder.layers.{index}"
+        layers += [
+            linear(f"{name}.attn.qkv", width, [width] * 3, "column", bias=bool(config.get("qkv_bias", False))),
+            linear(f"{name}.attn.proj", width, [width], "row", bias=True),
+            linear(f"{name}.mlp.fc1", width, [inner], "column", bias=True),
+            linear(f"{name}.mlp.fc2", inner, [width], "row", bias=True),
+            vector(f"{name}.norms", 2 * norm + 2 * width),
+        ]
+    merged = width * merge**2
+    ends: list[Weight] = [
+        linear(
+            "vision_model.patch_embedding",
+            config.get("num_channels", 3) * config["patch_size"] ** 2,
+            [width],
+            bias=True,
+        ),
+        vector("vision_model.embeddings", (patches + 2) * width),
+        vector("mlp1.0", 2 * merged),
+        linear("mlp1.1", merged, [hidden_size], bias=True),
+        linear("mlp1.3", hidden_size, [hidden_size], bias=True),
+    ]
+    tiles = config["max_dynamic_patch"] + bool(config["use_thumbnail"])
+    images = ImageEncoder(
+        image_tokens=tiles * patches // merge**2,
+        patches_per_token=merge**2,
+        patch_elements=2 * width,
+        split_patch_elements=2 * inner,
     )
     return block(layers, ends), images

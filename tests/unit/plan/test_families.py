@@ -115,6 +115,21 @@ def test_command_r7b_keeps_a_token_more_than_its_window() -> None:
     assert [cache.window for cache in caches[:4] if cache] == [4097, 4097, 4097, 0]
 
 
+def test_the_decoder_of_internvl_is_of_the_architecture_that_its_config_names() -> None:
+    config = VLLM_CONFIGS["internvl3.5-8b-shape"]
+    inner = config["llm_config"]
+    model = model_from_config(config, name="x")
+    assert model.images is not None
+    assert model.images.image_tokens == 13 * 256
+    decoder = model_from_config(inner, name="x")
+    assert model.parameters - model.everywhere.parameters == decoder.parameters
+    other = {**config, "llm_config": {**inner, "architectures": ["Qwen2ForCausalLM"]}}
+    biases = (32 + 2 * 8) * 128 - 2 * 128  # in place of norms over queries and keys
+    assert model_from_config(other, name="x").parameters - model.parameters == 36 * biases
+    with pytest.raises(InvalidRequestError, match="architecture RwkvForCausalLM"):
+        model_from_config({**config, "llm_config": {**inner, "architectures": ["RwkvForCausalLM"]}}, name="x")
+
+
 GEMMA: dict[str, Any] = {
     **{"model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 32},
     **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_k_eq_v": True},
