@@ -57,7 +57,6 @@ _DEFAULTS = {
     }
 }
 
-
 _NESTED = ("text_config", "vision_config")
 _ROPE = ("rope_scaling", "rope_parameters")
 
@@ -103,9 +102,8 @@ def model_from_config(
     if about.get("decoder_by_name"):
         about = {**architectures()[_known_architecture(text, name, is_draft=False)], **about}
     for own, name_read in about.get("renamed", {}).items():
-        if text.get(own) is not None:
-            text.setdefault(name_read, text.get(own))
-            text.read.add(text.path + name_read)
+        if text.get(own) is not None and text.get(name_read) is None:
+            text[name_read] = text[own]
     if "fields" in about:
         function_named(about["fields"])(text)
     chosen = _dtype(config, text, dtype)
