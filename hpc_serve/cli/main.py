@@ -6,13 +6,12 @@ object too.
 
 from __future__ import annotations
 
-import difflib
 import errno
+import gc
 import importlib
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +91,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
             guess = f" Did you mean {close[0]}?" if close else ""
             ctx.fail(f"There is no command {args[0]!r}.{guess}")
@@ -130,7 +131,9 @@ def cli(ctx: click.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and leave with its exit code."""
-    sys.exit(run(argv))
+    code = run(argv)
+    gc.freeze()  # the process ends, so Python need not look for garbage a last time
+    sys.exit(code)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -177,6 +180,8 @@ def _run(argv: Sequence[str] | None) -> int:
         elif exit_code == BUG:
             hint = "\nThis is a bug in hpc-serve; HPC_SERVE_DEBUG=1 shows where."
             if os.environ.get("HPC_SERVE_DEBUG"):
+                import traceback
+
                 traceback.print_exc()
         click.echo(printable(f"error: {text}{hint}"), err=True)
         return exit_code

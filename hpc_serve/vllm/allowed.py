@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.redact import holds_credential
 from hpc_serve.vllm.arguments import ARGS_FILE, Argument, check_keys, check_value, read_arguments, value_of
 from hpc_serve.vllm.options import completions, load_data, options, pinned_version
 
@@ -89,6 +88,8 @@ def _check_not_refused(argument: Argument) -> None:
 
 
 def _check_no_credential(argument: Argument) -> None:
+    from hpc_serve.redact import holds_credential  # compiles many patterns
+
     if any(map(holds_credential, argument.words)):
         raise InvalidRequestError(
             f"{argument.spelling.partition('.')[0] or 'a word'} holds a password or a token, which would stand in the "

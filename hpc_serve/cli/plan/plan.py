@@ -61,7 +61,6 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
 
     Options of `vllm serve` count too, as `submit` takes them: --max-num-seqs 64
     """
-    from hpc_serve.cli import show
     from hpc_serve.cli.plan import plan_view
     from hpc_serve.submit.plans.planning import plan_for
 
@@ -85,8 +84,10 @@ def plan_command(compare: str | None, as_json: bool, explained: bool, plot: str 
     if plot and any(result.plan for result in results):
         click.echo(f"wrote {plot}", err=True)
     if as_json:
+        from hpc_serve.cli.show import print_json
+
         documents = [plan_view.as_json(result) for result in results]
-        show.print_json(documents if compare else documents[0])
+        print_json(documents if compare else documents[0])
     elif compare:
         from hpc_serve.cli.plan.plan_compare import print_comparison
 

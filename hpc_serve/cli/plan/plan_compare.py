@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def print_comparison(results: list[PlanResult]) -> None:
     """One line an accelerator: where bytes go, then how fast all its replicas are together."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     first, unit = results[0], _unit(results)
     each = "; sizes of each replica" if _has_replicas(results) else ""
     length = first.inputs.max_model_len

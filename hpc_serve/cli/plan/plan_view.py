@@ -51,19 +51,19 @@ def print_plan(result: PlanResult, *, note: str | None = None) -> None:
     Raises NoLayoutError without a plan.
     """
     chosen = result.chosen
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     _print_choice(console, result, _nearest(chosen.candidates), note)
     console.print(Text(speed_line(result)))
     console.print(Text("--explain: all layouts, the speed by requests in flight, and the arithmetic.", style="dim"))
     console.print()
     words = " ".join(shlex.quote(word) for word in ("vllm", "serve", chosen.model, *chosen.vllm_args))
-    Console(highlight=False, soft_wrap=True).print(Text(words, style="bold"))
+    Console(highlight=False, emoji=False, soft_wrap=True).print(Text(words, style="bold"))
 
 
 def print_explanation(result: PlanResult, words: Sequence[str], *, note: str | None = None) -> None:
     """The plan with all layouts and speeds, and its arithmetic line by line; `words` are further ones of the engine."""
     chosen = result.chosen
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     _print_choice(console, result, chosen.candidates, note)
     _print_sharing(console, result)
     print_speed(console, result)

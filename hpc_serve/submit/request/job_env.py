@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 
 from hpc_serve.errors import InvalidRequestError
-from hpc_serve.redact import is_secret
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})")
@@ -20,6 +19,10 @@ _OF_SLURM = ("SLURM_", "SBATCH_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 
 def check_env(env: Mapping[str, str]) -> None:
     """Raises InvalidRequestError for what cannot stand in a script, or must not; values are not quoted in it."""
+    if not env:
+        return
+    from hpc_serve.redact import is_secret  # compiles many patterns
+
     for name, value in env.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(f"env: {name!r} is no name of a variable; write NAME=VALUE.")
