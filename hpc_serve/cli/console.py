@@ -6,8 +6,15 @@ Lines that go to a program or a file are not broken, so that paths stay whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 _NO_LIMIT = 10_000
 """Columns of what is no terminal."""
@@ -23,3 +30,26 @@ class PlainConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def plain_table(*headings: str, right: Collection[str] = (), folded: Collection[str] = ()) -> Table:
+    """Return an empty table without a frame. `right` are aligned so; `folded` may take several lines of the screen."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            no_wrap=heading not in folded,
+            overflow="fold" if heading in folded else "ellipsis",
+        )
+    return table
+
+
+def progress_line(console: PlainConsole, *columns: ProgressColumn) -> Progress:
+    """Return a line that changes in place: a spinner, then `columns`. Without a terminal it shows nothing."""
+    from rich.progress import Progress, SpinnerColumn
+
+    is_shown = console.is_terminal
+    return Progress(
+        SpinnerColumn(), *columns, console=console, transient=True, refresh_per_second=4, disable=not is_shown
+    )

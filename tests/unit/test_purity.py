@@ -26,7 +26,6 @@ PURE = (
     "hpc_serve.errors",
     "hpc_serve.sizes",
     "hpc_serve.hub.needed_files",
-    "hpc_serve.hub.fetch.progress",
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.request.bounds",
     "hpc_serve.submit.request.chain",

@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.console import PlainConsole, progress_line
 from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.submit.status.start_words import CoarseChanges, detail_words, stages_words
 
@@ -71,15 +71,9 @@ class Stages:
     def __init__(self, service: str) -> None:
         self._service = service
         self._console = PlainConsole(stderr=True, soft_wrap=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not self._console.is_terminal,
-        )
+        column = Column(no_wrap=True, overflow="ellipsis")
+        words = TextColumn("{task.description}", markup=False, table_column=column)
+        self._progress = progress_line(self._console, TimeElapsedColumn(), words)
         self._task = self._progress.add_task(service)
         self._began_s = self._stage_began_s = time.monotonic()
         self._stage = ""

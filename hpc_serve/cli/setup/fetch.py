@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from dataclasses import replace
@@ -98,27 +97,15 @@ def _repository(model: str, site_file: str | None) -> tuple[str, HubSettings]:
 
 
 def _run(download: Download) -> None:
-    """Fetch, and show how far it is: on a terminal one line that changes, elsewhere a line for each tenth."""
-    from hpc_serve.cli.console import PlainConsole
+    """Fetch, and show the progress."""
+    from hpc_serve.cli.setup.fetch_progress import FetchProgress
     from hpc_serve.hub.fetch.download import InterruptedFetchError
-    from hpc_serve.hub.fetch.progress import Meter, Tenths
     from hpc_serve.sizes import readable_size
 
-    console = PlainConsole(stderr=True, soft_wrap=True)
-    line = console.status("") if console.is_terminal else None
-    meter, tenths, began_s = Meter(download.total_bytes), Tenths(), time.monotonic()
-
-    def on_tick(done: int) -> None:
-        now_s = time.monotonic()
-        progress = meter.look(now_s, done)
-        if line is not None:
-            line.update(progress.words)
-        elif tenths.is_one(now_s, progress):
-            click.echo(progress.words, err=True)
-
+    began_s = time.monotonic()
     try:
-        with line or contextlib.nullcontext():
-            download.run(on_tick)
+        with FetchProgress(download.kept_bytes, download.total_bytes) as progress:
+            download.run(progress.show)
     except InterruptedFetchError:
         here, total = readable_size(download.done_bytes), readable_size(download.total_bytes)
         click.echo(f"\nInterrupted; {here} of {total} are here. The same command goes on from there.", err=True)

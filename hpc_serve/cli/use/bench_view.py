@@ -7,14 +7,14 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from hpc_serve.bench.measured import Measured
 from hpc_serve.bench.outcome import Run
 from hpc_serve.bench.report import pace, replica_rows, run_lines, sweep_rows, table
 from hpc_serve.bench.sweep import Pace, Sweep, Watcher, make_runs
 from hpc_serve.bench.workload import BenchWorkload
-from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.console import PlainConsole, progress_line
 from hpc_serve.errors import HpcServeError
 from hpc_serve.printable import printable
 from hpc_serve.rendezvous.store import ServiceStore
@@ -81,17 +81,8 @@ class _Progress(Watcher):
 
     def __init__(self, sweep: Sweep) -> None:
         self._console = PlainConsole(stderr=True, soft_wrap=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            console=self._console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not self._console.is_terminal,
-        )
+        words, bar = TextColumn("{task.description}", markup=False), BarColumn(bar_width=24)
+        self._progress = progress_line(self._console, TimeElapsedColumn(), words, bar, MofNCompleteColumn())
         self._count, self._number = sweep.count, 0
         self._task = self._progress.add_task("looking for replicas", total=None)
 

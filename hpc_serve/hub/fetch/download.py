@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_serve.errors import HpcServeError, StoreError
+from hpc_serve.errors import StoreError
 from hpc_serve.hub.fetch.hub_repository import HubConnectionError, HubRepository, unwritable
 from hpc_serve.hub.needed_files import RepositoryFile
 from hpc_serve.sizes import GIB, readable_size
@@ -46,19 +46,20 @@ class Download:
         self._repository = repository
         self._files = files
         self._waiting = deque(file for file in files if not repository.has(file))
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
+        self._here = {file: self._kept(file) for file in self._waiting}
+        """Bytes in the cache of each file that was not whole."""
+        self._under_way: set[RepositoryFile] = set()
         self.total_bytes = sum(file.size_bytes for file in files)
-        self.kept_bytes = self.total_bytes - sum(file.size_bytes - self._kept(file) for file in self._waiting)
+        self.kept_bytes = self.done_bytes
         """Bytes that were in the cache before this run."""
-        self._done_bytes = self.kept_bytes
 
     @property
     def done_bytes(self) -> int:
         """Bytes of the files that are in the cache."""
-        with self._lock:
-            return self._done_bytes
+        here = self._here | {file: self._kept(file) for file in tuple(self._under_way)}
+        return self.total_bytes - sum(file.size_bytes - size for file, size in here.items())
 
     @property
     def num_missing(self) -> int:
@@ -106,18 +107,19 @@ class Download:
                 file = self._waiting.popleft()
             except IndexError:
                 return
+            self._under_way.add(file)
             try:
                 self._fetch(file)
+                self._here[file] = file.size_bytes
             except _StoppedError:
                 return
             except BaseException as error:  # handed to `run`
-                self._errors.append(error if isinstance(error, HpcServeError) else self._explained(error, file))
+                folder = self._repository.folder
+                self._errors.append(unwritable(folder, file.path, error) if isinstance(error, OSError) else error)
                 self._stop.set()
-
-    def _explained(self, error: BaseException, file: RepositoryFile) -> BaseException:
-        if not isinstance(error, OSError):
-            return error
-        return unwritable(self._repository.folder, file.path, error)
+            finally:
+                self._here[file] = max(self._here[file], self._kept(file))
+                self._under_way.discard(file)
 
     def _fetch(self, file: RepositoryFile) -> None:
         """Fetch one file, and try again while new bytes come."""
@@ -128,11 +130,8 @@ class Download:
             tries, before = (0, kept) if kept > before else (tries + 1, before)
             try:
                 if file.sha256 is not None and file.size_bytes <= _MOST_BY_HTTP_BYTES:
-                    self._fetch_part(file, file.sha256)
-                    self._repository.place(file.path)
-                else:
-                    self._repository.place(file.path)
-                    self._count(file.size_bytes)
+                    self._fetch_blob(file, file.sha256)
+                self._repository.place(file.path)
                 return
             except HubConnectionError as error:
                 if tries + 1 >= _TRIES:
@@ -140,40 +139,34 @@ class Download:
                         f"{file.path}: {error} ({_TRIES} times without a new byte). The bytes that came are kept: the "
                         "same command goes on from there."
                     ) from error
-            self._stop.wait(_FIRST_PAUSE_S * 2 ** min(tries, 4))
-            self._check_stop()
+            if self._stop.wait(_FIRST_PAUSE_S * 2 ** min(tries, 4)):
+                raise _StoppedError
 
-    def _fetch_part(self, file: RepositoryFile, sha256: str) -> None:
-        blob = self._repository.blob(file.path)
-        blob.parent.mkdir(parents=True, exist_ok=True)
+    def _fetch_blob(self, file: RepositoryFile, sha256: str) -> None:
+        blob = self._repository.blob(sha256)
         with self._repository.lock(blob):
-            if (
-                blob.exists() and blob.stat().st_size == file.size_bytes
-            ):  # another file of the same content, or another program
-                self._count(file.size_bytes - self._kept(file))
+            if _size_of(blob) == file.size_bytes:  # another file of the same content, or another program
                 return
-            part = self._part(file)
+            part = blob.with_name(blob.name + PART)
             with _open_part(part) as stream:
                 digest, size = _digest_of(stream)
                 if size < file.size_bytes:
                     with self._repository.read(file.path, size) as (begins_at, chunks):
                         if begins_at != size:
                             stream.truncate(0)
-                            self._count(-size)
                             digest, size = hashlib.sha256(), 0
                         for chunk in chunks:
-                            self._check_stop()
+                            if self._stop.is_set():
+                                raise _StoppedError
                             stream.write(chunk)
                             stream.flush()
                             digest.update(chunk)
-                            self._count(len(chunk))
                             size += len(chunk)
                 os.fsync(stream.fileno())
             if size < file.size_bytes:
                 raise HubConnectionError(f"the answer ended after {size:,} of {file.size_bytes:,} bytes")
             if size != file.size_bytes or digest.hexdigest() != sha256:
                 part.unlink()
-                self._count(-size)
                 raise StoreError(
                     f"{file.path}: what came has {size:,} bytes and SHA-256 {digest.hexdigest()[:12]}…, and the hub's "
                     f"list of files says {file.size_bytes:,} bytes and {sha256[:12]}…, so it was removed. Run the same "
@@ -181,32 +174,25 @@ class Download:
                 )
             part.replace(blob)
 
-    def _part(self, file: RepositoryFile) -> Path:
-        return self._repository.folder / "blobs" / f"{file.sha256}{PART}"
-
     def _kept(self, file: RepositoryFile) -> int:
         """Return the bytes of an incomplete file that are in the cache."""
         if file.sha256 is None:
             return 0
-        blob = self._repository.folder / "blobs" / file.sha256
-        with contextlib.suppress(OSError):
-            if blob.stat().st_size == file.size_bytes:
-                return file.size_bytes
-        with contextlib.suppress(OSError):
-            return min(self._part(file).stat().st_size, file.size_bytes)
-        return 0
-
-    def _count(self, size: int) -> None:
-        with self._lock:
-            self._done_bytes += size
-
-    def _check_stop(self) -> None:
-        if self._stop.is_set():
-            raise _StoppedError
+        blob = self._repository.blob(file.sha256)
+        if _size_of(blob) == file.size_bytes:
+            return file.size_bytes
+        return min(_size_of(blob.with_name(blob.name + PART)), file.size_bytes)
 
 
 class _StoppedError(Exception):
     """Another file has failed, or Ctrl-C."""
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _open_part(part: Path) -> BinaryIO:

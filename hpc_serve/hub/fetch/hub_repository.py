@@ -120,19 +120,16 @@ class HubRepository:
                 )
             )
 
-    def blob(self, path: str) -> Path:
-        """Return the cache's path for a file's content, by the ETag that the hub gives now."""
-        with self._explained(path):
-            found = self._hub.get_hf_file_metadata(self._url(path), token=self._token, timeout=_READ_TIMEOUT_S)
-        if not found.etag or "/" in found.etag or not is_plain_path(found.etag):
-            raise HubConnectionError(f"{self._settings.endpoint} names no ETag of {path} that can be a file's name.")
-        return self.folder / "blobs" / str(found.etag)
+    def blob(self, sha256: str) -> Path:
+        """Return the cache's path for a large file's content. Its ETag is its SHA-256, as in huggingface_hub 2.4."""
+        return self.folder / "blobs" / sha256
 
     @contextlib.contextmanager
     def lock(self, blob: Path) -> Iterator[None]:
-        """Hold huggingface_hub's lock on this file."""
+        """Make the folder of a blob, and hold huggingface_hub's lock on the blob."""
         path = self._settings.cache / ".locks" / self.folder.name / f"{blob.name}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent, blob.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         with self._hub.utils.WeakFileLock(path):
             yield
 
