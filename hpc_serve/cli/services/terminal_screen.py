@@ -11,10 +11,8 @@ import select
 import signal
 import sys
 import termios
-import time
 import tty
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 
 from rich.live import Live
 from rich.text import Text
@@ -32,43 +30,40 @@ def has_screen() -> bool:
 class Screen:
     """The screen while it is ours."""
 
-    def __init__(self, live: Live, keys: int, signals: list[int]) -> None:
+    def __init__(self, live: Live, keys: int) -> None:
         self._live = live
         self._keys = keys
-        self._signals = signals
 
     def draw(self, lines: list[str]) -> None:
         """Replace what is shown. The lines must fit."""
         self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
 
-    def key(self, *, until: Callable[[], bool], within_s: float) -> str:
-        """Return the next key; "" once `until` is true, or after `within_s` seconds. A key that sends several
-        characters counts as the first.
-
-        It is q after a signal that ends the view, and if nobody can press keys.
-        """
-        ends_at_s = time.monotonic() + within_s
-        while not self._signals and not until() and (left_s := ends_at_s - time.monotonic()) > 0:
-            if select.select([self._keys], [], [], min(left_s, 0.1))[0]:
-                return os.read(self._keys, 64).decode(errors="replace")[:1] or "q"
-        return "q" if self._signals else ""
+    def key(self, *, within_s: float) -> str:
+        """Return the next key; "" after `within_s` seconds, and q if nobody can press keys. A key that sends several
+        characters counts as the first."""
+        if not select.select([self._keys], [], [], within_s)[0]:
+            return ""
+        return os.read(self._keys, 64).decode(errors="replace")[:1] or "q"
 
 
 @contextlib.contextmanager
 def own_screen() -> Iterator[Screen]:
-    """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a key q; a second one is a KeyboardInterrupt."""
+    """Enter a separate screen. Ctrl-C, SIGTERM and SIGHUP are a KeyboardInterrupt."""
     keys = sys.stdin.fileno()
     settings = termios.tcgetattr(keys)
     # SIGINT too: a shell may have started us with Ctrl-C ignored.
-    with _noted(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-        try:
-            tty.setcbreak(keys, termios.TCSANOW)
-            _without_suspend(keys)
-            with Live(console=PlainConsole(), screen=True, auto_refresh=False) as live:
-                yield Screen(live, keys, signals)
-        finally:
-            with contextlib.suppress(termios.error):  # the terminal itself may be gone
-                termios.tcsetattr(keys, termios.TCSANOW, settings)
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, signal.default_int_handler) for one in ends}
+    try:
+        tty.setcbreak(keys, termios.TCSANOW)
+        _without_suspend(keys)
+        with Live(console=PlainConsole(), screen=True, auto_refresh=False) as live:
+            yield Screen(live, keys)
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal itself may be gone
+            termios.tcsetattr(keys, termios.TCSANOW, settings)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _without_suspend(keys: int) -> None:
@@ -76,21 +71,3 @@ def _without_suspend(keys: int) -> None:
     settings = termios.tcgetattr(keys)
     settings[6][termios.VSUSP] = _VSUSP_OFF
     termios.tcsetattr(keys, termios.TCSANOW, settings)
-
-
-@contextlib.contextmanager
-def _noted(*signals: signal.Signals) -> Iterator[list[int]]:
-    """The signals that came, as they come."""
-    came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    before = {one: signal.signal(one, note) for one in signals}
-    try:
-        yield came
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import shutil
 import threading
 import time
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 _EVERY_S = 2.0
 _ONCE_S = 1.0  # between the two looks of --once
 _SLURM_S = 15.0  # a controller serves a whole site: it is asked less often than engines are
-_NEVER_S = 3600.0
+_DRAW_S = 0.25
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
@@ -105,34 +103,19 @@ def _follow(looks: Looks) -> None:
     """Draw frames until q is pressed. A thread looks, so that a key counts also while an engine does not answer."""
     from hpc_serve.cli.services.terminal_screen import own_screen
 
-    latest, is_new, is_over = [Frame(at=time.time())], threading.Event(), threading.Event()
-    is_first = True
+    latest: list[Frame] = []
 
     def go_on_looking() -> None:
-        while not is_over.is_set():
-            began_s = time.monotonic()
-            latest[0] = looks.look()
-            is_new.set()
-            is_over.wait(max(0.0, _EVERY_S - (time.monotonic() - began_s)))
+        while True:
+            latest[:] = [looks.look()]
+            time.sleep(_EVERY_S)
 
     with own_screen() as screen:
         threading.Thread(target=go_on_looking, daemon=True, name="hpc-serve-top").start()
-        try:
-            while True:
-                size = shutil.get_terminal_size()
-                lines = frame_lines(latest[0], width=size.columns, height=size.lines)
-                screen.draw(["Looking …"] if is_first else lines)
-                key = screen.key(until=functools.partial(_has_changed, is_new, size), within_s=_NEVER_S)
-                if key in ("q", "Q", "\x03"):
-                    return
-                is_first = is_first and not is_new.is_set()
-                is_new.clear()
-        finally:
-            is_over.set()
-
-
-def _has_changed(is_new: threading.Event, size: os.terminal_size) -> bool:
-    return is_new.is_set() or shutil.get_terminal_size() != size
+        while screen.key(within_s=_DRAW_S) not in ("q", "Q", "\x03"):
+            size = shutil.get_terminal_size()
+            lines = frame_lines(latest[0], width=size.columns, height=size.lines) if latest else ["Looking …"]
+            screen.draw(lines)
 
 
 def frame_lines(frame: Frame, *, width: int, height: int | None) -> list[str]:
