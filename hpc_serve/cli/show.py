@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.console import PlainConsole, plain_table
 from hpc_serve.exit_codes import exit_code_words
 from hpc_serve.printable import json_text
 
@@ -105,28 +103,21 @@ def status_json(status: ReplicaStatus, work: ReplicaWork | None = None) -> dict[
     return keys | {"name": status.name, "address": status.address, "logs": logs, "engine": engine}
 
 
-def print_table(
-    statuses: Sequence[ReplicaStatus], works: Sequence[ReplicaWork] = (), console: Console | None = None
-) -> None:
-    """A line for each replica and one for what its engine does, in the width of the terminal. On a narrow one the
-    details go on a line below."""
-    console = console or PlainConsole()
-    details = [_state_detail(status, work) for status, work in itertools.zip_longest(statuses, works[: len(statuses)])]
+def status_table(statuses: Sequence[ReplicaStatus], works: Sequence[ReplicaWork] = (), *, width: int) -> RenderableType:
+    """Return a line for each replica and one for what its engine does. If they are wider than `width`, the details go
+    on a line below."""
+    states = [Text(status.state, style=_COLOURS[status.state]) for status in statuses]
+    rows = itertools.zip_longest(statuses, works[: len(statuses)])
+    details = [Text(_state_detail(status, work), overflow="fold") for status, work in rows]
     in_columns = max(len(f"{status.service} {status.name} {status.state}") for status in statuses) + 8
-    if console.width < in_columns + _LEAST_SUMMARY:
-        for status, detail in zip(statuses, details):
-            name = f"{status.service} {status.name} "
-            console.print(Text.assemble(name, (status.state, _COLOURS[status.state])), overflow="fold")
-            console.print(Padding(Text(detail, overflow="fold"), (0, 0, 0, 2)))
-        return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for heading in ("SERVICE", "JOB", "STATE"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("")
-    for status, detail in zip(statuses, details):
-        state = Text(status.state, style=_COLOURS[status.state])
-        table.add_row(Text(status.service), Text(status.name), state, Text(detail, overflow="fold"))
-    console.print(table)
+    if width < in_columns + _LEAST_SUMMARY:
+        names = [f"{status.service} {status.name} " for status in statuses]
+        heads = [Text.assemble(name, state, overflow="fold") for name, state in zip(names, states)]
+        return Group(*(part for head, detail in zip(heads, details) for part in (head, Padding(detail, (0, 0, 0, 2)))))
+    table = plain_table("SERVICE", "JOB", "STATE", "", folded=("",))
+    for status, state, detail in zip(statuses, states, details):
+        table.add_row(Text(status.service), Text(status.name), state, detail)
+    return table
 
 
 def print_details(status: ReplicaStatus, work: ReplicaWork | None = None) -> None:

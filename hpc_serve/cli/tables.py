@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.console import PlainConsole, plain_table
 from hpc_serve.sizes import GIB
 
 if TYPE_CHECKING:
@@ -27,15 +25,10 @@ def print_models(
 
     `layouts` adds a column, by repository.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("NAME", no_wrap=True)
-    table.add_column("MODEL", overflow="fold")
     console = PlainConsole()
     shows_size = console.width >= _WIDE_ENOUGH
-    if shows_size:
-        table.add_column("PARAMETERS", justify="right", no_wrap=True)
-    if layouts:
-        table.add_column("LAYOUT", no_wrap=True)
+    further = [*(["PARAMETERS"] if shows_size else []), *(["LAYOUT"] if layouts else [])]
+    table = plain_table("NAME", "MODEL", *further, right=("PARAMETERS",), folded=("MODEL",))
     for model in own:
         note = f"{model.model} ({model.note})" if model.note else model.model
         has = [Text(layouts[model.model] or "")] if layouts else []
@@ -50,15 +43,10 @@ def print_models(
 
 def print_accelerators(entries: Sequence[Mapping[str, Any]]) -> None:
     """Accelerators as `gpus` describes them: the name to type, memory, how many a node has, what the engine runs on."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     console = PlainConsole()
     is_wide = console.width >= _WIDE_ENOUGH
-    table.add_column("NAME", no_wrap=True)
-    table.add_column("MEMORY", justify="right", no_wrap=True)
-    table.add_column("PER NODE", justify="right", no_wrap=True)
-    table.add_column("ENGINE", no_wrap=True)
-    if is_wide:
-        table.add_column("IS", overflow="fold")
+    headings = ("NAME", "MEMORY", "PER NODE", "ENGINE", *(("IS",) if is_wide else ()))
+    table = plain_table(*headings, right=("MEMORY", "PER NODE"), folded=("IS",))
     for entry in entries:
         memory = f"{entry['memory_bytes'] / GIB:.1f} GiB" if entry["memory_bytes"] else "--gpu-memory"
         aliases = f" ({', '.join(entry['aliases'])})" if entry["aliases"] else ""

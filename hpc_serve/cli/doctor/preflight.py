@@ -7,12 +7,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from hpc_serve.cli.commands import CommandWithVllmOptions
-from hpc_serve.cli.console import PlainConsole
+from hpc_serve.cli.console import PlainConsole, plain_table
 from hpc_serve.cli.submit.options import REQUEST_GROUPS, request_options
 from hpc_serve.cli.submit.request import assumed_gpu_note, make_request
 from hpc_serve.cli.values import Duration
@@ -72,11 +70,7 @@ def preflight_command(timeout: float | None, as_json: bool, **options: Any) -> N
 def print_report(report: PreflightReport) -> None:
     """Print a table of all checks, then the cure for each check that did not pass."""
     console = PlainConsole()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for heading in ("CHECK", "RESULT", "NODES"):
-        table.add_column(heading, no_wrap=heading != "NODES")
-    table.add_column("SEEN", overflow="fold")
-    table.add_column("TIME", justify="right", no_wrap=True)
+    table = plain_table("CHECK", "RESULT", "NODES", "SEEN", "TIME", right=("TIME",), folded=("NODES", "SEEN"))
     for verdict in report.verdicts:
         level = Text(verdict.level, style=_COLOURS[verdict.level])
         seen = Text(printable(verdict.seen), overflow="fold")

@@ -44,6 +44,7 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
     are not in this HPC_SERVE_HOME).
     """
     from hpc_serve.cli import show
+    from hpc_serve.cli.console import PlainConsole
     from hpc_serve.submit.status.status_reader import find, read_status
 
     store = own_store()
@@ -71,7 +72,8 @@ def status_command(service: str | None, everything: bool, watched: bool, as_json
         for status, work in zip(report.replicas, works):
             show.print_details(status, work)
     elif report.replicas:
-        show.print_table(report.replicas, works)
+        console = PlainConsole()
+        console.print(show.status_table(report.replicas, works, width=console.width))
     else:
         click.echo("No services. Start one: hpc-serve submit --model 8b --wait")
     show.print_counts(report)

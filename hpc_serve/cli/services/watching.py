@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from hpc_serve.cli.console import PlainConsole
 from hpc_serve.cli.services.stages import stage_line
-from hpc_serve.cli.show import print_table
+from hpc_serve.cli.show import status_table
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.status.start_words import CoarseChanges
@@ -57,17 +56,10 @@ def watch_status(store: ServiceStore, target: str | None, choose: Callable[[Repl
 def _draw(console: Console, look: Callable[[], Replicas]) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(Text.from_ansi(_table(look())), refresh=True)
+            replicas = look()
+            shown = status_table(replicas, width=console.width) if replicas else "No services."
+            live.update(shown, refresh=True)
             sleep(_INTERVAL_S)
-
-
-def _table(replicas: Replicas) -> str:
-    if not replicas:
-        return "No services."
-    console = PlainConsole()
-    with console.capture() as captured:
-        print_table(replicas, console=console)
-    return captured.get().rstrip()
 
 
 def _print_changes(look: Callable[[], Replicas]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hpc_serve.cli.main import run
 from hpc_serve.cli.services import watch
-from hpc_serve.cli.show import print_table
+from hpc_serve.cli.show import status_table
 from hpc_serve.client.engine_work import ReplicaWork, WorkWatch
 from hpc_serve.client.replicas.status import ProbeResult, assess_replica
 from hpc_serve.durations import duration
@@ -122,7 +122,7 @@ def test_the_figures_of_an_engine_stay_within_the_terminal(capsys, width):
         over_s=1.0,
         generation_tokens_per_s=12_345.6,
     )
-    print_table([status], [work], Console(width=width))
+    Console(width=width).print(status_table([status], [work], width=width))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
     words = " ".join(out.split())
@@ -177,5 +177,5 @@ def test_what_others_write_into_a_record_moves_no_cursor(store, capsys):
 def test_the_table_says_how_old_a_replica_is_and_what_time_it_has_left(capsys):
     record = make_record(started_at=time.time() - 3 * 86_400 - 2 * 3_600 - 60)
     status = replace(assess_replica(record, probe=ProbeResult(status="ready")), time_left="9:54:12")
-    print_table([status], console=Console(width=200))
+    Console(width=200).print(status_table([status], width=200))
     assert ", 3 d 2 h old, 9:54:12 left" in capsys.readouterr().out
