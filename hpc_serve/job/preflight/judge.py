@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from hpc_serve.job.preflight.checks import gpus, node, weights
 from hpc_serve.job.preflight.checks.between import BETWEEN_CHECKS
 from hpc_serve.job.preflight.facts import NodeFacts, NodeReport
 from hpc_serve.job.preflight.needs import Needs
-from hpc_serve.job.preflight.verdict import Seen, not_checked, shortened, worst
+from hpc_serve.job.preflight.verdict import Seen, not_checked, worst
 from hpc_serve.rendezvous.preflight import Verdict
 
-NODE_CHECKS: tuple[tuple[str, str, Callable[[NodeFacts, Needs], Seen]], ...] = (
+_LONGEST = 400
+_NOT_GATHERED = {"weights": "the weights are not looked for with these options", "gpus": "the GPUs were not listed"}
+NodeCheck = Callable[[Any, NodeFacts, Needs], Seen]
+"""It is called with the facts of its group, all facts of the node, and the needs."""
+NODE_CHECKS: tuple[tuple[str, str, NodeCheck], ...] = (
     ("commands", "software", node.commands),
     ("gpus", "gpus", gpus.gpus_there),
     ("gpus-working", "gpus", gpus.gpus_working),
@@ -37,18 +42,22 @@ def judge(reports: Sequence[NodeReport], needs: Needs) -> tuple[Verdict, ...]:
         for name, group, needs_several, check in BETWEEN_CHECKS
     ]
     each = [
-        _verdict(name, group, reports, {report.name: _of_node(report, group, check, needs) for report in reports})
+        _verdict(name, group, reports, {report.name: of_node(report, group, check, needs) for report in reports})
         for name, group, check in NODE_CHECKS
     ]
     return (*between, *each)
 
 
-def _of_node(report: NodeReport, group: str, check: Callable[[NodeFacts, Needs], Seen], needs: Needs) -> Seen:
-    if report.facts is None:
+def of_node(report: NodeReport, group: str, check: NodeCheck, needs: Needs) -> Seen:
+    """Return the finding of a check on one node."""
+    facts = report.facts
+    if facts is None:
         return not_checked("the node sent no facts in time")
-    if getattr(report.facts, group) is None and (problem := report.facts.problems.get(group)):
-        return not_checked(problem)
-    return check(report.facts, needs)
+    if group == "gpus" and not needs.gpus:
+        return not_checked("the engine needs no GPUs")
+    if (seen := getattr(facts, group)) is None:
+        return not_checked(facts.problems.get(group) or _NOT_GATHERED.get(group, f"no facts of {group}"))
+    return check(seen, facts, needs)
 
 
 def _verdict(check: str, group: str, reports: Sequence[NodeReport], seen: Mapping[str, Seen]) -> Verdict:
@@ -62,7 +71,7 @@ def _verdict(check: str, group: str, reports: Sequence[NodeReport], seen: Mappin
         check=check,
         level=decisive.level,
         nodes=tuple(name for name, one in seen.items() if one.level == decisive.level),
-        seen=shortened(decisive.text),
+        seen=decisive.text if len(decisive.text) <= _LONGEST else f"{decisive.text[:_LONGEST]} …",
         cure=decisive.cure,
         took_s=max(took, default=0.0),
     )
