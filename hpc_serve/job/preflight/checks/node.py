@@ -6,6 +6,7 @@ Each check gets the facts of its group, all facts of the node, and the needs of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpc_serve.job.preflight.facts import FolderFacts, LimitFacts, MemoryFacts, NodeFacts, SoftwareFacts
 from hpc_serve.job.preflight.needs import Needs
@@ -53,7 +54,7 @@ def memory(seen: MemoryFacts, facts: NodeFacts, needs: Needs) -> Seen:
     wanted = offload + _BYTES_PER_RANK * needs.ranks_per_node + kept
     if limit < wanted:
         others = "".join(f", {path}" for path in in_memory.values() if not path.startswith("/dev/shm"))
-        numbers = {"ranks": needs.ranks_per_node, "wanted": wanted, "kept": kept, "folders": others}
+        numbers: dict[str, Any] = {"ranks": needs.ranks_per_node, "wanted": wanted, "kept": kept, "folders": others}
         return found("memory for ranks", whose=whose, limit=limit, **numbers)
     used = f", {seen.used_of_limit_bytes / GIB:.1f} of them used" if seen.used_of_limit_bytes is not None else ""
     return ok(f"{whose} {limit / GIB:.1f} GiB{used}")
@@ -92,7 +93,7 @@ def folders(seen: Sequence[FolderFacts], facts: NodeFacts, needs: Needs) -> Seen
 
 def _folder(folder: FolderFacts) -> Seen:
     level: Level = "warning" if folder.purpose == LOGS else "failed"  # an engine without logs serves
-    named = {"path": folder.path, "purpose": folder.purpose}
+    named: dict[str, Any] = {"path": folder.path, "purpose": folder.purpose}
     if not folder.is_writable:
         return found("folder not writable", level=level, **named)
     if folder.free_bytes < _NO_DISK_BYTES or folder.free_files == 0:
