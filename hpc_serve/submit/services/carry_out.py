@@ -85,7 +85,7 @@ def step(
         return None, Done()
     for one in told:
         _log.info("%s", one.sentence)
-    if told and looker.history is not None:
+    if looker.history is not None and any(one.action == "count" for one in told):
         looker.history.begin_anew(looker.clock())
     ended = [job_id for one in told if one.action in ("drain", "end") for job_id in one.jobs]
     for job_id in (job_id for one in told if one.action == "end" and cancels for job_id in one.jobs):

@@ -87,9 +87,7 @@ class LoadHistory:
         self._surplus: deque[tuple[float, int]] = deque()
         self._peaks: deque[tuple[float, int]] = deque()
 
-    def note(
-        self, loads: Mapping[str, ReplicaLoad | None], now_s: float, *, is_coming: bool, is_complete: bool = True
-    ) -> LoadSummary:
+    def note(self, loads: Mapping[str, ReplicaLoad | None], now_s: float, *, is_complete: bool = True) -> LoadSummary:
         """Take in a look that ended now: the load of each ready replica by its name; None: it could not be asked."""
         if now_s - self._looked_at_s > _LONGEST_GAP_S:
             self.begin_anew(now_s)
@@ -108,9 +106,9 @@ class LoadHistory:
             self._peaks.popleft()
         room = sum(max(0, self.most_running - load.running) for load in known.values() if not load.waiting)
         waiting = sum(load.waiting for load in known.values())
-        if loads.keys() != self._names or is_coming or waiting <= room or not is_complete:
+        if loads.keys() != self._names or waiting <= room or not is_complete:
             self._surplus.clear()
-        if waiting > room and not is_coming and is_complete:
+        if waiting > room and is_complete:
             self._surplus.append((now_s, waiting - room))
         self._names, self._was_known, self._looked_at_s = frozenset(loads), is_known, now_s
         return LoadSummary(
@@ -125,7 +123,7 @@ class LoadHistory:
         )
 
     def begin_anew(self, now_s: float) -> None:
-        """Forget the windows, since something was decided."""
+        """Forget the windows, since another number of replicas is wanted."""
         self._known_since_s = now_s
         self._surplus.clear()
         self._peaks.clear()

@@ -122,6 +122,8 @@ def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
         if one.action == "count":
             state: WantedState = "awake" if one.count else "asleep"
             wanted = replace(wanted, count=one.count, state=state)
+        elif one.action == "drain":
+            wanted = replace(wanted, coming=tuple(job_id for job_id in wanted.coming if job_id not in one.jobs))
         elif one.action == "end":
             wanted = replace(wanted, ending=tuple(dict.fromkeys((*wanted.ending, *one.jobs))))
         elif one.action == "submit":
@@ -130,14 +132,18 @@ def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
 
 
 def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
-    """What is wanted, with what became of the jobs that were added and of those that were told to end."""
+    """What is wanted, with what became of the jobs that were added and of those that were told to end.
+
+    A job that serves until its successor is due did not fail, however short its time limit is.
+    """
     jobs = {job.job_id: job for job in what_is.jobs}
     for job_id in wanted.coming:
         job = jobs.get(job_id)
-        if job is not None and job.is_live and not job.is_settled:
+        has_served = job is not None and (job.is_settled or (job.stage == "ready" and _ends(job, wanted, now)))
+        if job is not None and job.is_live and not has_served:
             continue
         wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
-        if job is not None and job.is_settled:
+        if has_served:
             wanted = replace(wanted, failures=0, problem="", next_try_at=0.0)
         elif job is not None and job.job_id not in wanted.ending and wanted.state == "awake":
             wanted = failed(wanted, f"job {job_id}, which was added, {job.why_over}", now)
@@ -155,7 +161,7 @@ def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _W
     if wanted.state != "awake":
         return _end_all(wanted, what_is, now)
     here = counted(wanted, what_is, now)
-    decided = _move(wanted, what_is, here, windows)
+    decided = _move(wanted, what_is, here, now, windows)
     if decided is not None and decided.count == 0:
         return [decided, *_end_all(after(wanted, [decided], now), what_is, now)]
     count = decided.count if decided is not None else wanted.count
@@ -200,8 +206,11 @@ def _may_be_told(job: Job, wanted: Wanted, now: float) -> bool:
 # -- how many
 
 
-def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], windows: Windows) -> Decision | None:
-    """The number that the load, or its absence, makes of the one that is wanted; None: as it is."""
+def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, windows: Windows) -> Decision | None:
+    """The number that the load, or its absence, makes of the one that is wanted; None: as it is.
+
+    A job that starts to take the place of another adds no room, so it delays nothing.
+    """
     bounded = min(max(wanted.count, wanted.least), wanted.most)
     if bounded != wanted.count:
         return Decision(
@@ -210,20 +219,21 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], windows: Windows
     load = what_is.load
     if load is None or not what_is.is_complete:
         return None
-    have, per_job = sum(job.replicas for job in here), wanted.replicas_per_job
-    coming = any(job.stage != "ready" for job in here)
-    if load.surplus_s >= windows.add_after_s and not coming and have >= wanted.count:
-        holding = sum(job.replicas for job in what_is.jobs if job.is_live)
-        more = min(_most(wanted) - holding, math.ceil(load.surplus / max(1, load.most_running)))
+    have = sum(job.replicas for job in here)
+    serving = sum(job.replicas for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending)
+    if load.surplus_s >= windows.add_after_s and wanted.count <= have <= serving:
+        holding = sum(job.replicas for job in what_is.jobs if job.is_live and not _ends(job, wanted, now))
+        room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
+        more = min(room, math.ceil(load.surplus / max(1, load.most_running)))
         if more > 0:
             why = f"{_requests(load.waiting)} waited for {shown_time(load.surplus_s)}"
             return Decision(action="count", cause="load", why=why, count=min(wanted.count + more, wanted.most))
     if wanted.idle_stop_s is not None and load.is_known and load.idle_s >= wanted.idle_stop_s:
         return Decision(action="count", cause="idle", why=f"no request for {shown_time(load.idle_s)}")
-    fewer = max(wanted.least, wanted.count - per_job)
-    left = sum(job.replicas for job in here if job.stage == "ready") - (0 if coming else per_job)
+    fewer = max(1, wanted.least, wanted.count - wanted.replicas_per_job)
+    left = _in_whole_jobs(wanted, fewer)
     is_seen = load.is_known and load.known_s >= windows.leave_after_s
-    if fewer >= wanted.count or not is_seen or left < 1 or load.peak > _SPARE * load.most_running * left:
+    if fewer >= wanted.count or not is_seen or load.peak > _SPARE * load.most_running * left:
         return None
     others = "the other could" if left == 1 else "the others could"
     most = f"{_requests(load.peak)} at once at most" if load.peak else "no request"
@@ -231,9 +241,8 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], windows: Windows
     return Decision(action="count", cause="load", why=why, count=fewer)
 
 
-def _most(wanted: Wanted) -> int:
-    """The most replicas in whole jobs."""
-    return -(-wanted.most // wanted.replicas_per_job) * wanted.replicas_per_job
+def _in_whole_jobs(wanted: Wanted, replicas: int) -> int:
+    return -(-replicas // wanted.replicas_per_job) * wanted.replicas_per_job
 
 
 # -- what is done

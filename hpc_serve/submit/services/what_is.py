@@ -74,10 +74,9 @@ class Looker:
             if status.is_over and status.record is None and not self.slurm.problem:
                 write_end(self.store, status, submitted.get(status.job_id))
         jobs = tuple(self._job(found, submitted.get(job_id), loads) for job_id, found in of_job.items())
-        is_coming = any(job.stage in _COMING for job in jobs)
         summary: LoadSummary | None = None
         if self.history is not None:
-            summary = self.history.note(loads, self.clock(), is_coming=is_coming, is_complete=is_complete)
+            summary = self.history.note(loads, self.clock(), is_complete=is_complete)
         return Look(what_is=WhatIs(jobs=jobs, load=summary, is_complete=is_complete), report=report)
 
     def _job(

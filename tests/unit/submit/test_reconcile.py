@@ -27,6 +27,7 @@ class Simulated:
     queue_s: float = 10.0
     start_s: float = 30.0
     drain_s: float = 10.0
+    limit_s: float = LIMIT_S
     now: float = 0.0
     waiting: int = 0
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -51,7 +52,9 @@ class Simulated:
     def submit(self, predecessor: str = "") -> None:
         name = str(101 + len(self.jobs))
         job = Job(job_id=name, stage="pending", submitted_at=self.now, predecessor=predecessor)
-        self.jobs[name] = replace(job, replicas=self.wanted.replicas_per_job, limit_s=LIMIT_S, waited_s=self.queue_s)
+        self.jobs[name] = replace(
+            job, replicas=self.wanted.replicas_per_job, limit_s=self.limit_s, waited_s=self.queue_s
+        )
         self.until[name] = self.now + self.queue_s
         self.wanted = replace(self.wanted, coming=(*self.wanted.coming, name), submitting=0)
 
@@ -84,7 +87,7 @@ class Simulated:
     def _next(self, name: str, job: Job) -> None:
         if job.stage == "pending":
             self.until[name] = self.now + self.start_s
-            self.jobs[name] = replace(job, stage="starting", ends_at=self.now + LIMIT_S)
+            self.jobs[name] = replace(job, stage="starting", ends_at=self.now + self.limit_s)
         elif job.stage == "starting" and name in self.fails:
             self.lose(name)
         elif job.stage == "starting":
@@ -102,14 +105,13 @@ class Simulated:
         if ready and waiting:
             first = ready[0].job_id
             loads[first] = replace(loads[first], waiting=waiting)
-        is_coming = any(job.stage in ("pending", "starting") for job in self.jobs.values())
-        load = self.history.note(loads, self.now, is_coming=is_coming)
+        load = self.history.note(loads, self.now)
         what_is = WhatIs(jobs=tuple(self.jobs.values()), load=load, is_complete=self.is_complete)
         self.wanted = noted(self.wanted, what_is, self.now)
         found = reconcile(self.wanted, what_is, self.now, WINDOWS)
         self.wanted = after(self.wanted, found, self.now)
         done = [one for one in found if one.action != "wait"]
-        if done:
+        if any(one.action == "count" for one in done):
             self.history.begin_anew(self.now)
         for one in done:
             self.told.append((self.now, one))
@@ -134,6 +136,13 @@ def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
     """A service whose first jobs are ready."""
     wanted = Wanted(least=least, most=most or least, count=least, is_kept=True, notice_s=120.0, **fields)
     return Simulated(wanted).begin()
+
+
+def short_lived(**times: float) -> Simulated:
+    """A service of one or two jobs of two replicas each, with a time limit of four minutes."""
+    options = {"keep_up": True, "notice_s": 30.0, "replicas_per_job": 2}
+    wanted = Wanted(least=1, most=3, count=1, is_kept=True, **options)
+    return Simulated(wanted, queue_s=5.0, limit_s=240.0, **times).begin()
 
 
 def told(found: list[Decision]) -> list[tuple[str, str]]:
@@ -181,6 +190,19 @@ class TestTimeLimit:
 
     def test_without_keep_up_nothing_follows_before_the_end(self):
         assert service().run(LIMIT_S - 60) == []
+
+    def test_jobs_that_were_handed_over_are_no_failures(self):
+        """Their limit is so short that none of them serves for the ten minutes after which a start has succeeded."""
+        world = short_lived(start_s=20.0)
+        found = world.run(5 * 240)
+        assert set(told(found)) == set(HANDED_OVER)
+        assert (world.wanted.failures, world.wanted.problem, world.least_ready) == (0, "", 1)
+
+    def test_a_job_that_is_handed_over_clears_the_failures(self):
+        world = short_lived(start_s=20.0)
+        world.fails = {"102"}
+        world.run(2 * 240)
+        assert (world.wanted.failures, world.wanted.problem) == (0, "")
 
     def test_a_job_without_a_time_limit_and_one_that_was_never_ready(self):
         ready = Job(job_id="1", stage="ready", start_s=30.0)
@@ -238,6 +260,20 @@ class TestLoad:
         world.waiting = 50
         world.run(300)
         assert world.stages() == ["ready"] * 2
+
+    @pytest.mark.parametrize("start_s", [20.0, 60.0, 90.0])
+    def test_a_wave_among_handovers(self, start_s):
+        """The longer a start takes, the longer there is a job that nears its limit beside one that starts for it."""
+        world = short_lived(start_s=start_s)
+        world.waiting = 9
+        world.run(400)
+        assert world.wanted.count == 3
+        world.waiting = 1
+        world.run(400)
+        assert (world.wanted.count, world.wanted.failures) == (1, 0)
+        world.least_ready = None
+        world.run(400)
+        assert world.least_ready in (1, 2)
 
     def test_two_waves_over_a_time_limit(self):
         world = service(1, 3, keep_up=True)
@@ -374,14 +410,14 @@ def test_idle_is_no_request_but_one_canary(running, waiting, idle):
     history = LoadHistory(WINDOWS, 0.0)
     for at in range(5, 100, 5):
         load = ReplicaLoad(running=running, waiting=waiting, under_way=waiting, counts={"gate": 7})
-        seen = history.note({"a": load}, float(at), is_coming=False)
+        seen = history.note({"a": load}, float(at))
     assert (seen.idle_s == 90) == idle
 
 
 def test_unknown_is_not_idle():
     history = LoadHistory(WINDOWS, 0.0)
     for at in range(5, 100, 5):
-        seen = history.note({"a": None}, float(at), is_coming=False)
+        seen = history.note({"a": None}, float(at))
     assert (seen.is_known, seen.idle_s) == (False, 0.0)
 
 
@@ -389,15 +425,15 @@ def test_a_request_between_two_looks_is_seen():
     history = LoadHistory(WINDOWS, 0.0)
     for at in range(5, 100, 5):
         load = ReplicaLoad(running=0, waiting=0, under_way=0, counts={"gate": at})
-        seen = history.note({"a": load}, float(at), is_coming=False)
+        seen = history.note({"a": load}, float(at))
     assert seen.idle_s == 0.0
 
 
 def test_after_a_pause_of_the_watcher_the_times_begin_anew():
     history = LoadHistory(WINDOWS, 0.0)
     free = ReplicaLoad(running=0, waiting=0, under_way=0, counts={})
-    history.note({"a": free}, 5.0, is_coming=False)
-    assert history.note({"a": free}, 500.0, is_coming=False).idle_s == 0.0
+    history.note({"a": free}, 5.0)
+    assert history.note({"a": free}, 500.0).idle_s == 0.0
 
 
 def test_the_windows_of_the_environment():
