@@ -11,9 +11,15 @@ from tests.e2e.jobs import STUB, User
 
 
 @pytest.fixture
-def alice(cluster, alice_env):
+def alice_variables() -> dict[str, str]:
+    """Further variables of Alice's. A test file may have its own."""
+    return {}
+
+
+@pytest.fixture
+def alice(cluster, alice_env, alice_variables):
     """Alice, for one test; nothing of hers is left running after it."""
-    user = User(cluster, alice_env)
+    user = User(cluster, {**alice_env, **alice_variables})
     yield user
     user.run("scancel", "--user", "alice")
     wait_for(lambda: not user.processes(), 180, what="the end of what a failed test left")
