@@ -1,12 +1,13 @@
 """All ways to keep a service at once, on a real Slurm: bounds, keep-up, idle stop and requeue, two replicas in a job.
 
 It goes through a time limit, a successor that fails, a load wave, sleep and wake. The engine is the stub, which works
-on two requests at once. The times are short, by environment.
+on two requests at once. The times are short, by environment. It takes ten minutes, so it runs where LONG is set.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, start_asking, told_
 pytestmark = [pytest.mark.slurm]
 
 SERVICE = "composed"
+LONG = "HPC_SERVE_ALL_OPTIONS"
 SMALL = ("--mem", "4G", "--cpus-per-task", "2", "--no-exclusive", "--gpus-per-node", "2")
 KEPT = ("--replicas", "1:3", "--keep-up", "--idle-stop", "20s", "--requeue", "--replicas-per-job", "2")
 
@@ -27,6 +29,7 @@ def alice_variables(stub_env):
     return {**stub_env, **times}
 
 
+@pytest.mark.skipif(LONG not in os.environ, reason=f"takes ten minutes: {LONG}=1 runs it")
 def test_all_options_at_once_lose_no_request(alice, show_table):
     words = f"{STUB_WORDS} --stub-hold-file '{alice.home}/hold-$HPC_SERVE_JOB_ID'"
     alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": words})
