@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import COVERED
+
 PLAN = Path(__file__).parents[2] / "hpc_serve" / "plan"
 FORBIDDEN = (
     "subprocess",
@@ -110,7 +112,7 @@ def test_the_in_job_program_runs_in_a_bare_container(module):
 def test_the_launcher_begins_with_few_modules():
     """Every node of a start waits for these imports. What a launcher needs later, or seldom, is imported there."""
     code = "import sys; from hpc_serve.job import __main__; print(*sys.modules)"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    environ = {name: value for name, value in os.environ.items() if name != COVERED}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     found = done.stdout.split()
     ours = [name for name in found if name.partition(".")[0] == "hpc_serve"]
