@@ -138,11 +138,10 @@ def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
     return Simulated(wanted).begin()
 
 
-def short_lived(**times: float) -> Simulated:
+def short_lived(start_s: float) -> Simulated:
     """A service of one or two jobs of two replicas each, with a time limit of four minutes."""
-    options = {"keep_up": True, "notice_s": 30.0, "replicas_per_job": 2}
-    wanted = Wanted(least=1, most=3, count=1, is_kept=True, **options)
-    return Simulated(wanted, queue_s=5.0, limit_s=240.0, **times).begin()
+    wanted = Wanted(least=1, most=3, count=1, is_kept=True, keep_up=True, notice_s=30.0, replicas_per_job=2)
+    return Simulated(wanted, queue_s=5.0, limit_s=240.0, start_s=start_s).begin()
 
 
 def told(found: list[Decision]) -> list[tuple[str, str]]:
