@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster import wait_for
 from tests.e2e.jobs import STUB, User
+from tests.e2e.wanted import Asking
 
 
 @pytest.fixture
@@ -23,6 +24,14 @@ def alice(cluster, alice_env, alice_variables):
     yield user
     user.run("scancel", "--user", "alice")
     wait_for(lambda: not user.processes(), 180, what="the end of what a failed test left")
+
+
+@pytest.fixture
+def asking(alice):
+    """Starts programs of Alice's that ask a service all the time."""
+    programs = Asking(alice)
+    yield programs
+    programs.end()
 
 
 @pytest.fixture(scope="session")

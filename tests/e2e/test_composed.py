@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, start_asking, told_at_the_end
+from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, told_at_the_end
 
 pytestmark = [pytest.mark.slurm]
 
@@ -30,7 +30,7 @@ def alice_variables(stub_env):
 
 
 @pytest.mark.skipif(LONG not in os.environ, reason=f"takes ten minutes: {LONG}=1 runs it")
-def test_all_options_at_once_lose_no_request(alice, show_table):
+def test_all_options_at_once_lose_no_request(alice, asking, show_table):
     words = f"{STUB_WORDS} --stub-hold-file '{alice.home}/hold-$HPC_SERVE_JOB_ID'"
     alice = replace(alice, environ={**alice.environ, "STUB_ENGINE_ARGS": words})
     limit = ("--time", "4", "--signal", "B:USR1@30")
@@ -38,27 +38,31 @@ def test_all_options_at_once_lose_no_request(alice, show_table):
     first = json.loads(submitted)["job_id"]
     successor = f"{int(first) + 1}_0"
     alice.write(f"hold-{successor}", "")  # it shall start until it is cancelled
-    asking = start_asking(alice, 1, SERVICE)
+    one = asking.start(1, SERVICE)
     seen = WantedSeen(alice, SERVICE)
-    wait_for(lambda: seen.ready() == [first], MOST_S, what="the first job, of two replicas")
+    seen.wait_until(lambda: seen.ready() == [first], what="the first job, of two replicas")
 
-    wait_for(lambda: successor in seen.look(), MOST_S, what="a successor before the limit")
-    assert seen.has_decided("submit", "handover")
-    alice.cancel(successor)  # it fails
-    lengthened = alice.cluster.run(["scontrol", "update", f"JobId={first}", "TimeLimit=5"], user="root")
+    submitted_file = alice.home / ".hpc-serve" / "services" / SERVICE / "submitted" / f"{successor}.json"
+    wait_for(submitted_file.exists, MOST_S, what="a successor before the limit")
+    # At once: on a slow machine Slurm's notice would come before another successor is ready.
+    lengthened = alice.cluster.run(["scontrol", "update", f"JobId={first}", "TimeLimit=6"], user="root")
     assert lengthened.returncode == 0, lengthened.stderr
-    wait_for(lambda: seen.has_decided("drain", "handover"), MOST_S, what="another successor that took over")
-    wait_for(lambda: first not in seen.look(), MOST_S, what="the end of the first job")
+    alice.cancel(successor)  # it fails
+    assert seen.has_decided("submit", "handover")
+    seen.wait_until(
+        lambda: seen.has_decided("drain", "handover"), what="another successor that took over", timeout_s=2 * MOST_S
+    )
+    seen.wait_until(lambda: first not in seen.look(), what="the end of the first job")
 
-    wave = start_asking(alice, 12, SERVICE)
-    wait_for(lambda: seen.count == 3 and len(seen.ready()) == 2, MOST_S, what="another job under load")
+    wave = asking.start(12, SERVICE)
+    seen.wait_until(lambda: len(seen.ready()) >= 2 and seen.count == 3, what="another job under load")
     load = told_at_the_end(wave)
-    wait_for(lambda: len(seen.look()) == 1 and seen.count == 1, MOST_S, what="one job after the load")
-    little = told_at_the_end(asking)
+    seen.wait_until(lambda: len(seen.look()) == 1 and seen.count == 1, what="one job after the load")
+    little = told_at_the_end(one)
 
-    wait_for(lambda: not seen.look() and seen.state == "asleep", MOST_S, what="a service that is asleep")
-    again = start_asking(alice, 1, SERVICE)  # it wakes the service
-    wait_for(lambda: len(seen.ready()) == 1, MOST_S, what="a job that was woken")
+    seen.wait_until(lambda: not seen.look() and seen.state == "asleep", what="a service that is asleep")
+    again = asking.start(1, SERVICE)  # it wakes the service
+    seen.wait_until(lambda: len(seen.ready()) == 1, what="a job that was woken")
     woken = told_at_the_end(again)
     said = alice.hpc_serve_said("status", SERVICE)
     show_table("\n".join([*seen.decided, f"{load['answered'] + little['answered'] + woken['answered']} answered"]))

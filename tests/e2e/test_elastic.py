@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.cluster import wait_for
-from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, start_asking, told_at_the_end
+from tests.e2e.wanted import MOST_S, STUB_WORDS, WantedSeen, told_at_the_end
 
 pytestmark = [pytest.mark.slurm]
 
@@ -31,9 +31,9 @@ def live_jobs(alice):
     return alice.run(*argv).stdout.splitlines()
 
 
-def test_the_number_of_replicas_follows_the_load(alice, show_table):
+def test_the_number_of_replicas_follows_the_load(alice, asking, show_table):
     alice.hpc_serve_said("submit", "8b", "--name", SERVICE, "--replicas", f"1:{MOST}", "--idle-stop", "10s", *SMALL)
-    asking_little = start_asking(alice, 1, SERVICE)  # so that it does not fall asleep meanwhile
+    asking_little = asking.start(1, SERVICE)  # so that it does not fall asleep meanwhile
     alice.hpc_serve_said("wait", SERVICE, "--timeout", "5m")
     seen = WantedSeen(alice, SERVICE)
     most_jobs = 0
@@ -43,19 +43,19 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
         most_jobs = max(most_jobs, len(live_jobs(alice)))
         return len(seen.ready())
 
-    wait_for(lambda: ready() == 1, MOST_S, what="one replica")
+    seen.wait_until(lambda: ready() == 1, what="one replica")
 
-    asking = start_asking(alice, THREADS, SERVICE)
+    many = asking.start(THREADS, SERVICE)
     little = told_at_the_end(asking_little)
-    wait_for(lambda: ready() == MOST, MOST_S, what="four replicas under load")
-    asking_less = start_asking(alice, 1, SERVICE)  # meanwhile it is not idle
-    load = told_at_the_end(asking)
-    wait_for(lambda: ready() == 1, MOST_S, what="one replica under less load")
+    seen.wait_until(lambda: ready() == MOST, what="four replicas under load")
+    asking_less = asking.start(1, SERVICE)  # meanwhile it is not idle
+    load = told_at_the_end(many)
+    seen.wait_until(lambda: ready() == 1, what="one replica under less load")
     less = told_at_the_end(asking_less)
     assert little["errors"] + load["errors"] + less["errors"] == []
     assert load["answered"] > THREADS
 
-    wait_for(lambda: ready() == 0 and seen.state == "asleep", MOST_S, what="a service that is asleep")
+    seen.wait_until(lambda: ready() == 0 and seen.state == "asleep", what="a service that is asleep")
     wait_for(lambda: not live_jobs(alice), MOST_S, what="no job of it")
     wait_for(lambda: not alice.processes(), MOST_S, what="no process of it")
     folder = alice.home / ".hpc-serve" / "services" / SERVICE
@@ -67,8 +67,8 @@ def test_the_number_of_replicas_follows_the_load(alice, show_table):
         "hpc_serve.errors.", ""
     )
 
-    asking_again = start_asking(alice, 1, SERVICE)
-    wait_for(lambda: ready() == 1, MOST_S, what="the replica that was woken")
+    asking_again = asking.start(1, SERVICE)
+    seen.wait_until(lambda: ready() == 1, what="the replica that was woken")
     assert seen.state == "awake"
     woken = told_at_the_end(asking_again)  # it has had an answer, whenever it is told to end
     assert woken["errors"] == []

@@ -6,9 +6,11 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tests.cluster import wait_for
 from tests.e2e.jobs import User
 
 ASKING = Path(__file__).with_name("keep_asking.py")
@@ -40,6 +42,15 @@ class WantedSeen:
                 live.setdefault(one["job_id"], []).append(one["state"])
         return live
 
+    def wait_until(self, is_so: Callable[[], bool], *, what: str, timeout_s: float = MOST_S) -> None:
+        """Wait until it is so. The error has what was decided, the last status and the logs."""
+        try:
+            wait_for(is_so, timeout_s, what=what)
+        except TimeoutError as error:
+            said = self._alice.hpc_serve("status", self._service, "--all").stdout
+            logs = self._alice.log(self._service, "")
+            raise TimeoutError("\n".join([str(error), *self.decided, said, logs])) from None
+
     def ready(self) -> list[str]:
         """The jobs of which all replicas are ready."""
         return [job_id for job_id, states in self.look().items() if set(states) == {"ready"}]
@@ -49,11 +60,26 @@ class WantedSeen:
         return (action, cause) in self.causes
 
 
-def start_asking(alice: User, threads: int, service: str) -> subprocess.Popen:
-    argv = [sys.executable, str(ASKING), service, str(threads)]
-    program = alice.cluster.popen(argv, user="alice", env=dict(alice.environ))
-    assert program.stdout.readline().strip() == "connected", program.stdout.read()
-    return program
+class Asking:
+    """Alice's programs that ask a service all the time (keep_asking.py)."""
+
+    def __init__(self, alice: User) -> None:
+        self._alice = alice
+        self._programs: list[subprocess.Popen] = []
+
+    def start(self, threads: int, service: str) -> subprocess.Popen:
+        argv = [sys.executable, str(ASKING), service, str(threads)]
+        program = self._alice.cluster.popen(argv, user="alice", env=dict(self._alice.environ))
+        self._programs.append(program)
+        assert program.stdout.readline().strip() == "connected", program.stdout.read()
+        return program
+
+    def end(self) -> None:
+        """Kill what a failed test left."""
+        for program in self._programs:
+            if program.poll() is None:
+                program.kill()
+                program.wait()
 
 
 def told_at_the_end(program: subprocess.Popen) -> dict:
