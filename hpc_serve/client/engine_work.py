@@ -10,7 +10,7 @@ import http.client
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpc_serve.client.replicas.probe import PROBE_TIMEOUT_S, in_background
 from hpc_serve.client.replicas.status import ReplicaStatus
@@ -27,7 +27,8 @@ _READ_BYTES = 64 << 10
 class ReplicaWork:
     """What the engine of a replica does. Of an engine that could not be asked, `problem` says why.
 
-    The rates are tokens a second over the last `over_s` seconds; None: there is one look so far.
+    The rates are tokens a second over the last `over_s` seconds; None: there is one look so far. `now.running` is of
+    the same seconds: the most of both looks, and 1 at least where tokens were generated between them.
     """
 
     now: EngineWork = field(default_factory=EngineWork)
@@ -104,11 +105,15 @@ class WorkWatch:
         if last is None or at_s <= last.at_s:
             return ReplicaWork(now=answer)
         over_s = at_s - last.at_s
+        generated = _rate(last.work.generation_tokens, answer.generation_tokens, over_s)
+        if answer.running is not None:
+            most = max(answer.running, last.work.running or 0, 1 if generated else 0)
+            answer = replace(answer, running=most)
         return ReplicaWork(
             now=answer,
             over_s=over_s,
             prompt_tokens_per_s=_rate(last.work.prompt_tokens, answer.prompt_tokens, over_s),
-            generation_tokens_per_s=_rate(last.work.generation_tokens, answer.generation_tokens, over_s),
+            generation_tokens_per_s=generated,
         )
 
 
