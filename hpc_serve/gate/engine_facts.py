@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hpc_serve.gate.judgement import Judge, Limits, Process, Seen
+from hpc_serve.gate.judgement import EngineLook, Judge, Limits, Process
 
 _log = logging.getLogger(__name__)
 LEAST_STEP_VARIABLE, MOST_STEP_VARIABLE = "HPC_SERVE_CANARY_S", "HPC_SERVE_STEP_S"
@@ -58,15 +58,15 @@ class EngineState:
         return self.fault(app) or ("busy" if self._due or not self._is_judged else "idle")
 
 
-def see(app: Any) -> Seen:
+def see(app: Any) -> EngineLook:
     """Return what vLLM's objects say now. Raises AttributeError, or another error, where they are others."""
     engine = app.state.engine_client
     if (registry := sys.modules.get("prometheus_client")) is None:
-        return Seen()
+        return EngineLook()
     config, requests = engine.vllm_config, engine.output_processor.request_states
     parallel = config.parallel_config
     is_here = parallel.nnodes == 1 and parallel.data_parallel_size == parallel.data_parallel_size_local
-    return Seen(
+    return EngineLook(
         due=len(requests),
         unread_tokens=sum(one.prompt_len for one in requests.values() if one.is_prefilling),
         counters=_read_counters(registry),

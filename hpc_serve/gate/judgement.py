@@ -47,7 +47,7 @@ class Process:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class EngineLook:
     """The findings of one look: `due` requests in the core, and the tokens of prompts that are not read yet.
 
     `counters` change with each step. A step reads `step_tokens` at most. `rates` are the reading speeds of prompts in
@@ -91,10 +91,10 @@ def find_fault(facts: Facts) -> str:
     return ""
 
 
-def step_s(seen: Seen, limits: Limits, *, tokens_per_s: float, learned_s: float, compiles: bool) -> float:
+def step_s(seen: EngineLook, limits: Limits, *, tokens_per_s: float, learned_s: float, compiles: bool) -> float:
     """Return how many seconds a step may take.
 
-    >>> seen = Seen(due=1, unread_tokens=50_000, step_tokens=8_192)
+    >>> seen = EngineLook(due=1, unread_tokens=50_000, step_tokens=8_192)
     >>> step_s(seen, Limits(), tokens_per_s=256, learned_s=0, compiles=False)
     32.0
     """
@@ -125,7 +125,7 @@ class Judge:
         """Return whether it is time for another look."""
         return now_s - self._looked_at_s >= LOOK_INTERVAL_S
 
-    def look(self, seen: Seen, read_processes: Callable[[], Mapping[int, Process]], now_s: float) -> None:
+    def look(self, seen: EngineLook, read_processes: Callable[[], Mapping[int, Process]], now_s: float) -> None:
         """Judge by one more look. The processes are read where the other facts leave a doubt."""
         stood_still = now_s - self._looked_at_s > _LONGEST_INTERVAL_S
         self._looked_at_s = now_s
@@ -142,7 +142,7 @@ class Judge:
             self._watch.note(read_processes(), now_s)
             self.fault = find_fault(self._facts(seen, self._watch, now_s, now_s - self._still_since_s))
 
-    def _facts(self, seen: Seen, watch: _ProcessWatch, now_s: float, still_s: float) -> Facts:
+    def _facts(self, seen: EngineLook, watch: _ProcessWatch, now_s: float, still_s: float) -> Facts:
         learned_s = _TIMES_SEEN * max((pause_s for _, pause_s in self._pauses), default=0.0)
         allowed_s = step_s(
             seen,

@@ -33,7 +33,7 @@ _ACCESS_LINE = re.compile(r':(\d+) - "(?:GET|POST) /')
 _PORTS_REMEMBERED = 64
 
 
-class Answers:
+class HealthAnswers:
     """The answers of one engine, and whether it is unresponsive by them. Times are seconds of one monotonic clock.
 
     An engine is unresponsive in three cases. It leaves /health unanswered for `limit_s` (10 s at most). It answers with
@@ -113,7 +113,7 @@ class EngineWatch:
 
         An engine that drains is asked nothing.
         """
-        answers = Answers(self.limit_s, time.monotonic())
+        answers = HealthAnswers(self.limit_s, time.monotonic())
         canary = threading.Thread()
         while True:
             await asyncio.sleep(min(self.interval_s, _AFTER_SILENCE_S) if answers.is_silent else self.interval_s)

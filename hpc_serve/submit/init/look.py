@@ -43,7 +43,7 @@ _VARIABLES = (
 _MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 || exit 127; module -t avail 2>&1")
 
 
-class Answers:
+class Outputs:
     """The output of commands, by name. `unanswered` has the reason for each command that did not help."""
 
     def __init__(self, deadline_s: float) -> None:
@@ -67,7 +67,7 @@ class Answers:
 def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLINE_S) -> ClusterFacts:
     """Return all facts that can be found here; each command has `deadline_s`. Raises nothing: the result names missing
     facts."""
-    user, answers = user_name(), Answers(deadline_s)
+    user, answers = user_name(), Outputs(deadline_s)
     folders, environment = _folders(environ), _virtual_environment(environ)
     commands: list[tuple[str, Sequence[str], bool]] = [
         ("sinfo", sinfo_argv(), True),
@@ -107,7 +107,7 @@ def look(environ: Mapping[str, str] = os.environ, *, deadline_s: float = _DEADLI
     )
 
 
-def _sinfo_lines(answers: Answers) -> list[Partition]:
+def _sinfo_lines(answers: Outputs) -> list[Partition]:
     try:
         return parse_sinfo(answers.read("sinfo"))
     except (SchedulerError, ValueError) as error:

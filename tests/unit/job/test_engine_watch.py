@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_serve.job.engine.engine_watch import Answers, EngineWatch
+from hpc_serve.job.engine.engine_watch import EngineWatch, HealthAnswers
 from hpc_serve.job.engine.health import EngineAddress, Look, SmallRequest, ask, look
 from hpc_serve.job.run.record_keeper import RecordKeeper
 from hpc_serve.rendezvous.record import EndpointRecord
@@ -174,7 +174,7 @@ TABLE = {
 @pytest.mark.parametrize("row", TABLE)
 def test_what_follows_from_the_answers(row):
     looks, expected = TABLE[row]
-    answers = Answers(5.0, 100.0)
+    answers = HealthAnswers(5.0, 100.0)
     for number, seen in enumerate(looks):
         answers.note(seen, 101.5 + 1.5 * number)
     assert expected in answers.complaint
@@ -182,7 +182,7 @@ def test_what_follows_from_the_answers(row):
 
 
 def test_how_long_it_was_unresponsive_counts_from_the_first_complaint():
-    answers = Answers(5.0, 100.0)
+    answers = HealthAnswers(5.0, 100.0)
     for number, seen in enumerate([HANGS, SILENT, HANGS, HANGS]):
         answers.note(seen, 101.5 + 1.5 * number)
     assert answers.complaint_s == 4.5
@@ -190,7 +190,7 @@ def test_how_long_it_was_unresponsive_counts_from_the_first_complaint():
 
 def test_an_engine_that_does_nothing_or_hangs_gets_a_canary_at_every_second_look_and_a_busy_one_none():
     for seen, expected in ((IDLE, [False, True] * 3), (HANGS, [False, True] * 3), (LIVES, [False] * 6)):
-        answers = Answers(5.0, 100.0)
+        answers = HealthAnswers(5.0, 100.0)
         taken = []
         for number in range(6):
             answers.note(seen, 101.5 + 1.5 * number)
@@ -199,7 +199,7 @@ def test_an_engine_that_does_nothing_or_hangs_gets_a_canary_at_every_second_look
 
 
 def test_after_a_suspension_the_silence_begins_anew():
-    answers = Answers(5.0, 100.0)
+    answers = HealthAnswers(5.0, 100.0)
     answers.note(SILENT, 3_700.0)
     assert answers.complaint == ""
     answers.note(SILENT, 3_704.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_serve.gate.engine_facts import read_processes
-from hpc_serve.gate.judgement import Facts, Judge, Limits, Process, Seen, find_fault, step_s
+from hpc_serve.gate.judgement import EngineLook, Facts, Judge, Limits, Process, find_fault, step_s
 
 CORE = "VLLM::EngineCor"
 RANK = "VLLM::Worker_TP"
@@ -42,13 +42,13 @@ def test_the_table_of_facts(row):
 @pytest.mark.parametrize(
     ("seen", "given", "expected"),
     [
-        (Seen(due=1, unread_tokens=100), {}, 5.0),  # the least
-        (Seen(due=9, unread_tokens=20_000), {}, 20_000 / 256),
-        (Seen(due=9, unread_tokens=20_000, step_tokens=2_560), {}, 10.0),  # a step reads no more
-        (Seen(due=9, unread_tokens=20_000), {"tokens_per_s": 10_000.0}, 5.0),
-        (Seen(due=9, unread_tokens=20_000), {"learned_s": 90.0}, 90.0),
-        (Seen(due=9, unread_tokens=1_000_000), {}, 300.0),  # the bound
-        (Seen(due=9), {"compiles": True}, 300.0),
+        (EngineLook(due=1, unread_tokens=100), {}, 5.0),  # the least
+        (EngineLook(due=9, unread_tokens=20_000), {}, 20_000 / 256),
+        (EngineLook(due=9, unread_tokens=20_000, step_tokens=2_560), {}, 10.0),  # a step reads no more
+        (EngineLook(due=9, unread_tokens=20_000), {"tokens_per_s": 10_000.0}, 5.0),
+        (EngineLook(due=9, unread_tokens=20_000), {"learned_s": 90.0}, 90.0),
+        (EngineLook(due=9, unread_tokens=1_000_000), {}, 300.0),  # the bound
+        (EngineLook(due=9), {"compiles": True}, 300.0),
     ],
 )
 def test_how_long_a_step_may_take(seen, given, expected):
@@ -77,7 +77,7 @@ class Scene:
             self.now_s += 0.5
             self.steps += steps
             self.processes.get(8, [0, 0, 0.0])[2] += 0.5 * self.burns
-            seen = Seen(
+            seen = EngineLook(
                 due=self.due,
                 unread_tokens=self.unread,
                 counters=(float(self.steps),),
@@ -205,7 +205,7 @@ def test_a_fault_stays_when_its_requests_leave_until_there_is_a_step():
 def test_counters_that_nobody_can_read_prove_nothing():
     judge = Judge(Limits())
     for look in range(100):
-        judge.look(Seen(due=5), dict, 10.0 + look)
+        judge.look(EngineLook(due=5), dict, 10.0 + look)
     assert judge.fault == ""
 
 
