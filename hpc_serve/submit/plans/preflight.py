@@ -7,7 +7,7 @@ checked when the request and its plan are made.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_serve.errors import InvalidRequestError
@@ -18,7 +18,6 @@ from hpc_serve.plan.catalog.parsers import reasoning_parsers, tool_parsers
 from hpc_serve.submit.plans.weights import check_hub_weights
 from hpc_serve.submit.request.environment import Environment
 from hpc_serve.submit.request.request import ServeRequest
-from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.vllm.arguments import read_arguments, value_of
 
 # Arguments for another tokenizer than the one beside the weights, or for none.
@@ -57,17 +56,20 @@ def check_weights(
         return f"{plan.model}: its weights cannot be looked for: {error}"
 
 
-def check_parsers(request: ServeRequest, plan: ServePlan, environ: Mapping[str, str]) -> None:
-    """Raise InvalidRequestError where a parser needs a token that the tokenizer lacks, if the tokenizer is here."""
-    given = read_arguments(engine_words(request, plan))
+def check_parsers(words: Sequence[str], model: str, environ: Mapping[str, str]) -> None:
+    """Raise InvalidRequestError where a parser needs a token that the tokenizer lacks, if the tokenizer is here.
+
+    `words` are the options of the engine.
+    """
+    given = read_arguments(words)
     parsers = {"--tool-call-parser": tool_parsers(), "--reasoning-parser": reasoning_parsers()}
     wanted = {option: name for option in parsers if (name := value_of(given, option))}
     if not value_of(given, "--enable-auto-tool-choice"):
         wanted.pop("--tool-call-parser", None)
     if not wanted or _OTHER_TOKENIZER & {argument.name for argument in given}:
         return
-    named = environ.get("HPC_SERVE_MODEL") or (plan.model if plan.model.startswith("/") else None)
-    folder = Path(named) if named else cached_folder(plan.model, environ)
+    named = environ.get("HPC_SERVE_MODEL") or (model if model.startswith("/") else None)
+    folder = Path(named) if named else cached_folder(model, environ)
     try:
         tokens = tokenizer_tokens(folder) if folder is not None else None
     except OSError:

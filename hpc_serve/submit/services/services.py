@@ -81,8 +81,9 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
     windows_of(environ)
     plan, result = plan_service_with_inputs(request, stand_in=environ.get("HPC_SERVE_MODEL"))
     request = on_whole_nodes(request, plan)
-    check_parsers(request, plan, {**environ, **request.env})
-    weights_note = check_weights(request, plan, {**environ, **request.env}, ask_hub=ask_hub)
+    words, of_job = engine_words(request, plan), {**environ, **request.env}
+    check_parsers(words, plan.model, of_job)
+    weights_note = check_weights(request, plan, of_job, ask_hub=ask_hub)
 
     store, service = ServiceStore(default_home(environ)), request.service
     request = dataclasses.replace(request, log_dir=request.log_dir or str(store.log_dir(service)))
@@ -90,7 +91,7 @@ def submit(request: ServeRequest, *, environ: Mapping[str, str] = os.environ, as
 
     store.ensure_service(service)
     log_dir = make_log_dir(Path(log_dir_before_job(str(request.log_dir))), called="--log-dir")
-    job = _job_of(request, plan, speed_figures(result.estimates()))
+    job = _job_of(request, plan, words, speed_figures(result.estimates()))
     note = " ".join(filter(None, (idle_gpus_note(request, plan), small_memory_note(request, plan)))) or None
     with claimed(store, service, plan.model):
         if request.cluster == "local":
@@ -151,7 +152,7 @@ def differences(
     return {job_id: words for job_id, words in found.items() if words}
 
 
-def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) -> SubmittedJob:
+def _job_of(request: ServeRequest, plan: ServePlan, words: tuple[str, ...], speed: Mapping[str, float]) -> SubmittedJob:
     """What is known of a job before it has an id."""
     return SubmittedJob(
         service=request.service,
@@ -164,7 +165,7 @@ def _job_of(request: ServeRequest, plan: ServePlan, speed: Mapping[str, float]) 
         gpus_per_node=devices_per_node(plan),
         replicas_per_job=request.replicas_per_job,
         predicted={**_figures(plan), **speed},
-        engine_args=engine_words(request, plan),
+        engine_args=words,
     )
 
 

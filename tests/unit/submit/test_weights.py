@@ -15,6 +15,7 @@ from hpc_serve.submit.plans.planning import plan_service
 from hpc_serve.submit.plans.preflight import check_parsers, check_weights
 from hpc_serve.submit.request.environment import JobSettings
 from hpc_serve.submit.request.request import ServeRequest
+from hpc_serve.submit.script.engine_words import engine_words
 from hpc_serve.submit.script.render import render_script
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -157,7 +158,8 @@ BPE = {"model": {"type": "BPE", "vocab": {"a": 0}}, "added_tokens": [{"id": 1, "
 
 def check_tools(environ, *words, tools=True, **fields):
     request = ServeRequest(model="8b", service="8b", tools=tools, engine_args=words, **fields)
-    check_parsers(request, plan_service(request), environ)
+    plan = plan_service(request)
+    check_parsers(engine_words(request, plan), plan.model, environ)
 
 
 class TestTokenizer:
