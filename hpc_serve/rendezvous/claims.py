@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_serve.errors import RecordError, ServiceConflictError, StoreError
+from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
 from hpc_serve.rendezvous.fields import from_json_text, to_json_text
 from hpc_serve.rendezvous.files import read_private, remove_file, write_private
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, JobEntry, ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, WEEK_S, ServiceStore
 
 # A claim is checked and written in milliseconds: whoever holds the lock for ten seconds has died.
 _LOCK_LEASE_S = 10.0

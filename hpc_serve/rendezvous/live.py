@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.entries import ServiceRecords, in_order, jobs_begun, parse_entry, read_submitted
 from hpc_serve.rendezvous.files import FileVersion, check_folder, list_newest_first, read_private
 from hpc_serve.rendezvous.names import is_record_file_name
 from hpc_serve.rendezvous.record import FINAL_STATES, EndpointRecord
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore, in_order, jobs_begun, parse_entry, read_submitted
+from hpc_serve.rendezvous.store import ServiceStore
 
 # The line of an ended record, as the store writes it. It is a field of the record itself: those of an inner object
 # begin with more blanks, and no text of JSON has a line end in it.

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import TypeVar
 
-from hpc_serve.errors import HpcServeError, RecordError, StoreError
+from hpc_serve.errors import StoreError
+from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords, in_order, read_entry, read_submitted
 from hpc_serve.rendezvous.files import (
     check_folder,
     list_folder,
     make_private_folder,
-    read_private,
     remove_file,
     write_private,
 )
 from hpc_serve.rendezvous.key_file import make_key, read_key
 from hpc_serve.rendezvous.names import (
-    array_of,
     forgotten_file_name,
     is_record_file_name,
     is_service_name,
@@ -39,10 +36,6 @@ _BESIDE_RECORDS = (".drain", ".successor", ".preflight", ".forgotten")
 # A record that was not renewed for so long is over, whatever the clocks of its writer and its reader say.
 ABANDONED_AFTER_S = 900.0
 
-# An entry about a job, written by its head node or by `submit`.
-JobEntry = EndpointRecord | SubmittedJob
-_Entry = TypeVar("_Entry", EndpointRecord, SubmittedJob)
-
 
 def default_home(environ: Mapping[str, str]) -> Path:
     """`$HPC_SERVE_HOME`, else `~/.hpc-serve`, as an absolute path. Raises StoreError if there is no home directory."""
@@ -52,33 +45,6 @@ def default_home(environ: Mapping[str, str]) -> Path:
     except RuntimeError as error:
         raise StoreError(f"no folder for services: {error} Set HPC_SERVE_HOME.") from None
     return path.absolute()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceRecords:
-    """The files of a service, oldest first. `problems` names the files that are not trusted, and why.
-
-    `unreadable` are the names of existing records that could not be read, or are not trusted.
-    """
-
-    service: str
-    records: tuple[EndpointRecord, ...] = ()
-    submitted: tuple[SubmittedJob, ...] = ()
-    problems: tuple[str, ...] = ()
-    unreadable: frozenset[str] = frozenset()
-
-    @property
-    def exists(self) -> bool:
-        return bool(self.records or self.submitted)
-
-    def without_record(self) -> tuple[SubmittedJob, ...]:
-        """Submitted jobs that have not published a record yet."""
-        started = jobs_begun(record.job_id for record in self.records)
-        return tuple(job for job in self.submitted if job.job_id not in started)
-
-    def awaiting_record(self) -> tuple[SubmittedJob, ...]:
-        """Return submitted jobs without a record and without a known end; the scheduler may know that they ended."""
-        return tuple(job for job in self.without_record() if job.end is None)
 
 
 class ServiceStore:
@@ -231,65 +197,6 @@ class ServiceStore:
         for path in removed:
             remove_file(path)
         return len(removed)
-
-
-def jobs_begun(job_ids: Iterable[str]) -> set[str]:
-    """Return `job_ids`, the ids of jobs with a record, and for the task of an array also the array's id."""
-    return {begun for job_id in job_ids for begun in (job_id, array_of(job_id))}
-
-
-def read_submitted(
-    folder: Path, service: str, problems: list[str], *, without: Set[str] = frozenset()
-) -> list[SubmittedJob]:
-    """Return the submitted jobs of a service's folder, but for those `without`."""
-    return [
-        job
-        for name in list_folder(folder / "submitted")
-        if name.endswith(".json") and not name.startswith(".") and name.removesuffix(".json") not in without
-        if (job := read_entry(folder / "submitted" / name, SubmittedJob, service, problems)) is not None
-    ]
-
-
-def in_order(
-    service: str,
-    records: Sequence[EndpointRecord],
-    submitted: Sequence[SubmittedJob],
-    problems: Sequence[str],
-    *,
-    seen: Iterable[str],
-) -> ServiceRecords:
-    """Return the entries of a service, oldest first. `seen` are the names of the existing records that count."""
-    return ServiceRecords(
-        service=service,
-        records=tuple(sorted(records, key=began_or_ended_at)),
-        submitted=tuple(sorted(submitted, key=lambda job: (job.submitted_at, job.job_id))),
-        problems=tuple(problems),
-        unreadable=frozenset(seen) - {record.name for record in records},
-    )
-
-
-def began_or_ended_at(record: EndpointRecord) -> tuple[float, str]:
-    """When a replica began or, if it is over, when it ended; and its name, for replicas of the same moment."""
-    return record.updated_at if record.is_final else record.started_at, record.name
-
-
-def read_entry(path: Path, kind: type[_Entry], service: str, problems: list[str]) -> _Entry | None:
-    """Read a record or a submitted job; None if it is gone or not trusted. `problems` gets the reason."""
-    try:
-        return parse_entry(read_private(path), path, kind, service)
-    except FileNotFoundError:  # listed from a stale cache, or swept a moment ago
-        return None
-    except HpcServeError as error:
-        problems.append(str(error))
-        return None
-
-
-def parse_entry(text: str, path: Path, kind: type[_Entry], service: str) -> _Entry:
-    """Parse the text of an entry's file. Raises RecordError."""
-    entry = kind.from_json(text, source=str(path))
-    if entry.service != service or entry.name != path.name:
-        raise RecordError(f"{path} says it is {entry.name} of {entry.service}: it was copied; remove it.")
-    return entry
 
 
 def _modified_at(path: Path) -> float:

@@ -32,6 +32,7 @@ PURE = (
     "hpc_serve.rendezvous.names",
     "hpc_serve.submit.request.bounds",
     "hpc_serve.submit.request.chain",
+    "hpc_serve.submit.services.jobs",
     "hpc_serve.submit.services.load",
     "hpc_serve.submit.services.reconcile",
     "hpc_serve.submit.plans.planned_speed",

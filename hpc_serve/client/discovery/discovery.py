@@ -24,8 +24,9 @@ from hpc_serve.client.replicas.proofs import FRESH_S, MOST_MISSED, REVERIFY_S, W
 from hpc_serve.client.replicas.replicas import LastReplica
 from hpc_serve.client.replicas.status import ProbeResult, ServiceStatus, assess_replica, assess_submitted
 from hpc_serve.errors import HpcServeError
+from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.trust.connection import Identity
 
 REFRESH_S = 10.0

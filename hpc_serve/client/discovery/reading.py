@@ -14,9 +14,10 @@ from typing import TypeVar
 from hpc_serve.client.replicas.probe import in_background
 from hpc_serve.client.replicas.proofs import Proofs
 from hpc_serve.errors import HpcServeError, RecordError, StoreError
+from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.live import LiveRecords, RecordFile
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore
 
 READ_S = 3.0
 

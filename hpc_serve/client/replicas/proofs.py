@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 
 from hpc_serve.client.replicas.status import ProbeResult
+from hpc_serve.rendezvous.entries import ServiceRecords
 from hpc_serve.rendezvous.record import EndpointRecord
-from hpc_serve.rendezvous.store import ServiceRecords
 
 REVERIFY_S = 60.0
 

@@ -20,10 +20,11 @@ from hpc_serve.job.machine.network import PortsInUseError, reachable_addresses
 from hpc_serve.job.progress.start_stages import StartStages
 from hpc_serve.job.run.node import Node
 from hpc_serve.job.run.outcome import Outcome
+from hpc_serve.rendezvous.entries import read_entry
 from hpc_serve.rendezvous.names import array_of
 from hpc_serve.rendezvous.record import EndpointRecord, NodeRecord, Progress, SubmittedJob
 from hpc_serve.rendezvous.start_times import cache_of, last_start, layout_of, remember_start
-from hpc_serve.rendezvous.store import ServiceStore, default_home, read_entry
+from hpc_serve.rendezvous.store import ServiceStore, default_home
 from hpc_serve.rendezvous.user import user_name
 
 _log = logging.getLogger(__name__)

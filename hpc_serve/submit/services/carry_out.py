@@ -21,8 +21,9 @@ from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted import SUBMITTING_S, Decision, Wanted
 from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted
 from hpc_serve.submit.services.hand_over import add_jobs
+from hpc_serve.submit.services.jobs import Job
 from hpc_serve.submit.services.load import Windows
-from hpc_serve.submit.services.reconcile import Job, after, failed, noted, reconcile
+from hpc_serve.submit.services.reconcile import after, failed, noted, reconcile
 from hpc_serve.submit.services.what_is import Look, Looker
 from hpc_serve.submit.slurm import scheduler
 
@@ -56,12 +57,10 @@ def step(
     windows: Windows,
     drain_s: float = _DRAIN_S,
     decider: str = "",
-    cancels: bool = True,
 ) -> tuple[Wanted | None, Done]:
     """Look once, decide, and do it. Returns what is wanted then; None if somebody changed it since it was `seen`.
 
-    Jobs that are to end are left to the caller unless this `cancels` them. Raises HpcServeError; what was not done is
-    decided again at the next look.
+    Raises HpcServeError; what was not done is decided again at the next look.
     """
     store, service, look, now = looker.store, looker.service, looker.look(), time.time()
     known = noted(seen, look.what_is, now)
@@ -77,7 +76,7 @@ def step(
             return None
         for one in told:
             if one.action == "drain":
-                _ask_to_drain(store, look, one, drain_s, now)
+                _let_drain(store, look, one, drain_s, now)
         return changed
 
     claimed = change_wanted(store, service, claim)
@@ -88,7 +87,7 @@ def step(
     if looker.history is not None and any(one.action == "count" for one in told):
         looker.history.begin_anew(looker.clock())
     ended = [job_id for one in told if one.action in ("drain", "end") for job_id in one.jobs]
-    for job_id in (job_id for one in told if one.action == "end" and cancels for job_id in one.jobs):
+    for job_id in (job_id for one in told if one.action == "end" for job_id in one.jobs):
         scheduler.cancel(job_id)
     added: list[SubmittedJob] = []
     for one in told:
@@ -99,7 +98,7 @@ def step(
     return claimed, Done(decisions=told, added=tuple(added), ended=tuple(ended))
 
 
-def settle(looker: Looker, *, drain_s: float = _DRAIN_S, cancels: bool = True) -> Done:
+def settle(looker: Looker, *, drain_s: float = _DRAIN_S) -> Done:
     """Do all that is to be done now for what is wanted, in turns with other programs that do the same.
 
     Raises HpcServeError; SchedulerUnavailableError where Slurm does not answer.
@@ -109,7 +108,7 @@ def settle(looker: Looker, *, drain_s: float = _DRAIN_S, cancels: bool = True) -
         seen = wait_for_others(looker.store, looker.service)
         if seen is None:
             return done
-        changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s, cancels=cancels)
+        changed, more = step(looker, seen, windows=Windows(), drain_s=drain_s)
         done += more
         if changed is not None and not more.decisions:
             if looker.slurm.problem:
@@ -168,7 +167,7 @@ def end_submission(
     return change_wanted(store, service, end)
 
 
-def _ask_to_drain(store: ServiceStore, look: Look, decision: Decision, drain_s: float, now: float) -> None:
+def _let_drain(store: ServiceStore, look: Look, decision: Decision, drain_s: float, now: float) -> None:
     jobs: dict[str, Job] = {job.job_id: job for job in look.what_is.jobs}
     for status in look.replicas_of(decision.jobs):
         ends_at = jobs[status.job_id].ends_at

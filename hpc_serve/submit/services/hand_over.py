@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from hpc_serve.errors import InvalidRequestError, SubmissionRefusedError
 from hpc_serve.rendezvous.claims import claim, release
+from hpc_serve.rendezvous.entries import JobEntry
 from hpc_serve.rendezvous.files import make_private_folder, read_private
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
-from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, JobEntry, ServiceStore
+from hpc_serve.rendezvous.store import ABANDONED_AFTER_S, ServiceStore
 from hpc_serve.submit.request.chain import begins_after_min
 from hpc_serve.submit.services.stop import end_job
 from hpc_serve.submit.slurm import scheduler

@@ -1,88 +1,27 @@
 """Decides what brings a service from what is to what is wanted: which jobs to submit, to let drain, to end, and why.
 
-Pure: what_is.py finds out what is, carry_out.py does what is decided. A job counts as long as Slurm says that it waits
-or runs, or does not answer. It does not count once it drains, was told to end, or ends sooner than its successor would
-be ready. The number that is wanted is a field: load moves it within its bounds, idleness makes it 0, and a person
-changes it by `scale`, `wake` and `stop`.
+Pure: what_is.py finds out what is, jobs.py says which jobs count, carry_out.py does what is decided. The number that is
+wanted is a field: load moves it within its bounds, idleness makes it 0, and a person changes it by `scale`, `wake` and
+`stop`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from hpc_serve.rendezvous.wanted import Cause, Decision, Wanted, WantedState
 from hpc_serve.submit.request.bounds import shown_time
-from hpc_serve.submit.services.load import LoadSummary, Windows
+from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs, counted, is_due
+from hpc_serve.submit.services.load import Windows
 
-# pending and starting: it serves nobody yet. unclear: it serves nobody now, and may again.
-JobStage = Literal["pending", "starting", "unclear", "ready", "draining", "over"]
-
-_START_FACTOR = 1.2  # starts of one service differ by how busy the filesystem is
-_MARGIN_S = 60.0  # sbatch's manual: the notice of --signal may come up to a minute early
 _AGAIN_S = 4.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 _WINDOWS = Windows()
 _SPARE = 0.8  # the others shall have room for what differs from one window to the next
 # Jobs that serve nobody yet end first.
 _SPARED_FIRST: tuple[JobStage, ...] = ("pending", "unclear", "starting", "ready")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One job of a service, with `replicas` replicas. `requests` run or wait in it.
-
-    `ends_at` is its time limit in seconds since the epoch (None: not known, or none), `limit_s` the whole of it.
-    `start_s` is how long it took to be ready (None: never was), `waited_s` how long it waited in the queue.
-    `predecessor` is the job from which it takes over. `why_over` is a sentence, `has_failed` says whether it failed.
-    `is_settled` says that it has served for long enough that a later failure is not one of its start.
-    """
-
-    job_id: str
-    stage: JobStage
-    replicas: int = 1
-    requests: int = 0
-    submitted_at: float = 0.0
-    ends_at: float | None = None
-    limit_s: float = math.inf
-    waited_s: float = 0.0
-    start_s: float | None = None
-    predecessor: str = ""
-    has_failed: bool = False
-    why_over: str = ""
-    is_settled: bool = False
-    is_own: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        return self.stage != "over"
-
-    def due_at(self, notice_s: float) -> float:
-        """When its successor is due: so long before its end as that will wait and start, the notice, and a margin.
-
-        The wait in the queue is this job's own, at most half of its limit. A run that was never ready has none.
-
-        >>> job = Job(job_id="1", stage="ready", ends_at=43200, limit_s=43200, waited_s=600, start_s=300)
-        >>> (43200 - job.due_at(120)) / 60
-        19.0
-        """
-        if self.ends_at is None or self.start_s is None:
-            return math.inf
-        return self.ends_at - notice_s - _START_FACTOR * self.start_s - min(self.waited_s, self.limit_s / 2) - _MARGIN_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIs:
-    """The jobs of a service, oldest first. `load` is None where nobody looked at the engines for a while.
-
-    A look that is not `is_complete` may have missed some: then no job is submitted or ended.
-    """
-
-    jobs: tuple[Job, ...] = ()
-    load: LoadSummary | None = None
-    is_complete: bool = True
 
 
 def pause_s(failures: int) -> float:
@@ -92,28 +31,6 @@ def pause_s(failures: int) -> float:
     [30.0, 60.0, 120.0, 600.0]
     """
     return min(_FIRST_PAUSE_S * 2.0 ** (max(failures, 1) - 1), _LONGEST_PAUSE_S)
-
-
-def counted(wanted: Wanted, what_is: WhatIs, now: float) -> list[Job]:
-    """The jobs that count: not those that drain, end, hand over, or only wait to take over from one that counts."""
-    staying = [
-        job
-        for job in what_is.jobs
-        if job.is_live and job.stage != "draining" and job.job_id not in wanted.ending and not _ends(job, wanted, now)
-    ]
-    ids = {job.job_id for job in staying}
-    before = {job.job_id: job.predecessor for job in what_is.jobs}
-
-    def is_ahead(job: Job) -> bool:
-        seen, job_id = {job.job_id}, job.predecessor
-        while job_id and job_id not in seen:
-            if job_id in ids:
-                return True
-            seen.add(job_id)
-            job_id = before.get(job_id, "")
-        return False
-
-    return [job for job in staying if not is_ahead(job)]
 
 
 def after(wanted: Wanted, decisions: Sequence[Decision], now: float) -> Wanted:
@@ -139,7 +56,7 @@ def noted(wanted: Wanted, what_is: WhatIs, now: float) -> Wanted:
     jobs = {job.job_id: job for job in what_is.jobs}
     for job_id in wanted.coming:
         job = jobs.get(job_id)
-        has_served = job is not None and (job.is_settled or (job.stage == "ready" and _ends(job, wanted, now)))
+        has_served = job is not None and (job.is_settled or (job.stage == "ready" and is_due(job, wanted, now)))
         if job is not None and job.is_live and not has_served:
             continue
         wanted = replace(wanted, coming=tuple(one for one in wanted.coming if one != job_id))
@@ -175,10 +92,6 @@ def reconcile(wanted: Wanted, what_is: WhatIs, now: float, windows: Windows = _W
     elif have > count and what_is.is_complete:
         found += _spare(wanted, here, count, have, decided)
     return found
-
-
-def _ends(job: Job, wanted: Wanted, now: float) -> bool:
-    return wanted.keep_up and now >= job.due_at(wanted.notice_s)
 
 
 def _end_all(wanted: Wanted, what_is: WhatIs, now: float) -> list[Decision]:
@@ -222,7 +135,7 @@ def _move(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], now: float, wind
     have = sum(job.replicas for job in here)
     serving = sum(job.replicas for job in what_is.jobs if job.stage == "ready" and job.job_id not in wanted.ending)
     if load.surplus_s >= windows.add_after_s and wanted.count <= have <= serving:
-        holding = sum(job.replicas for job in what_is.jobs if job.is_live and not _ends(job, wanted, now))
+        holding = sum(job.replicas for job in what_is.jobs if job.is_live and not is_due(job, wanted, now))
         room = _in_whole_jobs(wanted, wanted.most) - max(have, holding)
         more = min(room, math.ceil(load.surplus / max(1, load.most_running)))
         if more > 0:
@@ -258,7 +171,7 @@ def _submit(
     if now < wanted.next_try_at:
         return [Decision(action="wait", cause="failed", why=f"{wanted.problem}; the next try waits")]
     missing = count - have
-    ending = [job for job in what_is.jobs if job.is_live and _ends(job, wanted, now)]
+    ending = [job for job in what_is.jobs if job.is_live and is_due(job, wanted, now)]
     followed = {job.predecessor for job in what_is.jobs if job.is_live and job.stage != "draining"}
     leaving = [job for job in ending if job.job_id not in followed][: -(-missing // wanted.replicas_per_job)]
     if leaving and not why:
@@ -283,7 +196,7 @@ def _hand_over(wanted: Wanted, what_is: WhatIs, here: Sequence[Job], count: int,
     ]
     if found:
         return found
-    ending = [job for job in what_is.jobs if job.stage == "ready" and _ends(job, wanted, now)]
+    ending = [job for job in what_is.jobs if job.stage == "ready" and is_due(job, wanted, now)]
     ending = sorted((job for job in ending if job.job_id not in wanted.ending), key=lambda job: job.ends_at or 0.0)
     spare = ready + sum(job.replicas for job in ending) - count
     for job in ending:

@@ -16,7 +16,7 @@ from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import InvalidRequestError, StoreError, WaitTimeoutError
 from hpc_serve.rendezvous.chain import followers_of
 from hpc_serve.rendezvous.drain import DrainRequest, ask_to_drain, drain_file_of
-from hpc_serve.rendezvous.record import EndpointRecord, JobEnd, SubmittedJob
+from hpc_serve.rendezvous.record import JobEnd, SubmittedJob
 from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.submit.slurm import scheduler
 from hpc_serve.submit.slurm.local import local_job_state, stop_local_job
@@ -38,11 +38,13 @@ def stop(
     *,
     timeout_s: float = 120.0,
     drain_s: float = 120.0,
+    is_asked: bool = False,
 ) -> tuple[ReplicaStatus, ...]:
     """End those of `found` that are not over, and return how they ended, once they have.
 
     A replica that serves first finishes the requests under way, for `drain_s` seconds at most (0: it does not); then it
     ends by itself. A job that has not ended by then, and one that does not serve, is told to end, and has `timeout_s`.
+    If `is_asked`, the reconciler has told the jobs already: replicas that serve to drain, others to end.
     A replica whose job has others that are not in `found` ends alone; its job goes on. With a job end those that were
     submitted to take over from it (`submit --chain`).
     The end of a job that had published nothing is written down, since clients do not ask Slurm, and Slurm forgets.
@@ -62,11 +64,14 @@ def stop(
     for job_id, cluster in {status.job_id: status.job.cluster for status in live}.items():
         if job_id not in submitted and cluster == "local":
             raise InvalidRequestError(f"{job_id} was started by hand: end its script where it runs (Ctrl-C or kill).")
-    for status in live:
+    by = f"hpc-serve stop on {socket.gethostname()}"
+    for status in () if is_asked else live:
         serves = status.state in _SERVES
         if status.record is not None and (serves or status in alone):
+            deadline_s = drain_s if serves else 0.0
+            request = DrainRequest(by=by, cause="stop", deadline_s=deadline_s, requested_at=time.time())
             try:
-                _ask_to_drain(store, status.record, drain_s if serves else 0.0)
+                ask_to_drain(drain_file_of(store, status.record), request)
             except StoreError:
                 if status in alone:
                     raise
@@ -77,7 +82,9 @@ def stop(
         if status not in alone:
             jobs.setdefault(status.job_id, []).append(status)
     # First those that serve nobody: one that takes over from another shall not begin meanwhile.
-    for job_id, replicas in sorted(jobs.items(), key=lambda item: any(one.state in _SERVES for one in item[1])):
+    for job_id, replicas in sorted(jobs.items(), key=lambda item: _serves(item[1])):
+        if is_asked and not _serves(replicas):
+            continue
         if drain_s <= 0 or not _end_by_themselves(deadline, store, replicas, submitted.get(job_id)):
             end_job(job_id, submitted.get(job_id))
     ended = []
@@ -90,6 +97,10 @@ def stop(
         with contextlib.suppress(StoreError):  # for example on a full disk: the job has ended all the same
             write_end(store, status, submitted.get(status.job_id))
     return tuple(ended)
+
+
+def _serves(replicas: Sequence[ReplicaStatus]) -> bool:
+    return any(one.state in _SERVES for one in replicas)
 
 
 def _followers(
@@ -108,12 +119,6 @@ def end_job(job_id: str, submitted: SubmittedJob | None) -> None:
         stop_local_job(submitted, grace_s=_LOCAL_GRACE_S)
     else:
         scheduler.cancel(job_id)
-
-
-def _ask_to_drain(store: ServiceStore, record: EndpointRecord, drain_s: float) -> None:
-    by = f"hpc-serve stop on {socket.gethostname()}"
-    request = DrainRequest(by=by, cause="stop", deadline_s=drain_s, requested_at=time.time())
-    ask_to_drain(drain_file_of(store, record), request)
 
 
 def _leaves_others(store: ServiceStore, status: ReplicaStatus, ended: Sequence[ReplicaStatus]) -> bool:

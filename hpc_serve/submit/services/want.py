@@ -20,7 +20,7 @@ from hpc_serve.rendezvous.wanted_file import change_wanted, read_wanted, wanted_
 from hpc_serve.submit.request.bounds import check_bounds, shown_bounds
 from hpc_serve.submit.request.request import ServeRequest
 from hpc_serve.submit.services.carry_out import settle, wait_for_others
-from hpc_serve.submit.services.reconcile import Job, counted
+from hpc_serve.submit.services.jobs import Job, counted
 from hpc_serve.submit.services.stop import stop
 from hpc_serve.submit.services.what_is import Look, Looker
 from hpc_serve.submit.status.status_reader import find_report, read_status, replicas_here
@@ -147,13 +147,13 @@ def scale(
         return replace(wanted, least=replicas, most=replicas, count=replicas).with_decisions(now, told)
 
     _, here = _change_seen(looker, change)
-    done = settle(looker, drain_s=drain_s, cancels=False)
-    seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}
+    done = settle(looker, drain_s=drain_s)
+    seen = {one.name: one for one in (*read_status(store, service).replicas, *found)}  # as they were before
     ended = [one for one in seen.values() if one.job_id in done.ended and not one.is_over]
     for status in ended:
         on_stop(status)
     before = sum(job.replicas for job in here)
-    return Scaled(before=before, added=done.added, ended=stop(store, ended, drain_s=drain_s) if ended else ())
+    return Scaled(before=before, added=done.added, ended=stop(store, ended, drain_s=drain_s, is_asked=True))
 
 
 def _awake(seen: Wanted | None, per_job: int) -> Wanted:

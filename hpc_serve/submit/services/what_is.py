@@ -14,10 +14,11 @@ from hpc_serve.client.replicas.status import ReplicaStatus
 from hpc_serve.errors import RendezvousError
 from hpc_serve.job.engine.health import EngineAddress, read_load
 from hpc_serve.rendezvous.drain import drain_file_of, read_drain_request
+from hpc_serve.rendezvous.entries import read_submitted
 from hpc_serve.rendezvous.record import SubmittedJob
-from hpc_serve.rendezvous.store import ServiceStore, read_submitted
+from hpc_serve.rendezvous.store import ServiceStore
+from hpc_serve.submit.services.jobs import Job, JobStage, WhatIs
 from hpc_serve.submit.services.load import LoadHistory, LoadSummary, ReplicaLoad
-from hpc_serve.submit.services.reconcile import Job, JobStage, WhatIs
 from hpc_serve.submit.services.stop import write_end
 from hpc_serve.submit.slurm.scheduler import SchedulerView
 from hpc_serve.submit.slurm.slurm import JobState
@@ -95,13 +96,11 @@ class Looker:
             stage=stage,
             replicas=last.job.replicas_per_job,
             requests=sum(requests),
-            submitted_at=last.submitted_at or 0.0,
             ends_at=ends_at,
             limit_s=limit_s,
             waited_s=waited_s,
             start_s=max(starts, default=None),
             predecessor=submitted.predecessor if submitted is not None else "",
-            has_failed=any(one.state == "failed" for one in found),
             why_over=last.sentence if stage == "over" else "",
             is_settled=stage == "ready" and bool(since) and now - max(since) >= SETTLED_S,
             is_own=last.job_id == self.own_job,

@@ -19,9 +19,10 @@ from hpc_serve.client.replicas.status import ProbeResult, ReplicaStatus, Service
 from hpc_serve.errors import RendezvousError, ServiceNotFoundError
 from hpc_serve.redact import redact, redact_lines
 from hpc_serve.rendezvous.chain import followers_of
+from hpc_serve.rendezvous.entries import JobEntry, ServiceRecords
 from hpc_serve.rendezvous.names import array_of, is_service_name, validate_service_name
 from hpc_serve.rendezvous.record import EndpointRecord, SubmittedJob
-from hpc_serve.rendezvous.store import JobEntry, ServiceRecords, ServiceStore
+from hpc_serve.rendezvous.store import ServiceStore
 from hpc_serve.rendezvous.wanted_file import read_wanted_or_none
 from hpc_serve.submit.logs.log_files import files_of, known_secrets, tail
 from hpc_serve.submit.request.chain import chain_sentence

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hpc_serve.errors import InvalidRequestError
 from hpc_serve.rendezvous.wanted import Decision, Wanted
+from hpc_serve.submit.services.jobs import Job, WhatIs, counted
 from hpc_serve.submit.services.load import LoadHistory, ReplicaLoad, Windows, windows_of
-from hpc_serve.submit.services.reconcile import Job, WhatIs, after, counted, noted, reconcile
+from hpc_serve.submit.services.reconcile import after, noted, reconcile
 
 LOOK_S = 5.0
 LIMIT_S = 3600.0
@@ -51,7 +52,7 @@ class Simulated:
 
     def submit(self, predecessor: str = "") -> None:
         name = str(101 + len(self.jobs))
-        job = Job(job_id=name, stage="pending", submitted_at=self.now, predecessor=predecessor)
+        job = Job(job_id=name, stage="pending", predecessor=predecessor)
         self.jobs[name] = replace(
             job, replicas=self.wanted.replicas_per_job, limit_s=self.limit_s, waited_s=self.queue_s
         )
@@ -68,7 +69,7 @@ class Simulated:
         return [one for _, one in self.told[before:]]
 
     def lose(self, job_id: str, why: str = "failed: the engine ended with 1") -> None:
-        self.jobs[job_id] = replace(self.jobs[job_id], stage="over", has_failed=True, why_over=why)
+        self.jobs[job_id] = replace(self.jobs[job_id], stage="over", why_over=why)
 
     def stages(self) -> list[str]:
         return [job.stage for job in self.jobs.values() if job.is_live]
@@ -141,7 +142,7 @@ def service(least: int = 1, most: int | None = None, **fields) -> Simulated:
 def short_lived(start_s: float) -> Simulated:
     """A service of one or two jobs of two replicas each, with a time limit of four minutes."""
     wanted = Wanted(least=1, most=3, count=1, is_kept=True, keep_up=True, notice_s=30.0, replicas_per_job=2)
-    return Simulated(wanted, queue_s=5.0, limit_s=240.0, start_s=start_s).begin()
+    return Simulated(wanted, queue_s=5.0, start_s=start_s, limit_s=240.0).begin()
 
 
 def told(found: list[Decision]) -> list[tuple[str, str]]:
